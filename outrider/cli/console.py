@@ -1,26 +1,30 @@
-"""What every verb says and how: two consoles, a progress bar, JSON, sizes in words, arguments that several verbs
-take."""
+"""What all verbs share: two consoles, tables, progress, JSON, sizes in words, common arguments."""
 
 import json
 import logging
 import os
 import statistics
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, OverflowMethod
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from outrider.errors import ConfigError, DataError
 
 FAR = 3
 """Times what is usual, from which on a stage says why it takes so long."""
+LINE_EVERY_S, LINE_AFTER_S = 30.0, 1.0
+"""Seconds between two lines of progress in a log: at most, and at least."""
 
 STEADY_STEPS = 24
 """Steps of a kind after which their time is known."""
@@ -46,21 +50,130 @@ def say(line: str, style: str | None = None) -> None:
 
 
 def remark(line: str, style: str | None = None) -> None:
-    """The same on standard error: what is no result."""
+    """The same on standard error: for what is not a result."""
     note.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def table(*columns: str, right: Collection[str] = (), overflow: OverflowMethod = "ellipsis") -> Table:
-    """An empty table without lines.  right: the columns that hold numbers."""
-    made = (Column(name, justify="right" if name in right else "left", overflow=overflow) for name in columns)
-    return Table(*made, box=None, pad_edge=False)
-
-
-def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
+def present(json_to: str | None, value: Any, *shown: "FittedTable | Table | str") -> None:
     """Print a result, unless JSON goes to standard output, and write it as JSON where `--json` asks for that."""
     for each in shown if json_to != "-" else ():
-        say(each) if isinstance(each, str) else out.print(each)
+        say(each) if isinstance(each, str) else show(each)
     write_json(json_to, value)
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FittedTable:
+    """A table as wide as the terminal: cells wrap between words; where a word has no room, rows are blocks of lines.
+
+    Cells are text, not markup.
+    """
+
+    def __init__(self, columns: Sequence[Column]):
+        self.columns = columns
+        self.rows: list[tuple[list[Text], str]] = []
+
+    def add_row(self, *cells: str | Text, style: str = "") -> None:
+        self.rows.append(([_text(cell) for cell in cells[: len(self.columns)]], style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        texts = [[_text(column.header), *cells] for column, cells in zip(self.columns, self._cells(), strict=True)]
+        full = [max(_longest(text.plain.split("\n")) for text in own) for own in texts]
+        least = [
+            max(_longest(own[0].plain.split()), *(_longest(_pieces(text, column.no_wrap)) for text in own))
+            for column, own in zip(self.columns, texts, strict=True)
+        ]
+        gap = 2 if sum(full) + 2 * (len(full) - 1) <= width else 1
+        room = width - gap * (len(full) - 1)
+        if sum(least) > room or _is_tall(widths := _widths(least, full, room), texts):
+            yield from self._blocks(width)
+            return
+        made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        for column, own, size in zip(self.columns, texts, widths, strict=True):
+            made.add_column(own[0], justify=column.justify, width=size, overflow="fold")
+        for cells, style in self.rows:
+            made.add_row(*cells, style=style)
+        yield made
+
+    def _cells(self) -> list[list[Text]]:
+        """The cells of every column; a row may be shorter than the table."""
+        blank = Text()
+        return [[row[i] if i < len(row) else blank for row, _ in self.rows] for i in range(len(self.columns))]
+
+    def _blocks(self, width: int) -> RenderResult:
+        """Every row as its first cell, and below it a line for each other cell that has a value."""
+        names = [" ".join(_text(column.header).plain.split()) for column in self.columns]
+        indent = min(_longest(names[1:]), width // 3) + 4
+        for cells, style in self.rows:
+            lines = [] if not cells[0].plain.strip() else textwrap.wrap(cells[0].plain, width, **_WHOLE_WORDS)
+            for name, cell in zip(names[1:], cells[1:], strict=False):
+                if cell.plain.strip(" -–"):
+                    first = f"  {name}".ljust(indent - 1) + " "
+                    value = " ".join(cell.plain.split())
+                    lines += textwrap.wrap(
+                        value, width, initial_indent=first, subsequent_indent=" " * indent, **_WHOLE_WORDS
+                    )
+            yield Text("\n".join(lines), style, no_wrap=True, overflow="ignore")
+
+
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+TALLEST = 6
+"""Lines of a cell: where one needs more, rows are blocks."""
+
+
+def table(*columns: str, right: Collection[str] = ()) -> FittedTable:
+    """An empty table without lines.  right: the columns that hold numbers, which never wrap."""
+    return FittedTable(
+        [Column(name, justify="right" if name in right else "left", no_wrap=name in right) for name in columns]
+    )
+
+
+def fitted(given: Table) -> FittedTable:
+    """A table of rich as one that fits; its lines and its own widths are left out."""
+    made = FittedTable(given.columns)
+    for row, *cells in zip(given.rows, *(column.cells for column in given.columns), strict=True):
+        made.add_row(*map(_text, cells), style=str(row.style or ""))
+    return made
+
+
+def show(given: FittedTable | Table) -> None:
+    """Print a table in the width there is."""
+    out.print(fitted(given) if isinstance(given, Table) else given, crop=False)
+
+
+def _text(given: Any) -> Text:
+    return given if isinstance(given, Text) else Text(str(given))
+
+
+def _longest(words: Sequence[str]) -> int:
+    return max(map(cell_len, words), default=0)
+
+
+def _pieces(text: Text, whole_lines: bool) -> list[str]:
+    return text.plain.split("\n") if whole_lines else text.plain.split()
+
+
+def _widths(least: Sequence[int], full: Sequence[int], room: int) -> list[int]:
+    """Widths between `least` and `full` of every column that together take at most `room`, shared evenly."""
+    widths, spare = list(least), room - sum(least)
+    while spare > 0 and (narrow := [i for i, width in enumerate(widths) if width < full[i]]):
+        each = max(1, spare // len(narrow))
+        for i in narrow[:spare]:
+            more = min(each, full[i] - widths[i])
+            widths[i], spare = widths[i] + more, spare - more
+    return widths
+
+
+def _is_tall(widths: Sequence[int], texts: Sequence[Sequence[Text]]) -> bool:
+    return any(
+        len(textwrap.wrap(text.plain, max(1, width), **_WHOLE_WORDS)) > TALLEST
+        for width, own in zip(widths, texts, strict=True) for text in own
+    )  # fmt: skip
+
+
+# ── long work ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def quiet(*, parallel_tokenizers: bool = False) -> None:
@@ -78,7 +191,7 @@ def quiet(*, parallel_tokenizers: bool = False) -> None:
 
 
 class Forecast:
-    """How long a stage will take, said once, as soon as its first steps tell."""
+    """How long a stage will take, and where it is, from the times of its steps."""
 
     def __init__(
         self,
@@ -97,33 +210,54 @@ class Forecast:
             usual_minutes,
         )
         self.why_slow = why_slow
-        self.began = self.at = time.monotonic()
+        self.began = self.at = self.line_at = time.monotonic()
         self.steps: list[float] = []
-        """Seconds of every step that was seen."""
+        """Seconds of every step of this process."""
         self.is_printed = False
+        self.line_done = done
 
     def update(self, done: int) -> str | None:
-        """The line to say now, None where it is too early or was said."""
+        """The line about the whole, once its first steps are timed; None before and after."""
         if self.is_steady and not self.steps:
             self.done = done - 1  # where an earlier run stopped is known to the one that goes on
         now, new_steps = time.monotonic(), done - self.done
-        if self.is_printed or new_steps < 1:
+        if new_steps < 1:
             return None
         self.steps += [(now - self.at) / new_steps] * new_steps
         self.done, self.at = done, now
         spent, count = now - self.began, len(self.steps)
-        if not (
-            spent > 30 or (spent > 5 and (count >= STEADY_STEPS if self.is_steady else count >= 0.05 * self.total))
-        ):
+        is_known = spent > 30 or (
+            spent > 5 and (count >= STEADY_STEPS if self.is_steady else count >= 0.05 * self.total)
+        )
+        if self.is_printed or not is_known:
             return None
         self.is_printed = True
-        # a training's first steps read features too; answers written side by side end in bursts
-        each = statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / count
-        whole = spent + each * (self.total - done)
-        line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(each)} each"
+        whole = spent + self.left_s
+        line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(self.each_s)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
             return line
         return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {self.why_slow()}"
+
+    @property
+    def each_s(self) -> float:
+        """Seconds of a step.  First steps of a training read features too; answers of a batch end in bursts."""
+        spent = self.at - self.began
+        return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
+
+    @property
+    def left_s(self) -> float:
+        return self.each_s * max(0, self.total - self.done)
+
+    def line(self, note: str) -> str | None:
+        """Progress in one line for a log: every `LINE_EVERY_S` seconds and every tenth of the work; None in between."""
+        now, tenth = time.monotonic(), max(1, self.total // 10)
+        waited = now - self.line_at
+        is_tenth = self.done // tenth > self.line_done // tenth
+        if not self.steps or (waited < LINE_EVERY_S and not (is_tenth and waited >= LINE_AFTER_S)):
+            return None
+        self.line_at, self.line_done = now, self.done
+        left = f"{lasting(self.left_s)} left" if self.done < self.total else ""
+        return ", ".join(filter(None, (f"{self.done} of {self.total} {self.unit}", note, left)))
 
 
 def lasting(seconds: float) -> str:
@@ -141,9 +275,9 @@ def bar(
     unit: str, total: int, done: int = 0, is_steady: bool = False, usual_minutes: float | None = None,
     why_slow: Callable[[], str] = str,
 ) -> Iterator[Callable[..., None]]:  # fmt: skip
-    """A progress bar on standard error; gives update(done, note).  It goes when its work is done.
+    """Progress of long work; gives update(done, note).  A bar on a terminal; lines where output goes to a file or pipe.
 
-    What the whole will take is printed after the first steps.  is_steady: steps come one by one and take alike.
+    The time of the whole is printed after the first steps.  is_steady: steps come one by one and take equally long.
     why_slow: asked for the reason where it will take three times the usual minutes.
     """
     forecast = Forecast(unit, total, done, is_steady, usual_minutes, why_slow)
@@ -151,14 +285,22 @@ def bar(
         TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    # drawn when it moves and at no other time: a thread that draws would slow down what is being measured
-    with Progress(*columns, console=note, transient=True, auto_refresh=False) as progress:
+    with ExitStack() as stack:
+        # drawn when it moves and at no other time: a thread that draws would slow down what is being measured
+        progress = Progress(*columns, console=note, transient=True, auto_refresh=False)
         task = progress.add_task(unit, total=total, completed=done, note="")
+        if note.is_terminal:
+            stack.enter_context(progress)
+        is_logged = not (note.is_terminal and out.is_terminal)
+        text = ""
 
         def update(done: int, note: str | None = None) -> None:
-            fields: dict[str, Any] = {} if note is None else {"note": note}
-            progress.update(task, completed=done, refresh=True, **fields)
-            if (line := forecast.update(done)) is not None:
+            nonlocal text
+            text = text if note is None else note
+            if progress.live.is_started:
+                progress.update(task, completed=done, refresh=True, note=text)
+            lines = (forecast.update(done), forecast.line(text) if is_logged else None)
+            for line in filter(None, lines):
                 say(f"          {line}")
 
         yield update
@@ -166,7 +308,7 @@ def bar(
 
 @contextmanager
 def stopping(line: str) -> Iterator[None]:
-    """Ctrl-C within ends the program with this line."""
+    """Within it, Ctrl-C ends the program with this line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -176,8 +318,8 @@ def stopping(line: str) -> Iterator[None]:
 
 @contextmanager
 def restarted(what: str) -> Iterator[None]:
-    """Ctrl-C within says what is true of one interleaved measurement: it can't go on later.  Also decorates a verb."""
-    with stopping(f"of this {what} nothing is kept, the same command starts it anew"):
+    """Within it, Ctrl-C says that this work can't be resumed.  Also decorates a verb."""
+    with stopping(f"nothing of this {what} is stored, the same command starts it again"):
         yield
 
 
@@ -222,4 +364,4 @@ def sized(size_bytes: float) -> str:
 
 
 def fail(message: str) -> None:
-    note.print("[bold red]error[/] " + message.replace("[", "\\["), highlight=False, soft_wrap=True)
+    note.print(Text.assemble(("error", "bold red"), f" {message}"), highlight=False, soft_wrap=True)

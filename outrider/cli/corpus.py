@@ -25,7 +25,7 @@ def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
     place_of_json(json_to)
     found = [_corpus_row(name, folder) for name in corpora.names(folder)]
     columns = ("corpus", *NUMBERS, "tokenizer", "made", "")
-    table = console.table(*columns, right=NUMBERS, overflow="fold")
+    table = console.table(*columns, right=NUMBERS)
     for row in found:
         if row["error"] is None:
             sizes = [counted(row["documents"]), counted(row["tokens"]), sized(row["size_bytes"])]

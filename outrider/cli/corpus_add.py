@@ -17,7 +17,11 @@ from outrider.retrieval import corpora
 def corpus_add(
     name: CorpusName,
     files: Annotated[
-        list[Path], typer.Argument(help="Text, .jsonl with a `text` a row, or folders.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="Text, .jsonl with a `text` a row, or folders; not what is hidden or in .gitignore.",
+            show_default=False,
+        ),
     ],
     target: Annotated[str, typer.Option(help="Whose tokenizer: `demo`, a folder, or a Hugging Face id.")] = "demo",
     folder: CorpusFolder = None,
@@ -36,8 +40,10 @@ def corpus_add(
         f"corpus    {name}: {len(plan.files)} files, {sized(plan.characters)}; about {counted(plan.tokens)} tokens, "
         f"{sized(plan.size_bytes)} on disk, {sized(plan.memory_bytes)} of memory, {plan.seconds:.0f} s{replaces}"
     )
+    if plan.ignored:
+        say(f"          left out: {', '.join(f'{count} {reason}' for reason, count in sorted(plan.ignored.items()))}")
     began = time.perf_counter()
-    with bar("characters", plan.characters) as update, stopping(f"of corpus {name} nothing was changed"):
+    with bar("characters", plan.characters) as update, stopping(f"corpus {name} is as it was before"):
         on_stage = lambda stage, tokens: update(plan.characters, f"{stage} {counted(tokens)} tokens")
         header = corpus.build(plan, update, on_stage).header
     left_out = f", {len(plan.left_out)} files left out, not UTF-8 text" if plan.left_out else ""

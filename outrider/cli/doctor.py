@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from outrider import compiled, demo, machine
 from outrider.cli import console
@@ -28,13 +26,13 @@ def doctor(
     if again:
         machine.forget()
     checks = examine()
-    table = console.table("what", "found", "what to do", overflow="fold")
+    table = console.table("what", "found", "what to do")
     for check in checks:
-        table.add_row(check["what"], check["found"], escape(check["advice"]), style="" if check["ok"] else "yellow")
+        table.add_row(check["what"], check["found"], check["advice"], style="" if check["ok"] else "yellow")
     console.present(json_to, checks, table, _speed_table())
 
 
-def _speed_table() -> Table:
+def _speed_table() -> console.FittedTable:
     """Time of matrix products here, by number type and rows, and in training."""
     measured = machine.matmul_times().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]
@@ -71,12 +69,13 @@ def examine() -> list[dict[str, Any]]:
     packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
     add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
     for extra, module, gain in (
-        ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
+        ("tensorboard", "tensorboard", "training curves next to metrics.jsonl"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
         ("quantize", "torchao", "targets and drafters with int8 weights"),
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
         ("eval", "lm_eval", "public tasks of lm-evaluation-harness with and without a drafter"),
         ("corpus", "pydivsufsort", "building corpora to draft from"),
+        ("gguf", "gguf", "export to llama.cpp's files"),
     ):
         there = find_spec(module) is not None
         add(

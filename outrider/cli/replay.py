@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
@@ -110,7 +108,7 @@ def _send(
     total, seconds = plan.count(trace), plan.seconds(trace)
     about = "" if seconds is None else f", about {seconds:.0f} s"
     _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
-    with bar("calls", total) if console.note.is_terminal else nullcontext(None) as update:
+    with bar("calls", total) as update:
         result = send(trace, urls, plan, folder=out, over=over, key=key, progress=update)
     report(result)
     if out is not None:
@@ -138,14 +136,12 @@ def _refuse_idle(context: typer.Context) -> None:
 
 
 def _say(text: str) -> None:
-    console.out.print(f"          {text}", highlight=False, markup=False, soft_wrap=True)
+    console.say(f"          {text}")
 
 
 def _describe(trace: Trace) -> None:
     times = f" over {trace.span_s:.0f} s" if trace.has_times else ", without times"
-    console.out.print(
-        f"replay    {trace.path}: {trace.size} calls{times} ({trace.format})", highlight=False, soft_wrap=True
-    )
+    console.say(f"replay    {trace.path}: {trace.size} calls{times} ({trace.format})")
     for reason, count in trace.left_out.items():
         _say(f"{count} rows left out: {reason}")
     if trace.num_synthetic:
@@ -161,12 +157,12 @@ def report(result: Replayed) -> None:
     names = names[: len(result.endpoints)] if result.comparisons else ["server"]
     for name, endpoint in zip(names, result.endpoints, strict=True):
         model = "" if endpoint.model is None else f", {endpoint.model}"
-        console.out.print(f"{name:<10}{endpoint.url}{model}", highlight=False, markup=False, soft_wrap=True)
-    ratios = (Column(f"{name} / first", justify="right", no_wrap=True) for name in names[1:])
-    table = Table("", *(Column(name, justify="right") for name in names), *ratios, box=None, pad_edge=False)
+        console.say(f"{name:<10}{endpoint.url}{model}")
+    columns = [*names, *(f"{name} / first" for name in names[1:])]
+    table = console.table("", *columns, right=columns)
     for row in rows(result):
-        table.add_row(*row[: len(table.columns)])
-    console.out.print(table, highlight=False)
+        table.add_row(*row)
+    console.show(table)
     if result.schedule_error_s is not None:
         late = result.schedule_error_s._asdict()
         message = ", ".join(f"{late[name] * 1e3:.1f} ms {name}" for name in ("p50", "p95", "p99", "most"))

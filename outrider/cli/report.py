@@ -44,19 +44,19 @@ def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
 
 def _page(out: Path, found: Report, json_to: str | None) -> None:
     console.out.print(tables.SummaryTable(found))
-    console.out.print(f"          {summary.headline(found)}", highlight=False, soft_wrap=True)
+    console.say(f"          {summary.headline(found)}")
     write_whole({out: render(found)})
-    console.out.print(f"          {out}", highlight=False)
+    console.say(f"          {out}")
     write_json(json_to, found.model_dump(mode="json", by_alias=True))
 
 
 def _comparison(out: Path, found: list[tuple[str, Report]], json_to: str | None) -> None:
-    console.out.print(f"compare   {', '.join(name for name, _ in found[1:])} with {found[0][0]}", highlight=False)
+    console.say(f"compare   {', '.join(name for name, _ in found[1:])} with {found[0][0]}")
     comparison = Comparison.of(found)
-    console.out.print(comparison.table())
+    console.show(comparison.table())
     for text in comparison.warnings():
-        console.out.print(f"          {text}", highlight=False, markup=False, soft_wrap=True, style="yellow")
-    console.out.print(f"          {comparison.headline()}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"          {text}", "yellow")
+    console.say(f"          {comparison.headline()}")
     write_whole({out: render_comparison(comparison)})
-    console.out.print(f"          {out}", highlight=False, markup=False)
+    console.say(f"          {out}")
     write_json(json_to, comparison.values())

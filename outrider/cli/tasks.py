@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
@@ -25,25 +24,18 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     place_of_json(json_to)
     found = listed(data)
     if json_to != "-":
-        console.out.print(_table(found, data is not None))
-        console.out.print(
-            "prompts: used by the published evaluation, of all there are.  Also: stdlib, and any FILE.jsonl or FILE.txt",
-            style="dim",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.show(_table(found, data is not None))
+        sets = "Also: stdlib, and any FILE.jsonl or FILE.txt"
+        console.say(f"prompts: used by the published evaluation, of all there are.  {sets}", "dim")
         if data is not None:
             held = sum(entry["found"] is not None for entry in found)
-            console.out.print(f"{data} holds {held} of {len(found)}; the others come from where they are published")
+            console.say(f"{data} holds {held} of {len(found)}; the others come from where they are published")
     write_json(json_to, found)
 
 
-def _table(found: list[dict[str, Any]], with_folder: bool) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("task", no_wrap=True)
-    table.add_column("prompts", justify="right", no_wrap=True)
-    for column in ("source", "scored by", "found" if with_folder else "licence"):
-        table.add_column(column, overflow="fold")
+def _table(found: list[dict[str, Any]], with_folder: bool) -> console.FittedTable:
+    last_column = "found" if with_folder else "licence"
+    table = console.table("task", "prompts", "source", "scored by", last_column, right=["prompts"])
     for entry in found:
         last = "" if with_folder else entry["licence"]
         if entry["found"] is not None:

@@ -91,6 +91,6 @@ def _print_depths(found: Parity) -> None:
     for number, depth in enumerate(found.depths, 1):
         word = "" if depth.is_equal else "differs"
         shown.add_row(str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word)
-    console.out.print(shown)
+    console.show(shown)
     result = "the engine drafts what we draft" if found.is_equal else "the engine drafts other tokens"
     say(f"result    {result}", None if found.is_equal else "red")

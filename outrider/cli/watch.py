@@ -11,7 +11,6 @@ from typing import IO, Annotated, Any
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.cli import console
@@ -76,7 +75,7 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     counters, window = glance(url, for_s)
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
     _say_head(f"{counters.server} at {address_of(url).shown}, {over}", promised)
-    console.out.print(_table([(over, window)], promised))
+    console.show(_table([(over, window)], promised))
     side = None if promised is None else standing(window, promised)
     console.out.print(_standing_text(side, window, promised))
     found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "side": SIDES[side]}
@@ -84,9 +83,9 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
 
 
 def _say_head(what: str, promised: Release | None) -> None:
-    console.out.print(f"watch     {what}", highlight=False, soft_wrap=True)
+    console.say(f"watch     {what}")
     if promised is not None:
-        console.out.print(f"release   {promised.description}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"release   {promised.description}")
 
 
 def _standing_text(side: int | None, window: Window, promised: Release | None) -> Text:
@@ -162,11 +161,10 @@ def _status_text(view: View, promised: Release | None) -> Text:
     return _side_text(view.side, promised, inside, f", found at {since}")
 
 
-def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table:
+def _table(columns: list[tuple[str, Window]], promised: Release | None) -> console.FittedTable:
     """Figures in rows, periods in columns, the release's interval last."""
-    heads = [Column(name, justify="right", min_width=8) for name, _ in columns]
-    heads += [Column("release", justify="right")] if promised else []
-    table = Table("", *heads, box=None, pad_edge=False)
+    heads = [f"{name:>8}" for name, _ in columns] + (["release"] if promised else [])
+    table = console.table("", *heads, right=heads)
     founds = [window.found for _, window in columns]
 
     def row(name: str, cells: list[str], limits: str = "") -> None:

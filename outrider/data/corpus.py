@@ -1,6 +1,7 @@
 """A corpus of texts to draft from: its plan, then its making, with hashes of its texts."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +26,8 @@ class Plan:
     files: list[Path]
     left_out: list[Path]
     """Files that are not UTF-8 text."""
+    ignored: Counter[str]
+    """Files and folders that were not looked at, by reason: hidden, __pycache__, in .gitignore."""
     characters: int
     tokenizer: Any
     tokens: int
@@ -57,8 +60,8 @@ def planned(
 
     Raises DataError where nothing can be read, and for a file that is not text unless `skip_binary` is set.
     """
-    path, left_out = corpora.folder_of(name, folder), list[Path]()
-    paths = corpus_texts.readable(corpus_texts.files_of(files), left_out if skip_binary else None)
+    path, left_out, ignored = corpora.folder_of(name, folder), list[Path](), Counter[str]()
+    paths = corpus_texts.readable(corpus_texts.files_of(files, ignored), left_out if skip_binary else None)
     characters = sum(file.stat().st_size for file in paths)
     if not characters:
         raise DataError(f"nothing to read in {', '.join(map(str, files))}; name files with text")
@@ -70,7 +73,7 @@ def planned(
     tokens = int(characters * sum(map(len, _encoded(tokenizer, sample))) / read)
     reading_s = characters * (time.perf_counter() - began) / read
     # sorting and writing 10 M tokens takes 3 to 4 s
-    return Plan(path, paths, left_out, characters, tokenizer, tokens, reading_s + tokens * 4e-7)
+    return Plan(path, paths, left_out, ignored, characters, tokenizer, tokens, reading_s + tokens * 4e-7)
 
 
 def build(

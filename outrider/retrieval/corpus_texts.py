@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
+
+from pathspec import GitIgnoreSpec
 
 from outrider.errors import DataError
 
@@ -21,23 +24,81 @@ class Text(NamedTuple):
     text: str
 
 
-def files_of(given: Iterable[Path]) -> list[Path]:
-    """All given files, and those below given folders, sorted; hidden ones there are left out.
+def files_of(given: Iterable[Path], ignored: Counter[str] | None = None) -> list[Path]:
+    """All given files, and those below given folders, sorted; of these no hidden ones, no `__pycache__`, and none that
+    a .gitignore names.
 
-    Raises DataError for one that does not exist.
+    ignored: counts files and folders that were left out, by reason.  Raises DataError for a path that does not exist.
     """
     found: dict[Path, None] = {}
     for path in given:
         if path.is_dir():
-            for root, folders, inside in os.walk(path):
-                folders[:] = sorted(name for name in folders if not name.startswith("."))
-                paths = (Path(root) / name for name in sorted(inside) if not name.startswith("."))
-                found.update(dict.fromkeys(file for file in paths if file.is_file()))
+            found.update(dict.fromkeys(_below(path, Counter() if ignored is None else ignored)))
         elif path.is_file():
             found[path] = None
         else:
             raise DataError(f"{path} does not exist, or is not a file; name text files, .jsonl files or folders")
     return list(found)
+
+
+Ignores = list[tuple[Path, GitIgnoreSpec]]
+"""Patterns of every .gitignore that counts, with its folder, the outermost first."""
+
+
+def _below(top: Path, ignored: Counter[str]) -> Iterator[Path]:
+    """Files below a folder that was named."""
+    outer = _outer_ignores(top.absolute())
+    # a folder that was named is taken, whatever the .gitignore above it says
+    specs: dict[Path, Ignores] = {top: [] if _is_ignored(top.absolute(), outer, is_folder=True) else outer}
+    for root, folders, inside in os.walk(top):
+        here = Path(root)
+        own = [*specs.pop(here), *_ignores_in(here.absolute())]
+        for name in sorted(folders):
+            if not _is_left_out(here / name, own, ignored, is_folder=True):
+                specs[here / name] = own
+        folders[:] = sorted(name for name in folders if here / name in specs)
+        for name in sorted(inside):
+            if not _is_left_out(here / name, own, ignored) and (here / name).is_file():
+                yield here / name
+
+
+def _is_left_out(path: Path, specs: Ignores, ignored: Counter[str], is_folder: bool = False) -> bool:
+    """Whether a file or folder is not taken; counts it where it is not."""
+    if path.name.startswith("."):
+        ignored["hidden"] += 1
+    elif path.name == "__pycache__":
+        ignored["__pycache__"] += 1
+    elif _is_ignored(path.absolute(), specs, is_folder):
+        ignored["in .gitignore"] += 1
+    else:
+        return False
+    return True
+
+
+def _is_ignored(path: Path, specs: Ignores, is_folder: bool = False) -> bool:
+    """As git decides: the last pattern that matches counts, of the innermost .gitignore that has one."""
+    for folder, spec in reversed(specs):
+        found = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
+        if found is not None:
+            return found
+    return False
+
+
+def _outer_ignores(top: Path) -> Ignores:
+    """Of the folders above, as far as they belong to the same repository."""
+    above = list(top.parents)
+    last = next((i for i, folder in enumerate(above) if (folder / ".git").exists()), -1)
+    if (top / ".git").exists():
+        return []
+    return [found for folder in reversed(above[: last + 1]) for found in _ignores_in(folder)]
+
+
+def _ignores_in(folder: Path) -> Ignores:
+    try:
+        lines = (folder / ".gitignore").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [(folder, GitIgnoreSpec.from_lines(lines))]
 
 
 def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[Path]:

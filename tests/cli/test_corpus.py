@@ -34,7 +34,8 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Run `outrider corpus` in an empty folder, with the corpora in `tmp_path / "home"`; white space in what it says is one."""
+    """Run `outrider corpus` in an empty folder, with the corpora in `tmp_path / "home"`; white space in what it says is
+    one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "home"))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -114,7 +115,7 @@ def test_ctrl_c_leaves_the_corpus_as_it_was(corpus: Command, texts: Path, monkey
     corpus("add", "mine", texts)
     monkeypatch.setattr(corpus_build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     done = corpus("add", "mine", texts / "one.py")
-    assert (done.code, done.err) == (130, "stopped; of corpus mine nothing was changed")
+    assert (done.code, done.err) == (130, "stopped; corpus mine is as it was before")
     assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3
 
 
@@ -172,3 +173,28 @@ def test_a_disk_without_room_is_seen_before_the_work(
     done = corpus("add", "mine", texts)
     assert (done.code, "needs about" in done.err and "has 10B left" in done.err) == (1, True), done
     assert not (tmp_path / "home").exists()
+
+
+def test_add_takes_of_a_folder_what_git_would_and_says_what_it_left_out(corpus: Command, tmp_path: Path) -> None:
+    """Catches compiled files, secrets and build output in a corpus; nested and negated patterns decide as git does."""
+    for name, text in {
+        "repo/.git/config": "", "repo/.gitignore": "build/\n*.log\n/local.py\n", "repo/src/kept.py": "kept = 1\n",
+        "repo/src/__pycache__/kept.pyc": "\0", "repo/src/.env": "SECRET=1", "repo/src/run.log": "a line of a log", "repo/local.py": "no",
+        "repo/src/.gitignore": "!keep.log\n", "repo/src/keep.log": "a log to keep", "repo/src/build/out.py": "built",
+        "repo/src/deep/local.py": "not the one at the top", "repo/src/.venv/lib.py": "hidden",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def taken(*words: str) -> tuple[set[str], str]:
+        done = corpus("add", "mine", *words)
+        assert done.code == 0, done.err
+        sources = json.loads(corpus("stats", "mine", "--json", "-").out)["sources"]
+        return {Path(source["name"]).name for source in sources}, done.out
+
+    names, out = taken("repo/src")
+    assert names == {"kept.py", "keep.log", "local.py"}
+    assert "left out: 1 __pycache__, 3 hidden, 2 in .gitignore" in out
+    assert taken("repo")[0] == {"kept.py", "keep.log", "local.py"}
+    assert taken("repo/src/build")[0] == {"out.py"}, "a folder that is named is taken"
+    assert taken("repo/src/run.log")[0] == {"run.log"}
