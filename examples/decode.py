@@ -17,9 +17,9 @@ def main() -> None:
     print(f"{len(plain.tokens)} tokens: {plain.steps} passes alone, {drafted.steps} with drafts; the same text:")
     print(drafted.text)
 
-    sampling = outrider.Sampling(temperature=0.8, top_p=0.95, seed=7)  # the seed fixes the text, whatever drafts for it
     print(f"\nsampled, [drafted] tokens in brackets:\n{prompt}", end="")
-    for _, tokens, text, num_drafted in outrider.stream(target, prompt, drafter, max_new_tokens=64, sampling=sampling):
+    drawn = {"temperature": 0.8, "top_p": 0.95, "seed": 7}  # the seed fixes the text, whatever drafts for it
+    for _, tokens, text, num_drafted in outrider.stream(target, prompt, drafter, max_new_tokens=64, **drawn):
         own = target.decode(tokens[num_drafted:]) if num_drafted else text
         print(f"[{text.removesuffix(own)}]{own}" if num_drafted else text, end="", flush=True)
     print()

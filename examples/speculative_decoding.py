@@ -15,24 +15,24 @@ WIDTHS = (2, 1)  # the tree: two tokens that may come next, and one after each o
 
 
 class Transformer(nn.Module):
-    """Two layers of attention, and their keys and values of the S tokens that were read: the cache."""
+    """Two layers of attention, with a cache of the keys and values of the S tokens that were read."""
 
     def __init__(self, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.place = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(CONTEXT, HIDDEN)
+        self.embed, self.position = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(CONTEXT, HIDDEN)
         self.layers = nn.ModuleList(nn.Linear(HIDDEN, 3 * HIDDEN) for _ in range(2))
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         self.cache = [torch.empty(2, 0, HIDDEN) for _ in self.layers]  # [2, S, HIDDEN]
 
-    def forward(self, tokens: list[int], positions: list[int], sees: Tensor) -> Tensor:
-        """The distribution after each of n tokens, [n, VOCABULARY].  sees [n, n]: which of them each one looks at."""
-        x = self.embed(torch.tensor(tokens)) + self.place(torch.tensor(positions))
+    def forward(self, tokens: list[int], positions: list[int], mask: Tensor) -> Tensor:
+        """The distribution after each of n tokens, [n, VOCABULARY].  mask [n, n]: which of them each one attends to."""
+        x = self.embed(torch.tensor(tokens)) + self.position(torch.tensor(positions))
         for i, layer in enumerate(self.layers):
             query, *new = layer(x).chunk(3, -1)
             self.cache[i] = torch.cat([self.cache[i], torch.stack(new)], 1)
-            mask = nn.functional.pad(sees, (self.cache[i].shape[1] - len(tokens), 0), value=True)  # and the text before
-            x = x + nn.functional.scaled_dot_product_attention(query, *self.cache[i], attn_mask=mask)
+            whole = nn.functional.pad(mask, (self.cache[i].shape[1] - len(tokens), 0), value=True)  # and the text before
+            x = x + nn.functional.scaled_dot_product_attention(query, *self.cache[i], attn_mask=whole)
         return (2 * self.head(x)).softmax(-1)
 
     def read(self, text: list[int]) -> Tensor:
@@ -58,15 +58,15 @@ def propose(drafter: Transformer, text: list[int]) -> tuple[list[int], list[int]
 
 def verify(target: Transformer, text: list[int], tokens: list[int], parents: list[int]) -> Tensor:
     """One pass over the last token and the tree.  Returns p, the distribution after each, [1 + N, VOCABULARY]."""
-    depths, sees = [0], torch.eye(1 + len(tokens), dtype=torch.bool)
+    depths, mask = [0], torch.eye(1 + len(tokens), dtype=torch.bool)
     for node, parent in enumerate(parents):
         depths.append(depths[parent + 1] + 1)
-        sees[node + 1] |= sees[parent + 1]  # a node sees its ancestors, not its siblings
-    return target([text[-1], *tokens], [len(text) - 1 + depth for depth in depths], sees)
+        mask[node + 1] |= mask[parent + 1]  # a node attends to its ancestors, not to its siblings
+    return target([text[-1], *tokens], [len(text) - 1 + depth for depth in depths], mask)
 
 
 def accept(tokens: list[int], parents: list[int], q: list[Tensor], p: Tensor, node: int = -1) -> list[int]:
-    """The acceptance rule: the tokens that stay and one more after `node`, distributed as p whatever q is."""
+    """The acceptance rule: the accepted tokens and one more after `node`, distributed as p whatever q is."""
     r = p[node + 1]
     for child in [n for n, parent in enumerate(parents) if parent == node]:
         if torch.rand(()) < r[tokens[child]] / q[child][tokens[child]]:

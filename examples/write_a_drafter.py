@@ -1,4 +1,4 @@
-"""Write a drafter: one file that proposes tokens by the pairs of tokens in the text so far, drawn at random.
+"""Write a drafter: one file that proposes tokens by the bigrams of the text so far, drawn at random.
 
     $ python examples/write_a_drafter.py
 

@@ -23,12 +23,14 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
 def test_a_python_block_in_the_docs_runs(page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an example that a change of names or behaviour left behind.  Other blocks of a page can import its files."""
+    """Catches an example that a change of names or behaviour left behind.  Other blocks of a page can import its
+    files."""
     found = FENCED.findall(page.read_text())
     title, block = found[number]
     if "outrider.Grammar" in block:
         pytest.importorskip("llguidance")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name, text in found:
         if name:
             (tmp_path / f"{name}.py").write_text(text)
