@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo demo-short test test-all lint wheel install clean
 
 demo: install  ## train a drafter for the demo target and prove it
+	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
 	$(BIN)/outrider run recipes/demo-dflash.yaml
 	$(BIN)/outrider run recipes/demo.yaml
 

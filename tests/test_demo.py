@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from jinja2 import TemplateError
@@ -11,7 +12,11 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from outrider import demo
 from outrider.errors import DataError
+from outrider.machine import MatmulTimes
+from outrider.runs.file import load
+from scripts import demo_length
 
+ROOT = Path(__file__).resolve().parent.parent
 BOTH = pytest.mark.parametrize("folder", [demo.TARGET, demo.SMALL_MODEL], ids=["target", "small_model"])
 
 
@@ -98,3 +103,18 @@ def test_an_interpreter_without_its_source_is_a_clear_error(monkeypatch, tmp_pat
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="install the standard library's source"):
         list(demo.prompts("train", 3))
+
+
+def test_the_demo_says_its_length_first_scaled_to_this_machine() -> None:
+    """Catches ten minutes promised on a machine half as fast, answers counted twice, and a demo that begins in silence."""
+    files = [load(ROOT / "recipes" / name)[0] for name in ("demo-dflash.yaml", "demo.yaml")]
+    usual = demo_length.minutes(files, demo_length.TRIED)
+    assert usual["prepare"] == files[1].usual_minutes["prepare"]
+    assert usual["train"] == sum(file.usual_minutes["train"] for file in files)
+    tried = demo_length.TRIED.ms
+    slow = MatmulTimes({name: {column: 2 * ms for column, ms in own.items()} for name, own in tried.items()})
+    assert demo_length.minutes(files, slow) == pytest.approx({stage: 2 * value for stage, value in usual.items()})
+    assert demo_length.line(usual, "here").startswith(f"demo      about {sum(usual.values()):.0f} minutes on this machine: ")
+    steps = (ROOT / "Makefile").read_text().partition("\ndemo: ")[2].splitlines()[1:4]
+    assert "scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml" in steps[0]
+    assert [step.split()[-1] for step in steps[1:]] == ["recipes/demo-dflash.yaml", "recipes/demo.yaml"]
