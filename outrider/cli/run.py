@@ -1,6 +1,7 @@
 """`outrider run`, `prepare`, `train` and `calibrate`: the stages of a run file, all or one."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,23 +9,55 @@ from typing import Annotated
 import typer
 
 from outrider.checkpoint import manifest_of
-from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, place_of_json, write_json
+from outrider.cli import console
+from outrider.cli.console import (
+    JsonTo,
+    Overrides,
+    Recipe,
+    SkipBad,
+    counted,
+    lasting,
+    place_of_json,
+    present,
+    sized,
+    write_json,
+)  # fmt: skip
 from outrider.cli.stages import Printer
+from outrider.measure import tasks
 from outrider.runs import stages
 from outrider.targets.load import load_target
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
-def run(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False) -> None:
+
+def run(
+    recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False, dry_run: DryRun = False
+) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
+    if dry_run:
+        preview(recipe, _skipping(overrides, skip_bad), json_to=json_to)
+        return
     report = stages.run(recipe, _skipping(overrides, skip_bad), reporter=Printer())
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
 
-def prepare(recipe: Recipe, overrides: Overrides = None, skip_bad: SkipBad = False) -> None:
+def prepare(recipe: Recipe, overrides: Overrides = None, skip_bad: SkipBad = False, dry_run: DryRun = False) -> None:
     """Let the target answer the prompts; goes on where it was stopped."""
-    stages.run(recipe, _skipping(overrides, skip_bad), stages=["prepare"], reporter=Printer())
+    _stage("prepare", recipe, _skipping(overrides, skip_bad), dry_run)
+
+
+def train(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train the drafter on the target's answers; goes on where it was stopped."""
+    _stage("train", recipe, overrides or [], dry_run)
+
+
+def _stage(stage: stages.Stage, recipe: Path, overrides: list[str], dry_run: bool) -> None:
+    if dry_run:
+        preview(recipe, overrides, [stage])
+    else:
+        stages.run(recipe, overrides, stages=[stage], reporter=Printer())
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
@@ -32,9 +65,26 @@ def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
     return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
 
 
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Train the drafter on the target's answers; goes on where it was stopped."""
-    stages.run(recipe, overrides or (), stages=["train"], reporter=Printer())
+def preview(
+    recipe: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None, json_to: str | None = None
+) -> None:  # fmt: skip
+    """Print what a run will do."""
+    show(stages.plan(recipe, overrides, stages=only), json_to)
+
+
+def show(lines: Sequence[stages.Line], json_to: str | None) -> None:
+    """Print what will be done."""
+    table = console.table("stage", "what", "value")
+    for i, line in enumerate(lines):
+        is_first = i == 0 or lines[i - 1].stage != line.stage
+        table.add_row(line.stage if is_first else "", line.what, _shown(line))
+    present(json_to, [line._asdict() for line in lines], table, "nothing is written; without --dry-run it is done")
+
+
+def _shown(line: stages.Line) -> str:
+    if isinstance(line.value, str):
+        return line.value
+    return {"bytes": sized, "minutes": lambda value: lasting(60 * value), "": counted}[line.unit](line.value)
 
 
 def calibrate(
@@ -49,9 +99,10 @@ def calibrate(
 ) -> None:
     """Scale confidences by what is accepted on held-out prompts, and print their error before and after."""
     place_of_json(json_to)
-    loaded = load_target(target or manifest_of(checkpoint)["target"]["name"])
+    name = target or manifest_of(checkpoint)["target"]["name"]
+    drawn = list(tasks.prompts(prompts, count, seed=1))
     found = stages.calibrate(
-        checkpoint, loaded, prompts, count, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifts,
-        reporter=Printer(),
+        checkpoint, load_target(name), prompts, drawn, max_new_tokens=max_new_tokens, temperature=temperature,
+        shifting=shifts, reporter=Printer(),
     )  # fmt: skip
     write_json(json_to, asdict(found))

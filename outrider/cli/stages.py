@@ -1,11 +1,14 @@
 """What the stages of a run print: plans, progress and results."""
 
-from collections.abc import Iterator
+import itertools
+import operator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from outrider import machine
 from outrider.cli import console
-from outrider.cli.console import bar, counted, restarted, say, sized
+from outrider.cli.console import bar, counted, lasting, restarted, say, sized
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.report import summary, tables
@@ -18,7 +21,10 @@ from outrider.training.calibrate import Calibration
 
 
 class Printer(Reporter):
-    """Prints plans and results, and draws a bar while a stage works."""
+    """Prints plans, progress and results."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
 
     def loading(self, target: TargetConfig) -> None:
         say(f"machine   {machine.describe(default_device(target.device))}")
@@ -40,25 +46,31 @@ class Printer(Reporter):
     @contextmanager
     def working(self, plan: Plan) -> Iterator[Update]:
         say(_planned(plan))
-        is_steady = isinstance(plan, events.Training)
-        # these two can't go on later
-        what = {events.Calibrating: "calibration", events.Evaluating: "evaluation"}.get(type(plan))
+        if resumed := _resumed(plan):
+            say(f"          {resumed}")
+        if isinstance(plan, events.TrainingPlan) and plan.schedule:
+            say(f"          {plan.schedule}")
+        self.began = time.monotonic()
+        is_training = isinstance(plan, events.TrainingPlan)
+        note = _Notes("expected " if is_training else "")
         with (
-            restarted(what) if what else nullcontext(),
-            bar(plan.unit, plan.total, plan.done, is_steady, plan.usual_minutes, why_slow) as update,
+            restarted("calibration") if isinstance(plan, events.Calibrating) else nullcontext(),
+            bar(plan.unit, plan.total, plan.done, is_training, plan.usual_minutes, why_slow) as update,
         ):
-            yield lambda done, **facts: update(done, _note(**facts))
+            yield lambda done, **facts: update(done, note(**facts))
 
     def finished(self, result: Result) -> None:
+        seconds = time.monotonic() - self.began
+        took = "took under 1 s" if seconds < 1 else f"took {lasting(seconds)}"
         match result:
             case events.Prepared():
-                _say_prepared(result)
-            case events.Trained(checkpoint):
-                say(f"          checkpoint in {checkpoint}")
+                _say_prepared(result, took)
+            case events.Trained():
+                _say_trained(result, took)
             case events.Calibrated(_, calibration):
-                _say_calibrated(calibration)
+                _say_calibrated(calibration, took)
             case events.Evaluated():
-                _say_evaluated(result)
+                _say_evaluated(result, took)
 
 
 def tell_compiling(compile: bool | None) -> None:
@@ -74,11 +86,43 @@ def why_slow() -> str:
     return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
 
 
-def _note(loss: float = 0.0, tokens_per_step: float | None = None, left_out: int | None = None) -> str | None:
-    """What stands beside a bar."""
-    if left_out is not None:
-        return f"{left_out} left out"
-    return f"loss {loss:.3f}, expected {tokens_per_step:.2f} tokens per step" if tokens_per_step else None
+class _Notes:
+    """The figures next to the progress of a stage, from what each update brings."""
+
+    def __init__(self, kind: str = ""):
+        """kind: put before tokens per step, such as `expected `."""
+        self.kind, self.pace = kind, ""
+        self.first: tuple[float, float] | None = None
+        """Time and tokens of the first update."""
+
+    def __call__(
+        self,
+        tokens: float | None = None,
+        loss: float | None = None,
+        tokens_per_step: float | None = None,
+        left_out: int = 0,
+    ) -> str:
+        # counted at some steps only: the last figure stays
+        self.pace = f"{self.kind}{tokens_per_step:.2f} tokens per step" if tokens_per_step else self.pace
+        now = time.monotonic()
+        self.first = self.first or (now, tokens or 0.0)
+        seconds, written = now - self.first[0], (tokens or 0.0) - self.first[1]
+        parts = [
+            f"loss {loss:.3f}" if loss is not None else "",
+            self.pace,
+            f"{counted(written / seconds)} tokens/s" if written > 0 and seconds >= 1 else "",
+            f"{left_out} left out" if left_out else "",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def _resumed(plan: Plan) -> str:
+    """That an earlier run is gone on with; empty where there is none."""
+    if not plan.done:
+        return ""
+    if plan.done >= plan.total:
+        return f"all {plan.total} {plan.unit} were done before"
+    return f"goes on from {plan.unit.removesuffix('s')} {plan.done} of {plan.total}"
 
 
 def _planned(plan: Plan) -> str:
@@ -89,7 +133,7 @@ def _planned(plan: Plan) -> str:
                 f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
             )
-        case events.Training(model=model, source=source):
+        case events.TrainingPlan(model=model, source=source):
             weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
             features = f"in {sized(source.bytes)} of memory" if source.is_cached else "live"
             return (
@@ -106,14 +150,15 @@ def _planned(plan: Plan) -> str:
             return (
                 f"evaluate  {', '.join(plan.drafters)}: {plan.prompts} prompts per task of {', '.join(plan.tasks)}; about "
                 f"{counted(plan.tokens)} tokens to write, one interleaved run"
+                + (f"; {plan.done} prompts were measured before" if plan.done else "")
             )
     raise AssertionError(plan)
 
 
-def _say_prepared(found: events.Prepared) -> None:
+def _say_prepared(found: events.Prepared, took: str) -> None:
     if found.left_out:
         say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
-    say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, in {found.path}")
+    say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, {took}; in {found.path}")
     if found.unanswered:
         why = "refused by the template, no room for an answer, or none given"
         say(f"          {found.unanswered} prompts without an answer: {why}")
@@ -122,24 +167,49 @@ def _say_prepared(found: events.Prepared) -> None:
         say(f"          {found.others} answers to prompts that are {why}")
 
 
-def _say_calibrated(found: Calibration) -> None:
+def _say_trained(found: events.Trained, took: str) -> None:
+    """Loss and acceptance by depth, of the texts that were learnt and of those that were held out."""
+    training = found.training
+    loss = f"loss {training.loss_curve[-1][1]:.3f}" if training.loss_curve else ""
+    say(f"          {'; '.join(filter(None, (loss, _accepted('expected', found.acceptance), took)))}")
+    known = tuple(share for share in training.acceptance if share is not None)
+    held_out = _accepted(summary.many(training.held_out or 0, "held-out answer") + ":", known)
+    probe = found.probe_tokens_per_step
+    measured = "" if probe is None else f"measured {probe:.2f} on a few prompts"
+    if held_out or measured:
+        say(f"          {'; '.join(filter(None, (held_out, measured)))}")
+    say(f"          checkpoint in {found.checkpoint}")
+
+
+def _accepted(what: str, acceptance: Sequence[float]) -> str:
+    """Tokens per step, and the share of drafts that is accepted to each depth; acceptance: given all depths before."""
+    reached = list(itertools.accumulate(acceptance, operator.mul))
+    if not reached:
+        return ""
+    depths, shares = range(1, len(reached) + 1), (f"{100 * share:.0f}" for share in reached)
+    by_depth = f"{', '.join(map(str, depths))}: {', '.join(shares)} %"
+    return f"{what} {1 + sum(reached):.2f} tokens per step, accepted to depth {by_depth}"
+
+
+def _say_calibrated(found: Calibration, took: str) -> None:
     columns = ("slot", "error before", "after", "of which noise", "temperature", "shift")
     table = console.table(*columns, right=columns)
     errors = list(zip(found.before, found.after, found.noise, strict=True))
     for slot, (own, *scaled) in enumerate(zip(errors, found.temperatures, found.shifts, strict=True)):
         table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *(f"{value:.2f}" for value in scaled))
     table.add_row("mean", *(f"{100 * sum(column) / len(errors):.1f} %" for column in zip(*errors, strict=True)), "", "")
-    console.out.print(table)
+    console.show(table)
     say(
         f"          scaled on {found.drafts[0]} drafts of {found.prompts[0]} prompts, judged on {found.drafts[1]} of "
-        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins"
+        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins; {took}"
     )
 
 
-def _say_evaluated(found: events.Evaluated) -> None:
+def _say_evaluated(found: events.Evaluated, took: str) -> None:
     report, folder = found.report, found.folder
     console.out.print(tables.SummaryTable(report))
     say(f"          {summary.headline(report)}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
-    say(f"          {len(report.left_out)} of {tried} prompts left out, {summary.left_out_because(report)}")
+    lost = f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""
+    say(f"          {summary.many(len(report.rows), 'row')} over {summary.many(tried, 'prompt')}{lost}; {took}")
     say(f"          {folder / 'report.json'}, {folder / 'report.html'}")

@@ -1,20 +1,26 @@
-"""The drafters that a run measures: its own, and its baselines."""
+"""The drafters of an evaluation: loaded, labelled, and with what is known of their training."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.checkpoint import load_drafter, manifest_of, trained_on
+from outrider.checkpoint import trained_on
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.data.contamination import check, sources_of
 from outrider.decoding.protocols import Drafter
+from outrider.drafters import find, kinds
+from outrider.loading import Source, describe, load_drafter
 from outrider.measure.row import Overlaps, training_of
 from outrider.measure.tasks import PromptSet, task_name
 from outrider.report.schema import Training
-from outrider.runs.file import RunConfig
 from outrider.runs.reporter import Reporter
 from outrider.targets.transformers import TransformersTarget
+
+Choice = str | Mapping[str, Any]
+"""A kind, a kind with its settings, a folder of a trained drafter, or its Hugging Face id."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Loaded(NamedTuple):
@@ -22,46 +28,79 @@ class Loaded(NamedTuple):
 
     drafters: dict[str, Drafter]
     training: dict[str, Training]
-    """What their training said, of those that were trained."""
+    """What their training reported.  A drafter without training took no time."""
     overlaps: dict[str, Overlaps]
-    """Which prompts stand in their texts, of those that have some."""
-    own: str
-    """Label of the run's own, which is the last."""
+    """Which prompts are in their texts, of those that have some."""
+    identities: dict[str, str]
+    """What tells a drafter from another of its label: its settings, or a hash of its weights."""
+
+    @property
+    def own(self) -> str:
+        """Label of the last, which is the run's own."""
+        return list(self.drafters)[-1]
 
 
 def load_all(
-    settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, PromptSet], reporter: Reporter
+    choices: Sequence[Choice], target: TransformersTarget, drawn: Mapping[str, PromptSet], reporter: Reporter,
+    name: str = "", quantize: str | None = None, compile: bool | None = None,
 ) -> Loaded:  # fmt: skip
-    """Load the run's drafter and its baselines, and see which prompts each has seen before.  drawn: prompts by task."""
-    config = settings.evaluate
-    assert config is not None
-    found = Loaded({}, {}, {}, "")
+    """Load drafters, and check which prompts are in what each was trained on.  drawn: prompts by task.
+
+    name: of the run, for the label of its own drafter, which is the last choice and is rounded by `quantize`.
+    """
+    found = Loaded({}, {}, {}, {})
     prompts = {task_name(task): own.prompts for task, own in drawn.items()}
-    own_choice = str(settings.folder / "checkpoint") if settings.train is not None else settings.drafter
-    for choice in (*config.baselines, own_choice):
-        name, own = (choice, {}) if isinstance(choice, str) else parted(choice)
-        if choice is own_choice and config.quantize:
-            own["quantize"] = config.quantize
-        drafter = load_drafter(name, target, **own)
-        if settings.target.compile:
+    for number, choice in enumerate(choices, 1):
+        is_own = number == len(choices)
+        kind, own = (choice, {}) if isinstance(choice, str) else parted(choice)
+        if is_own and quantize:
+            own["quantize"] = quantize
+        source = None if kind in kinds() else describe(kind)
+        drafter = load_drafter(kind, target, **own)
+        if compile:
             compile_drafter(drafter, reporter)
-        is_checkpoint = isinstance(choice, str) and Path(name).exists()
-        label = manifest_of(name)["kind"] if is_checkpoint else name
+        label = kind if source is None else source.kind
         if label in found.drafters:  # a second one of its kind
-            said = ", ".join(f"{key}={value}" for key, value in own.items())
-            other = f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
-            label = name if is_checkpoint else other
+            settings = ", ".join(f"{key}={value}" for key, value in own.items())
+            of_kind = f"{label} of {name}" if is_own and name else f"{label} ({settings})"
+            label = of_kind if source is None else kind
         found.drafters[label] = drafter
+        found.identities[label] = json.dumps([kind, own], default=str) if source is None else _weights_hash(source, own)
         if sources := sources_of(choice):
-            seen = check(prompts, sources)
-            reporter.looked(label, seen)
-            found.overlaps[label] = Overlaps(seen.overlaps(prompts), seen.rule)
-        if is_checkpoint:
-            manifest, metrics = manifest_of(name), Path(name).parent / "metrics.jsonl"
-            rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-            facts = training_of(manifest, rows)
-            found.training[label] = facts.model_copy(update={"precision": trained_on(manifest, target)})
-    return found._replace(own=label)
+            contamination = check(prompts, sources)
+            reporter.looked(label, contamination)
+            found.overlaps[label] = Overlaps(contamination.overlaps(prompts), contamination.rule)
+        if (training := _training(kind, source, target)) is not None:
+            found.training[label] = training
+    return found
+
+
+def _training(kind: str, source: Source | None, target: TransformersTarget) -> Training | None:
+    """What is known of a drafter's training; None where nothing is."""
+    if source is None:
+        module = find(kind)
+        is_free = not hasattr(module, "Model") and "model" not in module.Config.model_fields
+        return Training(steps=0, seconds=0.0, tokens=0) if is_free else None
+    if source.format is not None:
+        return None
+    training = training_of(source.manifest, metrics_of(source.folder))
+    return training.model_copy(update={"precision": trained_on(source.manifest, target)})
+
+
+def metrics_of(checkpoint: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl next to a checkpoint; empty where there is no such file."""
+    path = checkpoint.parent / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:
+    """A hash of a trained drafter's weights, its config and these settings."""
+    total = hashlib.sha256(json.dumps([source.manifest.get("config"), settings], default=str, sort_keys=True).encode())
+    total.update(json.dumps(source.manifest.get("calibration"), default=str).encode())
+    for path in sorted(path for path in source.folder.rglob("*") if path.suffix in WEIGHTS and path.stem != "training"):
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16]
 
 
 def compile_drafter(drafter: Drafter, reporter: Reporter) -> None:

@@ -58,7 +58,6 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
             library(mode)
     _check_parts(settings.drafter, "drafter")
     drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)
-    asked, skipped = _asked(settings, stages)
     target = _sketch(settings)
     paper = OnPaper({})
     if target is not None:
@@ -69,7 +68,7 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
         if "evaluate" in stages and settings.evaluate and 0 < room < settings.evaluate.max_new_tokens + 2:
             given = f"evaluate.max_new_tokens {settings.evaluate.max_new_tokens} leaves no room for a prompt"
             raise ConfigError(f"{given} in the target's context of {room}; choose at most {room - 2}")
-    return Inputs(asked, skipped, drawn, target, paper)
+    return Inputs(*_asked(settings, stages), drawn, target, paper)
 
 
 def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversation, ...], Skipped]:

@@ -21,6 +21,7 @@ class TargetConfig(Base):
     name: str
     """`demo`, a Hugging Face id, or a folder."""
     revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id; its main branch unless given."""
     device: str | None = None
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
@@ -37,14 +38,17 @@ class RunConfig(Base):
     """A run file.  `target: NAME` is short for `target: {name: NAME}`."""
 
     name: str
+    """Name of the run, whose folder is runs/NAME; the file's own name unless given."""
     target: TargetConfig
+    """The model that verifies: its name, or a section."""
     drafter: dict[str, Any]
     """`kind` and that drafter's own settings; see `outrider drafters`."""
     prepare: PrepareConfig = Field(default_factory=PrepareConfig)
+    """Where conversations come from, and how the target answers them."""
     train: TrainConfig | None = None
-    """Left out: nothing is trained."""
+    """How the draft model is trained; without this section nothing is."""
     evaluate: EvaluateConfig | None = None
-    """Left out: nothing is measured."""
+    """What is measured; without this section nothing is."""
     usual_minutes: dict[Literal["prepare", "train", "evaluate"], PositiveFloat] = Field(default={})
     """Minutes of each stage where the file was tried; a stage that will take three times as long says why."""
 

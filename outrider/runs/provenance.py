@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,11 +20,11 @@ from outrider.runs.file import RunConfig
 
 def write_config(run: RunConfig) -> None:
     """Write the resolved run file into the run's folder."""
-    _write(run, "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    _write(run.folder, "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
-def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write versions, machine, settings and `facts` into the run's folder, and return them."""
+def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Write versions, machine, the settings `config` and `facts` into a folder, and return them."""
     found = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
@@ -36,17 +37,17 @@ def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.cpu_name(),
-        "products_ms": None if torch.cuda.is_available() else machine.products().ms,
+        "products_ms": None if torch.cuda.is_available() else machine.matmul_times().ms,
         "command": " ".join(["outrider", *sys.argv[1:]]),
-        "config": run.model_dump(mode="json"),
+        "config": dict(config),
     } | facts
-    _write(run, "provenance.json", json.dumps(found, indent=2, default=str))
+    _write(folder, "provenance.json", json.dumps(found, indent=2, default=str))
     return found
 
 
-def _write(run: RunConfig, name: str, text: str) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / name).write_text(text)
+def _write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
 
 
 def version_of(package: str) -> str | None:

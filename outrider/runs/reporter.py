@@ -9,7 +9,7 @@ from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
-from outrider.report.schema import Report
+from outrider.report.schema import Report, Training
 from outrider.runs.file import TargetConfig
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.calibrate import Calibration
@@ -41,10 +41,12 @@ class Preparing(Plan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training(Plan):
+class TrainingPlan(Plan):
     unit: str = "steps"
     model: DraftModel
     source: LiveFeatures
+    schedule: str = ""
+    """How the learning rate goes on, where the number of steps is another than before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,15 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
+    """The result of `train`."""
+
     checkpoint: Path
+    training: Training
+    """Loss, and acceptance on answers that were held out."""
+    acceptance: tuple[float, ...] = ()
+    """Expected at each depth, given that all before were accepted; over the texts of the last logged step."""
+    probe_tokens_per_step: float | None = None
+    """Measured on a few prompts at the end; None where the run file names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ Result = Prepared | Trained | Calibrated | Evaluated
 Update = Callable[..., None]
 """Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
 
-facts: `loss` and `tokens_per_step` (expected, where it is known) of a training, `left_out` prompts of an evaluation.
+facts, where they are known: `tokens` written or read so far, `loss`, `tokens_per_step` (in training the expected ones),
+`left_out` prompts.
 """
 
 

@@ -1,38 +1,42 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from outrider import machine
-from outrider.checkpoint import amend, load_model, manifest_of
+from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
+from outrider.config import located
 from outrider.data import conversations, regenerate
-from outrider.data.answers import answers_for, read_answers
+from outrider.data.answers import Answer, answers_for, hold_out, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
 from outrider.data.rendering import template_hash
 from outrider.drafters import find
 from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
-from outrider.measure.run import as_tokens, draw
-from outrider.measure.run import evaluate as measured
-from outrider.measure.tasks import prompts
+from outrider.measure.prompts import as_tokens
+from outrider.measure.row import training_of
+from outrider.measure.tasks import Prompt, prompts
 from outrider.nn.draft_model import DraftModel
-from outrider.report.compare import with_losses
-from outrider.report.page import save
 from outrider.report.schema import Report
+from outrider.runs import evaluation
 from outrider.runs import reporter as events
-from outrider.runs.baselines import load_all
+from outrider.runs.baselines import metrics_of
+from outrider.runs.checks import Inputs, check
 from outrider.runs.file import RunConfig, load
+from outrider.runs.preview import Line, preview
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
+from outrider.training.held_out import facts as held_out_facts
 
 Stage = Literal["prepare", "train", "evaluate"]
 
@@ -47,43 +51,68 @@ def run(
     Returns the report, None where nothing is measured.
     Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a section.
     """
-    settings, _ = load(file, overrides)
+    settings, chosen = _chosen(file, overrides, stages)
+    with located(file, overrides):
+        inputs = check(settings, chosen)
     reporter = reporter or Reporter()
-    sections = {"prepare": settings.prepare, "train": settings.train, "evaluate": settings.evaluate}
+    if "evaluate" in chosen:
+        evaluation.refuse_fuller(evaluation.of_run(settings))
+    target = target_of(settings, reporter)
+    if "prepare" in chosen:
+        prepare(settings, target, reporter, inputs)
+    if "train" in chosen:
+        train(settings, target, reporter, inputs)
+    return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
+
+
+def plan(file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None) -> list[Line]:
+    """What `run` will do, with all of its checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
+
+    Raises as `run` does.
+    """
+    settings, chosen = _chosen(file, overrides, stages)
+    with located(file, overrides):
+        return preview(settings, chosen, check(settings, chosen))
+
+
+def _chosen(file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None) -> tuple[RunConfig, list[Stage]]:
+    settings, _ = load(file, overrides)
+    sections: dict[Stage, object] = {"prepare": settings.prepare, "train": settings.train, "evaluate": settings.evaluate}
     for stage in stages or ():
         if sections[stage] is None:
             raise ConfigError(f"{file} has no `{stage}:` section; add one, if only `{stage}: {{}}`")
-    chosen = [stage for stage, section in sections.items() if section is not None and (stages is None or stage in stages)]
-    target = target_of(settings, reporter)
-    if "prepare" in chosen:
-        prepare(settings, target, reporter)
-    if "train" in chosen:
-        train(settings, target, reporter)
-    return evaluate(settings, target, reporter) if "evaluate" in chosen else None
+    return settings, [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
 
 
 def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
     """The run's target, loaded, with the threads and types that are fastest on this machine."""
     chosen = settings.target
-    machine.settle()
+    machine.set_up_process()
     reporter.loading(chosen)
     target = load_target(chosen.name, **chosen.model_dump(exclude={"name"}))
     reporter.loaded(target)
     return target
 
 
-def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> events.Prepared:
+def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
-    config, skipped = settings.prepare, conversations.Skipped()
-    asked = list(conversations.read(config, skipped))
+    config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
     plan = events.Preparing(
         total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, folder=settings.answers,
+        available=conversations.available(config),
     )  # fmt: skip
     with reporter.working(plan) as update:
+        tokens = 0
+
+        def tell(done: int, answer: Answer) -> None:
+            nonlocal tokens
+            tokens += sum(end - start for start, end in answer.learn)
+            update(done, tokens=tokens)
+
         path = regenerate.prepare(
-            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done), skipped=skipped
+            target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped
         )
     answers = read_answers(path)
     hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
@@ -96,56 +125,81 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter)
     return found
 
 
-def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Path:
-    """Train on the answers in the folder, and calibrate where the file asks for it; returns the checkpoint."""
+def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Path:
+    """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
-    source = LiveFeatures(
-        target, answers_for(settings.answers, target, target.tokenizer), model.taps, batch=config.batch,
-        length=settings.prepare.length, seed=config.seed, dtype=config.dtype,
-        template=template_hash(target.tokenizer), ngram_hashes=named(settings.answers),
+    answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
+    learnt, held_out = hold_out(answers, config.held_out)
+    features = functools.partial(
+        LiveFeatures, target, taps=model.taps, batch=config.batch, length=settings.prepare.length, seed=config.seed,
+        dtype=config.dtype, template=template_hash(target.tokenizer),
     )  # fmt: skip
+    source = features(learnt, ngram_hashes=named(settings.answers))
+    config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
-    write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
+    about = {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights}
+    write_provenance(settings.folder, settings.model_dump(mode="json"), about)
     usual = settings.usual_minutes.get("train")
-    plan = events.Training(total=config.steps, usual_minutes=usual, model=model, source=source)
+    before, each = _steps_done(settings.folder / "checkpoint"), facts.tokens / source.steps_per_pass
+    plan = events.TrainingPlan(
+        total=config.last_step, done=before, usual_minutes=usual, model=model, source=source,
+        schedule=trainer.joining(config, settings.folder),
+    )  # fmt: skip
     with reporter.working(plan) as update:
         place = trainer.train(
-            model, source, config, settings.folder, probe=_probe(settings, target), reference=reference,
-            on_step=lambda step, row: update(step, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")),
+            model, source, config, settings.folder, reference=reference,
+            probe=_probe(settings, target, inputs, lambda: features(held_out)),
+            on_step=lambda step, row: update(
+                step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
+            ),
         )  # fmt: skip
-    reporter.finished(events.Trained(place))
+    metrics = metrics_of(place)
+    probed = next((row["probe_tokens_per_step"] for row in reversed(metrics) if "probe_tokens_per_step" in row), None)
+    learnt = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
+    reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), learnt, probed))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
         # other prompts than the measured ones, where the task has enough of them
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
-        calibrate(place, target, task, config.calibrate, seed=seed, reporter=reporter)
+        calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
     return place
 
 
-def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
-    """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
-    chosen = settings.evaluate
-    if chosen is None:
-        return None
+def _steps_done(checkpoint: Path) -> int:
+    """Steps of the training that is there to go on from."""
+    return int(manifest_of(checkpoint)["training"]["step"]) if (whole(checkpoint) / MANIFEST).exists() else 0
 
-    def probe(model: DraftModel) -> dict[str, float]:
-        texts = [as_tokens(target, prompt) for prompt in draw(chosen.tasks[0], chosen).prompts[:4]]
+
+def _probe(
+    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], LiveFeatures]
+) -> Callable[[DraftModel], dict[str, Any]]:
+    """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the evaluation."""
+    chosen, prepare = settings.evaluate, settings.prepare
+    drawn_at = None if not prepare.regenerate else prepare.temperature if (prepare.top_p, prepare.top_k) == (1, 0) else 0.0
+
+    def probe(model: DraftModel) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        with suppress(DataError):  # none is held out, or all are too short
+            facts["held_out"] = held_out_facts(model, held_out(), drawn_at)
+        if chosen is None:
+            return facts
+        texts = [as_tokens(target, prompt) for prompt in inputs.drawn[chosen.tasks[0]].prompts[:4]]
         found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens), policy="fixed")
-        return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
+        return facts | {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
 
     return probe
 
 
 def calibrate(
-    checkpoint: Path, target: TransformersTarget, task: str, count: int, *, max_new_tokens: int = 96, temperature: float = 1.0,
-    shifting: bool = True, seed: int = 1, reporter: Reporter,
+    checkpoint: Path, target: TransformersTarget, task: str, drawn: Iterable[Prompt], *, max_new_tokens: int = 96,
+    temperature: float = 1.0, shifting: bool = True, seed: int = 1, reporter: Reporter,
 ) -> calibration.Calibration:  # fmt: skip
-    """Scale a checkpoint's confidences on `count` prompts of a task; see `outrider.training.calibrate`."""
-    texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
+    """Scale a checkpoint's confidences on prompts drawn of a task; see `outrider.training.calibrate`."""
+    texts = [as_tokens(target, prompt) for prompt in drawn]
     most = len(texts) * max_new_tokens
     plan = events.Calibrating(total=len(texts), checkpoint=checkpoint, task=task, tokens=most, temperature=temperature)
     with reporter.working(plan) as update:
@@ -157,29 +211,6 @@ def calibrate(
     return found
 
 
-def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Report:
-    """Measure the run's drafter and its baselines in one interleaved run; writes report.json and report.html."""
-    config = settings.evaluate
-    assert config is not None
-    drawn = {task: draw(task, config) for task in config.tasks}
-    found = load_all(settings, target, drawn, reporter)
-    drafters = len(found.drafters)
-    texts = len(config.tasks) * config.prompts * (drafters + 2 * len(config.temperatures))
-    traced = len(config.tasks) * min(config.traced_prompts, config.prompts) * (drafters + len(config.temperatures) - 1)
-    plan = events.Evaluating(
-        total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"), tasks=config.tasks,
-        drafters=tuple(found.drafters), prompts=config.prompts, tokens=(texts + traced) * config.max_new_tokens,
-    )  # fmt: skip
-    provenance = write_provenance(settings, {"drafters": list(found.drafters), "compiled": target.step.graph is not None})
-    with reporter.working(plan) as update:
-        report = measured(
-            target, found.drafters, config, provenance=provenance, training=found.training, overlaps=found.overlaps,
-            drawn=drawn, on_prompt=lambda done, _, left_out: update(done, left_out=left_out),
-        )  # fmt: skip
-    with suppress(DataError):  # there is no earlier report, or none that this version can read
-        report = with_losses(report, Report.load(settings.folder))
-    save(report, settings.folder)
-    if settings.train is not None:
-        amend(settings.folder / "checkpoint", {}, {"report": report.brief(found.own)})
-    reporter.finished(events.Evaluated(settings.folder, report))
-    return report
+def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Report | None:
+    """Measure the run's drafter and its baselines; see `runs.evaluation`."""
+    return evaluation.measure(evaluation.of_run(settings), target, inputs.drawn, reporter)

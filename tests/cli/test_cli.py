@@ -1,4 +1,5 @@
-"""The command line, in this process and on the tiny recipe: what it writes, where it goes on, what it refuses and how."""
+"""The command line, in this process and on the tiny recipe: what it writes, where it goes on, what it refuses and
+how."""
 
 from __future__ import annotations
 
@@ -100,16 +101,17 @@ def test_a_run_leaves_what_the_design_promises(made: Path) -> None:
     place = made / "runs/tiny"
     assert {path.name for path in place.iterdir()} == {
         "config.yaml", "provenance.json", "metrics.jsonl", "answers", "checkpoint", "report.json", "report.html",
+        "prompts.jsonl",
     }  # fmt: skip
     assert {answer.id for answer in read_answers(place / "answers/answers.jsonl")} == {f"p{i}" for i in range(6)}
     assert [row["step"] for row in metrics(made) if "loss" in row] == [1, 2, 3, 4]
     report = json.loads((place / "report.json").read_text())
     assert [(row["drafter"], row["temperature"], row["exact"]) for row in report["rows"]] == [
-        ("ngram", 0.0, True), ("dspark", 0.0, True), ("dspark", 1.0, None),
+        ("ngram", 0.0, True), ("ngram", 1.0, None), ("dspark", 0.0, True), ("dspark", 1.0, None),
     ]  # fmt: skip
     briefly = json.loads((place / "checkpoint/outrider.json").read_text())["report"]
     assert [(row["temperature"], row["exact"]) for row in briefly["rows"]] == [(0.0, True), (1.0, None)]
-    assert briefly["rows"][0]["tokens_per_step"] == pytest.approx(report["rows"][1]["tokens_per_step"])
+    assert briefly["rows"][0]["tokens_per_step"] == pytest.approx(report["rows"][2]["tokens_per_step"])
     facts = json.loads((place / "provenance.json").read_text())
     assert {"made", "outrider", "commit", "python", "torch", "transformers", "machine", "config"} <= facts.keys()
     assert yaml.safe_load((place / "config.yaml").read_text())["drafter"]["kind"] == "dspark"
@@ -128,7 +130,7 @@ def test_the_probe_asks_for_whole_drafts(folder: Path, talker: TransformersTarge
             return Draft.empty(len(state.rows), state.device)
 
     settings, _ = load(write_recipe(tmp_path / "tiny.yaml", folder))
-    probe = stages._probe(settings, talker, check(settings, ["train"]))
+    probe = stages._probe(settings, talker, check(settings, ["prepare", "train"]))
     assert probe(SimpleNamespace(drafter=Asked)) == {"probe_tokens_per_step": 1.0}
     assert max(asked) == 3
 
@@ -140,8 +142,9 @@ def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatc
     files = [place / "answers/answers.jsonl", place / "metrics.jsonl", place / "checkpoint/model.safetensors"]
     before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])], files[1].read_bytes()
     monkeypatch.setattr(trainer, "optimise", lambda *_: pytest.fail("trained again"))
-    done = outrider("run", "tiny.yaml", "evaluate.prompts=1")
+    done = outrider("run", "tiny.yaml")
     assert done.code == 0, done.err
+    assert "2 prompts were measured before" in done.out
     assert ([(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])], files[1].read_bytes()) == before
     assert "6 prompts from" in done.out
     assert "6 answered before" in done.out
@@ -167,7 +170,7 @@ def test_the_stages_one_by_one_are_the_run(made: Path, folder: Path, outrider: O
 def test_json_on_standard_output_is_json_alone(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches progress or a table in front of the JSON, so that `| jq` fails."""
     monkeypatch.chdir(made)
-    for words in (("evaluate", "tiny.yaml", "evaluate.prompts=1"), ("show", "tiny.yaml"), ("drafters",), ("doctor",)):
+    for words in (("evaluate", "tiny.yaml"), ("show", "tiny.yaml"), ("drafters",), ("doctor",)):
         done = outrider(*words, "--json", "-")
         assert done.code == 0, done.err
         json.loads(done.out)
@@ -256,7 +259,8 @@ def test_show_gives_every_value_and_its_origin(folder: Path, outrider: Outrider,
 
 
 def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outrider, tmp_path: Path) -> None:
-    """Catches sizes that are open until training begins: a folder with a config.json tells them, each with its origin."""
+    """Catches sizes that are open until training begins: a folder with a config.json tells them, each with its
+    origin."""
     layers = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36}
     sizes = {"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151936, **layers}
     (tmp_path / "qwen").mkdir()
@@ -329,7 +333,7 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     """Catches a verb whose options can't be built, and -h that is unknown."""
     verbs = [[verb] for verb in cli.app.commands] + [["corpus", verb] for verb in cli.CORPUS["Commands"]]
-    assert len(verbs) == 28
+    assert len(verbs) == 29
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
@@ -353,7 +357,8 @@ def test_decode_to_a_pipe_is_plain_text(folder: Path, outrider: Outrider) -> Non
 def test_decode_drafts_and_verifies_as_it_is_asked_to(
     folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a choice that is lost on its way: the text of exact ones is the same, and each is asked for by its name."""
+    """Catches a choice that is lost on its way: the text of exact ones is the same, and each is asked for by its
+    name."""
     from outrider.policies import named
 
     asked: list[object] = []
@@ -423,11 +428,11 @@ def test_a_run_file_s_choice_to_compile_is_obeyed(made: Path, outrider: Outrider
     """Catches `target.compile` that is read and not passed on, or drafters that are measured without."""
     monkeypatch.chdir(made)
     asked = watched(monkeypatch)
-    done = outrider("evaluate", "tiny.yaml", "evaluate.prompts=1", "target.compile=true")
+    done = outrider("evaluate", "tiny.yaml", "target.compile=true")
     assert done.code == 0, done.err
     assert asked == {"target": True, "block": True}
     asked.clear()
-    assert outrider("evaluate", "tiny.yaml", "evaluate.prompts=1").code == 0
+    assert outrider("evaluate", "tiny.yaml").code == 0
     assert asked == {"target": None}
 
 
@@ -438,13 +443,13 @@ def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, o
     assert outrider("evaluate", "tiny.yaml").code == 0
     done = outrider("evaluate", "tiny.yaml", "target.quantize=int8", "evaluate.quantize=int8", "--json", "int8.json")
     assert done.code == 0, done.err
-    ngram, dspark, *_ = json.loads(Path("int8.json").read_text())["rows"]
+    ngram, _, dspark, _ = json.loads(Path("int8.json").read_text())["rows"]
     assert (ngram["precision"], ngram["trained_on"], ngram["tokens_per_step_lost"]) == ("int8", None, None)
     assert (dspark["precision"], dspark["trained_on"], dspark["exact"]) == ("int8", "float32", True)
     assert isinstance(dspark["tokens_per_step_lost"], float)
     # and the way back, once float's report was overwritten
     assert outrider("evaluate", "tiny.yaml", "--json", "float.json").code == 0
-    assert [row["tokens_per_step_lost"] for row in json.loads(Path("float.json").read_text())["rows"]] == [None] * 3
+    assert [row["tokens_per_step_lost"] for row in json.loads(Path("float.json").read_text())["rows"]] == [None] * 4
     done = outrider("decode", "hello", "--target", folder, "--quantize", "int8", "--max-new-tokens", 12, "--no-compile")
     wanted = generate(load_target(folder, quantize="int8"), "hello", max_new_tokens=12)[0].text
     assert (done.code, done.out) == (0, wanted + "\n")
@@ -511,8 +516,8 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         (("train", "tiny.yaml"), 1, "run `outrider prepare` first"),
         (("evaluate", "tiny.yaml"), 2, "checkpoint"),
         (("train", "deep.yaml"), 1, "taps (1, 40) reach past layer 3"),
-        (("prepare", "tiny.yaml", "prepare.conversations=none.jsonl"), 1, "none.jsonl does not exist"),
-        (("prepare", "tiny.yaml", "target.name=/no/such/model"), 1, "can't load target '/no/such/model'"),
+        (("prepare", "tiny.yaml", "prepare.conversations=none.jsonl"), 2, "no such file: none.jsonl"),
+        (("prepare", "tiny.yaml", "target.name=/no/such/model"), 2, "target.name: no such folder: /no/such/model"),
         (("drafters", "--json", "nowhere/d.json"), 1, "can't write nowhere/d.json"),
         ((*decode, ""), 1, "the prompt is empty"),
         ((*decode, "x" * 300), 1, "has 300 tokens and leaves no room in the target's context of 256"),

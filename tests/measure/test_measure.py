@@ -103,7 +103,7 @@ def test_conditional_acceptance_is_counted_among_drafts_that_came_so_far(seed: i
 
 
 def test_conditional_acceptance_multiplies_to_acceptance_by_depth() -> None:
-    """Catches one of the two being counted in another way; a law where every draft has the same length."""
+    """Catches one of the two being counted in another way; a distribution where every draft has the same length."""
     pairs = [(a, 4) for a, _ in steps(1) if a <= 4]
     found = conditional([a for a, _ in pairs], [4] * len(pairs))
     for k in range(4):
@@ -157,7 +157,8 @@ def test_tokens_per_step_is_tokens_over_steps(report: Report, talker: Transforme
 
 
 def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: dict[str, Drafter]) -> None:
-    """Catches any of a row's numbers that is not what its steps say; two runs of steps made up, all counted by brute force."""
+    """Catches any of a row's numbers that is not what its steps say; two runs of steps made up, all counted by brute
+    force."""
     pairs = [steps(1), steps(2)]
     runs = [
         measure.Run(
@@ -271,7 +272,8 @@ def test_a_rule_that_keeps_one_token_too_many_is_found_out(
 def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
     talker: TransformersTarget, task: str, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches `plain_exact` being copied from the drafter's row: here only transformers' text is wrong, so neither is exact."""
+    """Catches `plain_exact` being copied from the drafter's row: here only transformers' text is wrong, so neither is
+    exact."""
     real = timing.generate_once
 
     def wrong(*given: Any) -> tuple[list[int], float]:
@@ -352,9 +354,9 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
         evaluate(talker, only, settings(task, min_first_ngrams=0.6), drawn=drawn)
 
 
-def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches "the same command goes on from there": one interleaved run starts anew."""
-    with pytest.raises(SystemExit) as done, console.restarted("evaluation"):
+def test_ctrl_c_promises_nothing_of_a_calibration_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches "the same command goes on from there": a calibration starts again."""
+    with pytest.raises(SystemExit) as done, console.restarted("calibration"):
         raise KeyboardInterrupt
     said = " ".join(capsys.readouterr().err.split())
     assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
@@ -382,7 +384,8 @@ def test_an_evaluation_of_no_drafter_is_refused(talker: TransformersTarget, task
 def test_an_answer_longer_than_the_context_is_refused(
     talker: TransformersTarget, task: str, drafters: dict[str, Drafter]
 ) -> None:
-    """Catches a prompt cut from the wrong end, and `generate` running beyond the context: a false alarm of inexactness."""
+    """Catches a prompt cut from the wrong end, and `generate` running beyond the context: a false alarm of
+    inexactness."""
     for count in (255, 256, 300):
         with pytest.raises(OutriderError, match="max_new_tokens"):
             evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, max_new_tokens=count, temperatures=(0.0,)))
@@ -490,8 +493,8 @@ def test_consent_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_policy_that_is_asked_for_is_measured_and_observed(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was measured, and a
-    policy that forgets what it learnt with every prompt."""
+    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was
+    measured, and a policy that forgets what it learnt with every prompt."""
     real, asked = named.policy, []
 
     def noted(name: Any, drafter: Drafter) -> Any:
@@ -568,7 +571,8 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_participant_is_asked_the_same_conversation(
     talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a later turn that is dropped, a participant that goes on from its own answers, and counts of one turn alone."""
+    """Catches a later turn that is dropped, a participant that goes on from its own answers, and counts of one turn
+    alone."""
     real, asked = timing.run_batch, []
 
     def noted(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
@@ -608,7 +612,8 @@ def test_a_temperature_that_stands_twice_is_refused() -> None:
 def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeated(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches drafts that share the target's noise, which keep less than users' requests do, and noise that is not fixed."""
+    """Catches drafts that share the target's noise, which keep less than users' requests do, and noise that is not
+    fixed."""
     real, shared = drafters["dspark"].propose, []
 
     def noted(memory: Any, state: Any, budget: Any) -> Any:
@@ -626,7 +631,8 @@ def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeat
 def test_an_answer_changed_in_a_later_turn_is_found_out(
     talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over turns."""
+    """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over
+    turns."""
     real, calls = timing.run_batch, []
 
     def wrong(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
@@ -700,7 +706,8 @@ def test_what_stands_behind_a_text_s_end_was_not_turned_down(
 
 
 def test_branches_count_as_verified_tokens(talker: TransformersTarget, task: str) -> None:
-    """Catches a tree that seems to waste as little as its longest branch; ngram by frequency drafts several branches."""
+    """Catches a tree that seems to waste as little as its longest branch; ngram by frequency drafts several
+    branches."""
     drafter = load_drafter("ngram", talker, shortest=1, tree="frequency", nodes=6)
     prompt = talker.encode([{"role": "user", "content": "xyxzxyxzxw xyxz"}])
     run = timing.run_batch(talker, [measure.Request(prompt, 24, measure.Sampling(0.0))], drafter)[0]
@@ -762,9 +769,10 @@ def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: d
 
 
 def test_less_than_training_expected_is_said(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
-    """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does better."""
+    """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does
+    better."""
     config, own = settings(task, temperatures=(0.0,), traced_prompts=0), {"dspark": drafters["dspark"]}
-    high, low = ({"dspark": {"acceptance": [share] * 3}} for share in (0.99, 0.001))
+    high, low = ({"dspark": {"agreement": [share] * 3, "temperature": 0.7}} for share in (0.99, 0.001))
     found = evaluate(talker, own, config, training=high)
     assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
     (said,) = skews(found)
@@ -809,7 +817,8 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
 def test_a_right_answer_is_scored_beside_the_target_s_own(
     talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its number."""
+    """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its
+    number."""
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
     answer = talker.encode("it is 7")
     real = timing.run_batch
@@ -832,7 +841,8 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
 def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
     talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is said."""
+    """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is
+    said."""
     good = {"task_id": 1, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
     bad = good | {"task_id": 2, "test_list": []}
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
