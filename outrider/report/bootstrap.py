@@ -1,8 +1,9 @@
-"""Intervals from resampled prompts.  A prompt is the unit that is drawn: its steps hang together, prompts do not.  No torch.
+"""Intervals from resampled prompts.  No torch.
 
-All intervals are percentile bootstraps with a seed, so the same numbers give the same interval.  Where few prompts and small
-chances meet, as in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What Teachers
-Should Know About the Bootstrap, 2015) and `holm` shares the chance of a false alarm among many tests (Holm, 1979).
+Prompts are drawn, not steps: the steps of a prompt are correlated, prompts are independent.  All intervals are
+percentile bootstraps with a seed, so the same numbers give the same interval.  With few prompts and small chances, as
+in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What Teachers Should Know
+About the Bootstrap, 2015) and `holm` shares the chance of a false alarm among many tests (Holm, 1979).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FEWEST_BEYOND = 20
 
 
 class Interval(NamedTuple):
-    """A figure and where it lies: [low, high] holds it with the level's chance."""
+    """A figure with its interval: [low, high] contains it with the probability of the level."""
 
     center: float
     low: float
@@ -78,7 +79,9 @@ def ratio_of_totals(
     return interval_of(resampled(table, ratio, draws, seed), float(ratio(table)), level)
 
 
-def ratio_of_rates(values: Sequence[Sequence[float]], level: float = 0.95, draws: int = DRAWS, seed: int = 0) -> Interval:
+def ratio_of_rates(
+    values: Sequence[Sequence[float]], level: float = 0.95, draws: int = DRAWS, seed: int = 0
+) -> Interval:
     """One rate over another, each a ratio of totals over the same prompts, such as a speed-up in tokens per second.
 
     values [P, 4]: amount and time of the first, amount and time of the second.
@@ -94,12 +97,12 @@ def rate_ratio(values: Floats) -> Floats:
     return ratio
 
 
-# ── tests that share one chance of a false alarm ───────────────────────────────────────────────────────────────────────
+# ── tests that share one chance of a false alarm ──────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """A figure and how far draws of it stray: `deviation(z)` is where a share Φ(z) of them lies below, less the center."""
+    """A figure and the spread of its draws: a share Φ(z) of them is below center + `deviation(z)`."""
 
     center: float
     deviation: Callable[[float], float]
@@ -109,7 +112,7 @@ class Estimate:
     """All deviations times this: noise that the draws can't know of."""
 
     def bound(self, tail: float) -> float:
-        """Below it lies a share `tail` of what the figure may be; tail above 1/2 gives an upper bound."""
+        """The figure is below it with probability `tail`; a tail above 1/2 gives an upper bound."""
         return self.center + self.widening * self.deviation(student(tail, self.freedom))
 
     def interval(self, tail: float) -> Interval:
@@ -117,7 +120,7 @@ class Estimate:
         return Interval(self.center, self.bound(tail), self.bound(1 - tail))
 
     def chance_of(self, value: float) -> float:
-        """The smallest tail whose upper bound still lies below `value`: small where the figure is surely less than it."""
+        """The smallest tail whose upper bound is below `value`: small where the figure is surely less than it."""
         if self.center >= value:
             return 1.0
         smallest, largest = 1e-12, 0.5
@@ -139,10 +142,10 @@ def estimate_of(center: float, drawn: Floats, prompts: int, strata: int = 1) -> 
     def deviation(z: float) -> float:
         z *= expansion
         inside = max(-edge, min(edge, z))
-        place = float(ndtr(inside)) * (len(ordered) - 1)
-        low = int(place)
+        position = float(ndtr(inside)) * (len(ordered) - 1)
+        low = int(position)
         high = min(low + 1, len(ordered) - 1)
-        found = float(ordered[low]) + (place - low) * float(ordered[high] - ordered[low]) - center
+        found = float(ordered[low]) + (position - low) * float(ordered[high] - ordered[low]) - center
         return found if inside == z else found * z / inside
 
     return Estimate(center, deviation, freedom)
@@ -159,14 +162,14 @@ def student(tail: float, freedom: float) -> float:
 
 
 def holm(chances: Sequence[float], tail: float) -> list[float]:
-    """The tail that each of several tests may use, so that all together raise a false alarm with at most the chance `tail`.
+    """The tail that each of several tests may use, so that together they raise a false alarm with at most `tail`.
 
-    The surest is held to tail / count, the next to tail / (count - 1); from the first that fails on all are held to the same.
+    The surest must pass tail / count, the next tail / (count - 1), and so on; after the first failure all use the same.
     """
     allowed = [0.0] * len(chances)
     has_failed, at = False, 0.0
-    for place, which in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
-        at = at if has_failed else tail / (len(chances) - place)
+    for rank, which in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        at = at if has_failed else tail / (len(chances) - rank)
         has_failed = has_failed or chances[which] > at
         allowed[which] = at
     return allowed
@@ -184,7 +187,7 @@ def _times(taken: NDArray[np.int64], prompts: int) -> Floats:
 
 
 def _taken(prompts: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Which prompts every draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts are 80 MB a column."""
+    """Which prompts every draw takes, [some draws, prompts] at a time: 10,000 draws of 1,000 prompts take 80 MB."""
     noise, piece = np.random.default_rng(seed), max(1, 2_000_000 // prompts)
     for start in range(0, draws, piece):
         yield noise.integers(0, prompts, (min(piece, draws - start), prompts))

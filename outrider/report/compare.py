@@ -1,8 +1,8 @@
 """Comparison: the same rows of several reports side by side, prompt against prompt.  Measures nothing, knows no torch.
 
-A ratio is drawn over prompts that both reports have: what differs between prompts cancels, so a small change shows.  Its
-interval says how far it would move with other prompts; it knows nothing of a machine that was busy on one of the days, which
-is why speed-ups, each taken against the target alone in its own run, stand before tokens per second.
+A ratio is computed over the prompts that both reports have: what differs between prompts cancels, so a small change
+shows.  Its interval says how far it would move with other prompts.  It does not know of a machine that was busy on one
+of the days: speed-ups, each measured against the target alone in its own run, therefore come before tokens per second.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def outcome(self) -> str:
-        """better or worse where the interval lies on one side of 1, unclear where it reaches across."""
+        """better or worse where the interval is on one side of 1, unclear where it contains 1."""
         if self.ratio is None or self.low is None or self.high is None:
             return "too few prompts" if self.prompts else "not measured"
         if self.low <= 1 <= self.high:
@@ -70,7 +70,7 @@ class Against:
     report: Report
     pairs: tuple[Pair, ...]
     unmatched: tuple[str, ...]
-    """Rows that stand in one of the two only."""
+    """Rows that only one of the two has."""
     differing: dict[str, tuple[Any, Any]]
     """Entries of the fingerprint, and the target, that differ: (base's, the other's)."""
 
@@ -93,8 +93,8 @@ class Comparison:
         for other in others:
             if not other.pairs:
                 raise DataError(
-                    f"{name} and {other.name} have no row in common: {'; '.join(other.unmatched) or 'both are empty'}; compare "
-                    "reports of the same drafter, task and temperature"
+                    f"{name} and {other.name} have no row in common: {'; '.join(other.unmatched) or 'both are empty'}; "
+                    "compare reports of the same drafter, task and temperature"
                 )
         return cls(name, base, others)
 
@@ -109,15 +109,17 @@ class Comparison:
             if other.differing:
                 parts = [f"{key} {plain(a)} / {plain(b)}" for key, (a, b) in other.differing.items()]
                 found.append(
-                    f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per second can't "
-                    "be compared; their tokens per step can, and their speed-ups with care."
+                    f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per "
+                    "second can't be compared; their tokens per step can, and their speed-ups with care."
                 )
             if not self.base.fingerprint or not other.report.fingerprint:
-                found.append(f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known.")
+                found.append(
+                    f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known."
+                )
             if any(pair.base.noise != pair.other.noise for pair in other.pairs):
                 found.append(
                     f"Above temperature 0, drafts of one of {self.name} and {other.name} drew from the target's noise, "
-                    "which keeps fewer: their acceptance can't be compared there."
+                    "which accepts fewer: their acceptance can't be compared there."
                 )
             if other.unmatched:
                 found.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
@@ -132,7 +134,10 @@ class Comparison:
                     "name": other.name, "unmatched": list(other.unmatched),
                     "differing": {key: list(values) for key, values in other.differing.items()},
                     "rows": [
-                        {"row": pair.name, "changes": [asdict(change) | {"outcome": change.outcome} for change in pair.changes]}
+                        {
+                            "row": pair.name,
+                            "changes": [asdict(change) | {"outcome": change.outcome} for change in pair.changes],
+                        }
                         for pair in other.pairs
                     ],
                 }
@@ -145,7 +150,9 @@ class Comparison:
         table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         heads = ("row", "measure", self.name, "other", "ratio", "95 %", "of", "")
         for i, head in enumerate(heads):
-            table.add_column(head, justify="left" if i in (0, 1, 7) else "right", overflow="fold", no_wrap=i in (1, 4, 5))
+            table.add_column(
+                head, justify="left" if i in (0, 1, 7) else "right", overflow="fold", no_wrap=i in (1, 4, 5)
+            )
         for other in self.others:
             for pair in other.pairs:
                 for i, change in enumerate(pair.changes):
@@ -155,7 +162,7 @@ class Comparison:
 
 
 def by_occurrence(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
-    """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
+    """Prompts by their id and its occurrence: by these, prompts of two reports are paired."""
     counts: Counter[str] = Counter()
     by_key = {}
     for prompt in prompts:
@@ -165,13 +172,13 @@ def by_occurrence(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], Prom
 
 
 def paired(ours: Iterable[PromptResult], theirs: Iterable[PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
-    """The prompts of both."""
+    """The prompts that both have."""
     found = by_occurrence(theirs)
     return [(prompt, found[key]) for key, prompt in by_occurrence(ours).items() if key in found]
 
 
 def _lost(row: Row, reference: Row) -> float | None:
-    """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
+    """How many tokens per step `row` has fewer than `reference`, the same on its training's precision."""
     alike = ("drafter", "task", "temperature", "rule", "policy", "verification")
     is_same = all(getattr(row, name) == getattr(reference, name) for name in alike)
     if not is_same or not row.crosses_precisions or not row.is_trained_on(reference.precision):
@@ -179,7 +186,9 @@ def _lost(row: Row, reference: Row) -> float | None:
     pairs = [(a, b) for a, b in paired(row.per_prompt, reference.per_prompt) if a.steps and b.steps]
     if not pairs:
         return None
-    here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
+    here, there = (
+        sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True)
+    )
     return there - here
 
 
@@ -196,7 +205,7 @@ def with_losses(report: Report, other: Report) -> Report:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """A short name for each path: its folder where the file is report.json, else its stem; longer where two are equal."""
+    """A short name for each path: the folder of a report.json, the stem of another file; longer where two are equal."""
     paths_of = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
     parts = [(*place.parts[:-1], place.name if place.is_dir() else place.stem) for place in paths_of]
     for length in range(1, max(len(part) for part in parts) + 1):
@@ -210,12 +219,14 @@ def _against(base: Report, name: str, other: Report) -> Against:
     matched, unmatched = _matched(base.rows, other.rows)
     pairs = tuple(Pair(_pair_name(a, b), a, b, _changes(a, b)) for a, b in matched)
     keys = dict.fromkeys([*base.fingerprint, *other.fingerprint]) if base.fingerprint and other.fingerprint else {}
-    values = {"target": (base.target, other.target)} | {k: (base.fingerprint.get(k), other.fingerprint.get(k)) for k in keys}
+    values = {"target": (base.target, other.target)} | {
+        k: (base.fingerprint.get(k), other.fingerprint.get(k)) for k in keys
+    }
     return Against(name, other, pairs, unmatched, {key: found for key, found in values.items() if found[0] != found[1]})
 
 
 def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
-    """Rows of the same drafter, task, temperature and rule; then what is left alone on its task and temperature."""
+    """Rows of the same drafter, task, temperature and rule; then rows left alone on their task and temperature."""
     left, right, found = list(base), list(other), []
     for key in (lambda row: (row.drafter, *_place(row)), _place):
         for row in list(left):
@@ -241,7 +252,9 @@ def _changes(base: Row, other: Row) -> tuple[Change, ...]:
     pairs = paired(base.per_prompt, other.per_prompt)
     counts = [(b.tokens, b.steps, a.tokens, a.steps) for a, b in pairs if a.tokens and a.steps and b.tokens and b.steps]
 
-    def of_means(measure: str, ours: float | None, theirs: float | None, name: str, more_is_better: bool = True) -> Change:
+    def of_means(
+        measure: str, ours: float | None, theirs: float | None, name: str, more_is_better: bool = True
+    ) -> Change:
         """Geometric mean of the prompts' own ratios."""
         logs = [math.log(there / here) for a, b in pairs if (here := getattr(a, name)) and (there := getattr(b, name))]
         mean: Statistic = lambda table: table.mean(axis=-1)
@@ -279,7 +292,9 @@ def _sentence(base: str, other: Against) -> str:
         ratio = "was not timed in both" if change.ratio is None else f"is {change.ratio:.2f} times {base}'s{ends}"
         return f"{other.pairs[0].name}: {other.name}'s {change.measure} {ratio}, {change.outcome}."
     counts = Counter(change.outcome for change in changes)
-    parts = [f"{counts[v]} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in counts]
+    parts = [
+        f"{counts[v]} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in counts
+    ]
     return f"Of {many(len(changes), 'row')}, {other.name} against {base}: {', '.join(parts)}."
 
 

@@ -8,7 +8,7 @@ Value = str | int | float | bool | None
 
 
 def differences(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[str]:
-    """What tells two fingerprints apart, a sentence's part each, such as `torch 2.9.0 against 2.13.0`; [] where nothing does.
+    """What differs between two fingerprints, such as `torch 2.9.0 against 2.13.0`; empty where nothing does.
 
     A fingerprint without any value agrees with nothing, since nothing is known of it.
     """
@@ -17,7 +17,9 @@ def differences(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[str]:
         return [f"the {name} report has no fingerprint" for name in missing]
     return [
         f"{name.replace('_', ' ')} {_text(a, name)} against {_text(b, name)}"
-        for name in sorted(a.keys() | b.keys(), key=lambda name: (name not in a, list(a).index(name) if name in a else 0, name))
+        for name in sorted(
+            a.keys() | b.keys(), key=lambda name: (name not in a, list(a).index(name) if name in a else 0, name)
+        )
         if a.get(name) != b.get(name)
     ]
 

@@ -1,7 +1,7 @@
-"""Report: what an evaluation found, as report.json holds it.  Measures nothing, says nothing in words, knows no torch.
+"""Report: what an evaluation found, as report.json holds it.  It has no measuring, no words and no torch.
 
-The names in report.json are a public promise under `schema` 1: they stay, more may come, and fields that this version does
-not know survive load and save.  A number that is not finite is null, and null reads "not measured", never 0.
+The names in report.json are a public promise under `schema` 1: they stay, and more may come.  Fields that this version
+does not know survive load and save.  A number that is not finite is null, and null means "not measured", never 0.
 """
 
 from __future__ import annotations
@@ -202,13 +202,13 @@ class Row(Part):
     draft_acceptance: float | None = None
     """Share of all drafted tokens on the path that were accepted; the longer drafts are, the lower."""
     expected_acceptance: float | None = None
-    """Mean of sum(min(p, q)) over the judged tokens of the traced prompts: acceptance without the noise of the draws."""
+    """Mean of sum(min(p, q)) over the judged tokens of the traced prompts: acceptance without noise of draws."""
     accepted_histogram: tuple[tuple[int, ...], ...] = ()
     """[k][a]: steps that drafted k tokens deep and accepted a of them."""
     wasted: float | None = None
     """Share of drafted tokens that were verified for nothing; branches that lost count."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """`accepted_by_depth` as training measured it on held-out answers; empty where it did not, or where texts are hotter."""
+    """`accepted_by_depth` as training measured it on held-out answers; empty where it did not, or texts are hotter."""
     speedup_range: Range | None = None
     """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
@@ -236,8 +236,8 @@ class Row(Part):
     """Fraction of a step spent outside the calls into the two models."""
     plain_loop_overhead: float | None = None
     noise: Literal["own"] | None = None
-    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Null in older reports:
-    their drafts shared the target's noise, and fewer of them were accepted."""
+    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Null in older
+    reports: their drafts shared the target's noise, and fewer of them were accepted."""
     plain_exact: bool | None = None
     """The target alone, through the same loop, writes what transformers' generate does."""
     tpot_ms: Percentiles = Percentiles()
@@ -256,7 +256,7 @@ class Row(Part):
     trained_on: str | None = None
     """Precision of the target in the drafter's training, or `unquantised weights`; null where it is not known."""
     tokens_per_step_lost: float | None = None
-    """How many more the drafter had on the precision it was trained on, over the same prompts; null where not measured."""
+    """How many more the drafter had on its training's precision, over the same prompts; null where not measured."""
     batch: int | None = None
     """Prompts that were served together."""
     possible_speedup: float | None = None
@@ -326,7 +326,7 @@ class Training(Part):
     agreement: tuple[float | None, ...] = ()
     """[k]: the same at temperature 0."""
     temperature: float | None = None
-    """At which the target drew these answers, 0 where improbable tokens were left out; null where they are not its own."""
+    """At which the target drew these answers, 0 with top_p or top_k; null where they are not its own."""
 
     def acceptance_at(self, temperature: float) -> tuple[float | None, ...]:
         """What serving at `temperature` can be compared with; empty where the texts of the training are too unlike.
@@ -398,14 +398,17 @@ class Report(Part):
         found = data.get("schema", "none") if isinstance(data, dict) else "none"
         if found != SCHEMA:
             raise DataError(
-                f"{path} has schema {found!r}; this Outrider reads schema {SCHEMA}; open it with the version that wrote it"
+                f"{path} has schema {found!r}; this Outrider reads schema {SCHEMA}; open it with the version that "
+                "wrote it"
             )
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again") from None
+            raise DataError(
+                f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again"
+            ) from None
 
     def json_text(self) -> str:
         """The text of report.json."""
@@ -413,13 +416,22 @@ class Report(Part):
         return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> Path:
-        """Write report.json; it is whole or as it was before.  Returns the folder.  `page.save` writes the page beside it."""
+        """Write report.json; it is whole or as it was before.  Returns the folder.  `page.save` writes the page too."""
         write_whole({Path(folder) / "report.json": self.json_text()})
         return Path(folder)
 
     def brief(self, drafter: str) -> dict[str, Any]:
-        """What a checkpoint says of how it was measured: one drafter's figures, and on which machine by which commit."""
-        fields = ("task", "temperature", "prompts", "tokens", "tokens_per_step", "accepted_by_depth", "speedup", "exact")
+        """What a checkpoint says of its measurement: one drafter's figures, the machine and the commit."""
+        fields = (
+            "task",
+            "temperature",
+            "prompts",
+            "tokens",
+            "tokens_per_step",
+            "accepted_by_depth",
+            "speedup",
+            "exact",
+        )
         rows = [row.model_dump(mode="json", include=set(fields)) for row in self.rows if row.drafter == drafter]
         where = {"made": self.made, "commit": self.provenance.get("commit"), "fingerprint": dict(self.fingerprint)}
         found: dict[str, Any] = _finite(where | {"rows": rows})

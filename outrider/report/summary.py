@@ -69,8 +69,8 @@ def skew(row: Row) -> str:
     _, depth, wanted, accepted = max(short)
     return (
         f"{row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}: the target accepts "
-        f"{100 * accepted:.0f} % of the drafts to depth {depth}, where training measured {100 * wanted:.0f} %. Either the "
-        "drafter reads other inputs than in training, or these texts are unlike those that it was trained on."
+        f"{100 * accepted:.0f} % of the drafts to depth {depth}, where training measured {100 * wanted:.0f} %. "
+        "Either the drafter reads other inputs than in training, or these texts are unlike those it was trained on."
     )
 
 
@@ -93,7 +93,8 @@ def loss(row: Row) -> str:
     """What a lossy rule changed, in words; empty under the exact rule."""
     if row.lossless is not False:
         return ""
-    return f"not lossless, by rule {row.rule or 'unknown'}: {say(row.distance, '.3g')} from the exact distribution per token"
+    distance = say(row.distance, ".3g")
+    return f"not lossless, by rule {row.rule or 'unknown'}: {distance} from the exact distribution per token"
 
 
 def compared(row: Row) -> int | None:
@@ -111,17 +112,15 @@ def differing(row: Row) -> list[str]:
 
 def left_out_names(report: Report) -> list[str]:
     """The prompts that were left out, each with its reason."""
-    return [
-        f"{out.id} ({'one token' if out.reason == 'short' else say(out.first_ngram_share, '.0f', '%', scale=100) + ' new'})"
-        for out in report.left_out
-    ]
+    share = lambda out: f"{say(out.first_ngram_share, '.0f', '%', scale=100)} not repeated"
+    return [f"{out.id} ({'one token' if out.reason == 'short' else share(out)})" for out in report.left_out]
 
 
 def headline(report: Report, *, with_alarms: bool = True) -> str:
     """Which drafter is how much faster, with its interval, and whether the texts are equal: one sentence.
 
-    with_alarms: one more for every other row whose text is not the target's own, and for every row that accepts less than
-    training measured.
+    with_alarms: one more for every other row whose text is not the target's own, and for every row that accepts less
+    than training measured.
     """
     row = report.lead
     if row is None:

@@ -1,4 +1,4 @@
-"""The table of a report: as wide as the terminal, one line a drafter or one block; and the same for a README in Markdown."""
+"""The table of a report: for a terminal of any width, and for a README in Markdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """Every row for a terminal.  It takes what columns fit the width; where the first ones do not, a row becomes a block."""
+    """Every row for a terminal, with the columns that fit its width; where the first ones do not, a row is a block."""
 
     report: Report
 
@@ -124,7 +124,8 @@ def _equal(row: Row) -> Text:
     """Yes, no or not compared, with the distance that a lossy rule had: a NO and a lossy rule must not be missed."""
     answer = "NO" if row.is_inexact else "yes" if row.exact else "–"
     return Text(
-        answer + (f" lossy {_dash(row.distance, '.3f')}" if loss(row) else ""), ALARM if row.is_inexact or loss(row) else ""
+        answer + (f" lossy {_dash(row.distance, '.3f')}" if loss(row) else ""),
+        ALARM if row.is_inexact or loss(row) else "",
     )
 
 

@@ -10,8 +10,8 @@ from outrider.report import bootstrap
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    """Would catch swapped quantiles, resampling of steps, or a level used on one side.  1,000 trials: 95 +- 3 in 100; the odds
-    of a false alarm are below 1e-4 (percentile intervals of 60 prompts hold 94 in 100)."""
+    """Would catch swapped quantiles, resampling of steps, or a level used on one side.  1,000 trials: 95 +- 3 in 100;
+    the odds of a false alarm are below 1e-4 (percentile intervals of 60 prompts hold 94 in 100)."""
     noise = np.random.default_rng(5)
     held = 0
     for trial in range(1000):
@@ -49,7 +49,8 @@ def test_students_quantiles_are_students(freedom: int) -> None:
 
 
 def test_an_interval_of_few_prompts_is_as_wide_as_students() -> None:
-    """Catches percentiles taken as they are: of 12 prompts they are a sixth too narrow at 1 in 1,000, far more beyond."""
+    """Catches percentiles taken as they are: of 12 prompts they are a sixth too narrow at 1 in 1,000, far more
+    beyond."""
     values = stats.norm.ppf((np.arange(12) + 0.5) / 12)
     table = np.stack([values, np.ones(12)], axis=1)
     drawn = bootstrap.sums(table, 40_000)

@@ -66,7 +66,8 @@ class Opened:
         self.faults: list[str] = []
         self.asked: list[str] = []
         self.page.on(
-            "console", lambda message: self.faults.append(message.text) if message.type in ("error", "warning") else None
+            "console",
+            lambda message: self.faults.append(message.text) if message.type in ("error", "warning") else None,
         )
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -127,7 +128,8 @@ def test_a_script_that_is_not_ours_does_not_run(browser, pages, tmp_path):
 
 UNDRAWN = """() => [...document.querySelectorAll('svg')].filter(svg => svg.checkVisibility()).filter(svg => {
   const own = svg.getBoundingClientRect(), inner = svg.getBBox();
-  const bad = [...svg.querySelectorAll('*')].some(n => [...n.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)));
+  const bad = [...svg.querySelectorAll('*')].some(n =>
+    [...n.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)));
   return bad || own.width < 50 || own.height < 20 || inner.width < 50 || inner.height < 20;
 }).map(svg => svg.outerHTML.slice(0, 200))"""
 
@@ -189,7 +191,8 @@ def test_what_sticks_out_is_caught(browser, pages):
 
 FAINT = """() => {
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true }), known = {};
-  const rgba = text => known[text] ??= (canvas.clearRect(0, 0, 1, 1), canvas.fillStyle = text, canvas.fillRect(0, 0, 1, 1),
+  const rgba = text => known[text] ??= (canvas.clearRect(0, 0, 1, 1), canvas.fillStyle = text,
+    canvas.fillRect(0, 0, 1, 1),
     [...canvas.getImageData(0, 0, 1, 1).data].map((v, i) => i < 3 ? v : v / 255));
   const over = (top, under) => top.slice(0, 3).map((v, i) => v * top[3] + under[i] * (1 - top[3]));
   const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
@@ -211,7 +214,8 @@ FAINT = """() => {
     if (drawn && /^in-/.test(node.className.baseVal)) under = over(rgba(getComputedStyle(before).fill), under);
     const ink = over(rgba(drawn ? style.fill : style.color), under);
     const [a, b] = [light(ink), light(under)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
-    if (ratio < 4.5) found.add(`${node.tagName}.${drawn ? node.className.baseVal : node.className} ${ratio.toFixed(2)}`);
+    if (ratio < 4.5)
+      found.add(`${node.tagName}.${drawn ? node.className.baseVal : node.className} ${ratio.toFixed(2)}`);
   }
   return [...found];
 }"""

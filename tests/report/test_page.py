@@ -1,4 +1,5 @@
-"""The page holds every figure a report has, says so where there is none, and lets no string of the data become markup."""
+"""The page holds every figure a report has, says so where there is none, and lets no string of the data become
+markup."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ class Parsed(HTMLParser):
 def part(html: str, name: str) -> str:
     """One figure's markup."""
     found = re.search(
-        rf'<(figure|section)[^>]* id="{name}".*?</\1>|<(figure|section) class="part" id="{name}".*?</\2>', html, re.DOTALL
+        rf'<(figure|section)[^>]* id="{name}".*?</\1>|<(figure|section) class="part" id="{name}".*?</\2>',
+        html,
+        re.DOTALL,
     )
     assert found is not None
     return found[0]
@@ -187,7 +190,8 @@ def test_costs_fall_as_speed_rises_and_pay_back_when_saved():
 
 
 @pytest.mark.parametrize(
-    ("days", "text"), [(None, "not measured"), (math.inf, "never"), (0, "at once"), (1, "24.0 hours"), (9000, "over 10 years")]
+    ("days", "text"),
+    [(None, "not measured"), (math.inf, "never"), (0, "at once"), (1, "24.0 hours"), (9000, "over 10 years")],
 )
 def test_times_are_said_in_words(days, text):
     """An infinite pay-back printed as `inf days`."""
@@ -265,7 +269,10 @@ def test_too_few_prompts_give_no_interval():
 
 def test_a_drafter_under_a_new_name_is_still_compared():
     """Version two of a drafter has another name; alone on its task, it is the one that is meant."""
-    old, new = full_report(rows=[row("dspark", "chat")]), full_report(rows=[row("dspark", "chat") | {"drafter": "dspark-2"}])
+    old, new = (
+        full_report(rows=[row("dspark", "chat")]),
+        full_report(rows=[row("dspark", "chat") | {"drafter": "dspark-2"}]),
+    )
     assert Comparison.of([("a", old), ("b", new)]).others[0].pairs[0].name == "dspark · chat · T 0 against dspark-2"
 
 

@@ -61,7 +61,13 @@ def inexact(**changes: Any) -> dict[str, Any]:
 
 def report(*rows: dict[str, Any], **changes: Any) -> Report:
     training = {"dspark": {"steps": 40, "seconds": 5210.0, "tokens": 12_000, "loss_curve": [[0, 9.0], [20, 4.0], [40, 2.5]]}}
-    values = {"schema": 1, "target": "Qwen/Qwen3-0.6B", "rows": rows, "training": training, "made": "2026-05-09T10:12:00Z"}
+    values = {
+        "schema": 1,
+        "target": "Qwen/Qwen3-0.6B",
+        "rows": rows,
+        "training": training,
+        "made": "2026-05-09T10:12:00Z",
+    }
     values |= {"provenance": {"commit": "5f129c3", "machine": {"cpu": "EPYC", "threads": 2}}, "share_left_out": 0.04}
     return Report.model_validate(values | {"left_out": [{"id": "chat/31", "first_ngram_share": 0.2}]} | changes)
 
@@ -383,7 +389,10 @@ def test_many_dots_and_one_depth_and_equal_values_are_drawn():
     prompts = [{"id": str(i), "speedup": 1.0, "exact": True} for i in range(500)]
     flat = row(per_prompt=prompts, accepted_by_depth=[1.0], conditional_acceptance=[1.0], rejections_by_depth=[0], speedup=1.0)
     html = render(
-        report(flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []}, training={"dspark": {"loss_curve": [[0, 0]]}})
+        report(
+            flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []},
+            training={"dspark": {"loss_curve": [[0, 0]]}},
+        )
     )
     assert html.count('class="dot c0"') == 500
     assert not re.search(r"\bnan\b", html, re.IGNORECASE)
@@ -414,7 +423,8 @@ def skewed(**changes: Any) -> dict[str, Any]:
 
 
 def test_less_than_training_expected_is_said_at_its_worst_depth():
-    """A drafter that is served on other inputs than it was trained on writes exact text, only slowly: nobody would look."""
+    """A drafter that is served on other inputs than it was trained on writes exact text, only slowly: nobody would
+    look."""
     found = report(row(), skewed())
     (text,) = skews(found)
     assert text.startswith(
@@ -452,7 +462,10 @@ def test_where_a_task_is_from_survives_the_file(tmp_path):
 
 def test_a_place_without_a_proposal_takes_little_room_and_comes_back_as_it_was(tmp_path):
     """Thousands of judged places, each with seven nulls, would make a report that no editor opens."""
-    places = [{"text": "a", "entropy": 0.5}, {"text": "b", "drafted": "c", "accepted": False, "depth": 1, "p": 0.0, "later": 1}]
+    places = [
+        {"text": "a", "entropy": 0.5},
+        {"text": "b", "drafted": "c", "accepted": False, "depth": 1, "p": 0.0, "later": 1},
+    ]
     found = report(row(traced=[{"id": "x", "tokens": places}]))
     folder = found.save(tmp_path)
     assert Report.load(folder) == found

@@ -47,7 +47,8 @@ def test_what_was_learnt_promises_more_than_what_was_held_out(talker: Transforme
 
 
 def test_held_out_answers_do_not_train_and_stay_the_same_when_more_come() -> None:
-    """Catches an answer in both parts, none in either, and a training that learns tomorrow what it is judged on today."""
+    """Catches an answer in both parts, none in either, and a training that learns tomorrow what it is judged on
+    today."""
     answers = make_answers(64)
     learnt, held_out = hold_out(answers, 3)
     assert [one.id for one in answers if one in held_out or one in learnt] == [one.id for one in answers]

@@ -1,8 +1,8 @@
-"""The page: a report, or a comparison, as one HTML file that a reader opens anywhere and that asks the network for nothing.
+"""The page: a report, or a comparison, as one HTML file that opens anywhere and asks the network for nothing.
 
-`page.html` holds what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
-drawings, `heat.html` tables whose cells darken, `page.css` the looks, `page.js` the little that moves.  The page reads without
-the script.  Every string from the data is escaped by the templates.
+`page.html` has what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
+drawings, `heat.html` tables whose cells darken, `page.css` the looks, `page.js` the little that moves.  The page can be
+read without the script.  The templates escape every string from the data.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def render(report: Report) -> str:
     )  # fmt: skip
     made = f"measured {_moment(report.made)} by Outrider" if report.made else "measured by Outrider"
     headline = summary.headline(report, with_alarms=False)
-    return _whole(body, report.target, made, headline, "report.json beside this file")
+    return _whole(body, report.target, made, headline, "report.json next to this file")
 
 
 def _moment(iso: str) -> str:
@@ -94,7 +94,11 @@ def _hash(text: str) -> str:
 @functools.cache
 def _environment() -> Environment:
     found = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
@@ -103,9 +107,10 @@ def _environment() -> Environment:
         summary.busy, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
         acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder, acceptance.scores,
-        speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens, speed.prompts,
-        speed.training, comparison.ratios, comparison.depths,
-        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable, _short, _plainly,
+        speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens,
+        speed.prompts, speed.training, comparison.ratios, comparison.depths,
+        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable,
+        _short, _plainly,
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {

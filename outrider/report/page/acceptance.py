@@ -1,4 +1,4 @@
-"""What the target accepts: by depth, by task, compared with training, by sort of proposal; and whether answers stay right."""
+"""What the target accepts: by depth, task and sort of proposal, and in training; and whether answers stay right."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ Cells = list[tuple[float | None, str, str]]
 
 
 def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
-    """Figures that are one table because more rows than CROWD have them: cells (value, text, tip) by row; else empty."""
-    gaps = [(row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth]
+    """Figures drawn as one table where more rows than CROWD have them: cells (value, text, tip) by row; else empty."""
+    gaps = [
+        (row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth
+    ]
     found: dict[str, list[tuple[Row, Cells]]] = {
         "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in own]) for row, own in gaps],
         "rejections": [(row, _shares(row.rejections_by_depth)) for row in report.rows if row.rejections_by_depth],
@@ -83,7 +85,8 @@ def _gap(row: Row) -> str:
     if not found:
         return ""
     gap, depth = max(found, key=lambda pair: abs(pair[0]))
-    return f"Largest difference at depth {depth}: {abs(gap) * 100:.0f} points {'more' if gap > 0 else 'less'} than in training."
+    points = f"{abs(gap) * 100:.0f} points {'more' if gap > 0 else 'less'}"
+    return f"Largest difference at depth {depth}: {points} than in training."
 
 
 def accepted_per_step(row: Row) -> tuple[list[int], float]:
@@ -94,7 +97,7 @@ def accepted_per_step(row: Row) -> tuple[list[int], float]:
 
 
 def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
-    """[tested, accepted] by sort of proposal and drafter, over all rows of a drafter; empty where nothing was tested."""
+    """[tested, accepted] by sort of proposal and drafter, over all rows of it; empty where nothing was tested."""
     found: dict[str, dict[str, list[int]]] = {}
     for row in (row for rows in by_drafter(report).values() for row in rows):
         for pattern in getattr(row.rejections, field) if row.rejections else ():

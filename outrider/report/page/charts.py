@@ -1,7 +1,7 @@
-"""Bars, lines and rows of marks: what they show and where it stands; `charts.html` draws them, and `heat.html` tables.
+"""Bars, lines and rows of marks: what they show, and where; `charts.html` draws them, and `heat.html` tables.
 
 The field's habit here is plotly.  It would make every report 4 MB of script that does not print; these few shapes are
-20 kB, stand still, and carry their numbers as text and as tooltips.
+20 kB, do not move, and carry their numbers as text and as tooltips.
 A colour is a number from 0, in the order the drafters appear; None is the grey of the target alone.  The page's style
 sheet gives both a value, so light, dark and print share one drawing.  A value of None is "not measured", never 0.
 """
@@ -47,8 +47,8 @@ class Axis(NamedTuple):
     def ticks(self) -> Sequence[float]:
         return round_ticks(self.low, self.high) if self.at is None else self.at
 
-    def place(self, value: float, start: float, end: float) -> float:
-        """From a value to pixels between start and end; what lies outside the axis lands on its edge."""
+    def scaled(self, value: float, start: float, end: float) -> float:
+        """From a value to pixels between start and end; what lies outside the axis is put on its edge."""
         return start + (end - start) * min(max((value - self.low) / ((self.high - self.low) or 1.0), 0.0), 1.0)
 
 
@@ -92,7 +92,7 @@ class Rows:
         return self.top + self.row * len(self.items)
 
     def x(self, value: float) -> float:
-        return self.axis.place(value, self.left, self.width - self.right)
+        return self.axis.scaled(value, self.left, self.width - self.right)
 
 
 class Dot(NamedTuple):
@@ -102,11 +102,11 @@ class Dot(NamedTuple):
     tip: str
     is_alarm: bool = False
     lift: float = 0
-    """Pixels beneath the middle of its row."""
+    """Pixels below the middle of its row."""
 
 
 def strips(rows: Sequence[tuple[Row, Sequence[Dot]]], axis: Axis, line: float, line_text: str) -> Rows:
-    """Every sample of a row as a dot, beside its neighbours."""
+    """Every sample of a row as a dot."""
     chart = Rows("marks", rows, axis, line, line_text, row=62, right=190)
     return replace(chart, items=[(row, _swarm(dots, chart.x)) for row, dots in rows])
 
@@ -137,7 +137,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves, each named at its end.  A marker and its tooltip stand at every point, or at the x values in `marks`."""
+    """Curves, each named at its end.  Every point has a marker with a tooltip, or only the x values in `marks`."""
 
     series: Sequence[Line]
     x: Axis
@@ -147,10 +147,10 @@ class Lines:
     marks: Collection[float] | None = None
 
     def across(self, value: float) -> float:
-        return self.x.place(value, 46, self.width - 108)
+        return self.x.scaled(value, 46, self.width - 108)
 
     def up(self, value: float) -> float:
-        return self.y.place(value, self.height - 42, 26)
+        return self.y.scaled(value, self.height - 42, 26)
 
     def path(self, line: Line) -> str:
         found, move = [], "M"
@@ -172,11 +172,16 @@ class Lines:
         last = [(line, *[point for point in line.points if point[1] is not None][-1]) for line in self.series]
         ends = sorted(((line, self.across(x), self.up(y or 0.0)) for line, x, y in last), key=lambda end: end[2])
         heights = spaced([y for _, _, y in ends], 15.0, self.height - 48)
-        return [(*end, place) for end, place in zip(ends, heights, strict=True)]
+        return [(*end, height) for end, height in zip(ends, heights, strict=True)]
 
 
 def lines(
-    series: Sequence[Line], x: Axis, y: Axis, width: int = HALF, height: int = 290, marks: Collection[float] | None = None
+    series: Sequence[Line],
+    x: Axis,
+    y: Axis,
+    width: int = HALF,
+    height: int = 290,
+    marks: Collection[float] | None = None,
 ) -> Lines | None:
     """A chart of the curves that have a point; None where there is none."""
     series = [line for line in series if any(value is not None for _, value in line.points)]
@@ -184,7 +189,7 @@ def lines(
 
 
 def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
-    """The sorted heights `wanted`, moved until they are a gap apart and none lies beneath `lowest`."""
+    """The sorted heights `wanted`, moved until they are a gap apart and none is below `lowest`."""
     heights: list[float] = []
     for y in wanted:
         heights.append(max(y, heights[-1] + gap) if heights else y)
@@ -196,7 +201,7 @@ def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
 
 def shade_of(value: float, low: float, high: float) -> str:
     """The class of a cell that darkens from low to high."""
-    return f"h{round(Axis('', low, high).place(value, 0, 9))}"
+    return f"h{round(Axis('', low, high).scaled(value, 0, 9))}"
 
 
 class Panel(NamedTuple):

@@ -15,15 +15,17 @@ def ratios(found: Comparison) -> list[tuple[str, Rows]]:
     """A forest of ratios, one chart a measure: its title, and (number and name of the report, pair, change) by row."""
     charts = []
     pairs = [(number, other.name, pair) for number, other in enumerate(found.others) for pair in other.pairs]
-    for place, first in enumerate(pairs[0][2].changes):
-        changes = [(number, name, pair, pair.changes[place]) for number, name, pair in pairs]
+    for index, first in enumerate(pairs[0][2].changes):
+        changes = [(number, name, pair, pair.changes[index]) for number, name, pair in pairs]
         items = [item for item in changes if item[3].ratio is not None]
         ends = [end for _, _, _, change in items for end in (change.low, change.ratio, change.high) if end is not None]
         low, high = min([*ends, 1.0]), max([*ends, 1.0])
         pad = 0.04 * (high - low) or 0.05
         axis = Axis(f"{found.name} = 1", low - pad, high + pad, lambda value: f"{value:.3g}")
         side = "right" if first.more_is_better else "left"
-        charts.append((f"{first.measure}, {side} of the line is better", Rows("marks", items, axis, 1.0, found.name, row=40)))
+        charts.append(
+            (f"{first.measure}, {side} of the line is better", Rows("marks", items, axis, 1.0, found.name, row=40))
+        )
     return [(title, chart) for title, chart in charts if chart.items]
 
 
@@ -38,7 +40,7 @@ def depths(found: Comparison) -> list[Panel]:
 
 
 def machines(reports: Sequence[Report]) -> list[list[str]]:
-    """The fingerprints beside one another, a line an entry; ≠ marks what differs."""
+    """The fingerprints side by side, a line for each entry; ≠ marks what differs."""
     keys = dict.fromkeys(key for report in reports for key in report.fingerprint)
     lines = [["target", *(report.target for report in reports)]] if keys else []
     lines += [[key, *(plain(report.fingerprint.get(key)) for report in reports)] for key in keys]

@@ -1,7 +1,7 @@
 """What a million tokens cost before and after, and when a drafter has paid for itself.
 
-The figures stand in the page as text for the settings below; the page's script puts in the reader's own.  Both compute the
-same way, and a test holds them together.
+The page has the figures as text for the settings below; its script puts in the reader's own.  Both compute the same
+way, and a test compares them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How rows of a report stand together on the page."""
+"""How rows of a report are grouped on the page."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@
     node.classList.add("at");
     tip.textContent = node.dataset.tip;
     tip.hidden = false;
-    place();
+    moveTip();
   }
 
-  function place() {
+  function moveTip() {
     const box = shown.getBoundingClientRect(), own = tip.getBoundingClientRect(), edge = 8;
     const width = document.documentElement.clientWidth;
     const left = Math.min(Math.max(box.left + box.width / 2 - own.width / 2, edge), Math.max(width - own.width - edge, edge));
@@ -53,7 +53,7 @@
   document.addEventListener("scroll", () => {
     if (!shown) return;
     const box = shown.getBoundingClientRect();
-    if (box.bottom < 0 || box.top > document.documentElement.clientHeight) hide(); else place();
+    if (box.bottom < 0 || box.top > document.documentElement.clientHeight) hide(); else moveTip();
   }, true);
 
   for (const text of document.querySelectorAll(".tokens")) {

@@ -1,4 +1,4 @@
-"""How fast, and what the time is spent on: speed-up with intervals, prompt by prompt, latency, shares of a step, training."""
+"""How fast, and how the time is spent: speed-up with intervals, prompt by prompt, latency, training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def speedup(report: Report, *, is_narrow: bool = False) -> Rows:
 
 def generate_speedup(row: Row) -> float | None:
     """Of transformers' own generate."""
-    return row.generate_tokens_per_s / row.plain_tokens_per_s if row.generate_tokens_per_s and row.plain_tokens_per_s else None
+    return (
+        row.generate_tokens_per_s / row.plain_tokens_per_s
+        if row.generate_tokens_per_s and row.plain_tokens_per_s
+        else None
+    )
 
 
 def whisker(row: Row) -> tuple[float, float] | None:
@@ -71,7 +75,9 @@ def latency(report: Report, colours: Colours) -> list[Panel]:
     return panels
 
 
-def _curves(rows: Sequence[Row], field: str, colours: Colours, what: str, label: str, is_wide: bool = False) -> Lines | None:
+def _curves(
+    rows: Sequence[Row], field: str, colours: Colours, what: str, label: str, is_wide: bool = False
+) -> Lines | None:
     """A curve of percentiles for each drafter, and one for the target alone."""
     series = [Line(row.drafter, colours[row.drafter], _percentiles(getattr(row, field))) for row in rows]
     plain = next((curve for row in rows if (curve := getattr(row, f"plain_{field}"))), ())
@@ -91,17 +97,21 @@ def _slowest(name: str, rows: Sequence[Row]) -> str:
 def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | None]]:
     """(percent, value) up to 99; the straight part below 90 is drawn at every fifth."""
     points = [(i * 100 / max(len(curve) - 1, 1), value) for i, value in enumerate(curve)]
-    return [point for i, point in enumerate(points) if point[0] <= 99 and (len(points) < 101 or i % 5 == 0 or point[0] > 90)]
+    return [
+        point for i, point in enumerate(points) if point[0] <= 99 and (len(points) < 101 or i % 5 == 0 or point[0] > 90)
+    ]
 
 
 def first_tokens(report: Report) -> Rows | None:
-    """Half to 99 in 100 of the prompts: (drafter, conditions, times), the drafter None for the target alone, once a task."""
+    """(drafter, conditions, percentiles) of every row; the drafter is None for the target alone, once for each task."""
     waits: list[tuple[str | None, str, Percentiles]] = []
     for name, rows in grouped(report).items():
         waits += [(row.drafter, name, row.ttft_ms) for row in rows]
         waits += [(None, name, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
     highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
-    axis = Axis("ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04)
+    axis = Axis(
+        "ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04
+    )
     return Rows("marks", waits, axis, row=40) if any(found.p50 is not None for *_, found in waits) else None
 
 
@@ -125,4 +135,10 @@ def training(report: Report, colours: Colours) -> list[Panel]:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
 
 def samples(report: Report) -> tuple[list[list[Sample]], int]:
-    """The samples of each prompt that fit the page, and how many do not; every task's first prompt before any's second."""
+    """The samples of each prompt that fit the page, and how many do not; first the first prompt of every task."""
     groups: dict[tuple[str, str], list[Sample]] = {}
     for row in report.rows:
         for text in row.traced:
@@ -30,9 +30,9 @@ def samples(report: Report) -> tuple[list[list[Sample]], int]:
                 groups.setdefault((conditions(row), text.id), []).append(Sample(row, text))
     ranks: dict[str, int] = {}
     ranked = []
-    for (place, _), group in groups.items():
-        ranks[place] = ranks.get(place, 0) + 1
-        ranked.append((ranks[place], group))
+    for (name, _), group in groups.items():
+        ranks[name] = ranks.get(name, 0) + 1
+        ranked.append((ranks[name], group))
     shown: list[list[Sample]] = []
     left, hidden = MAX_ALL, 0
     for _, group in sorted(ranked, key=lambda pair: pair[0]):
@@ -64,7 +64,9 @@ def tip(token: TracedToken) -> str:
     odds = [] if token.p is None else [f"p {_chance(token.p)} target"]
     odds.append("q – deterministic" if token.q is None else f"q {_chance(token.q)} drafter")
     ranks = [f"rank {token.rank:,}"] if token.rank is not None else []
-    return "\n".join([outcome + where, " · ".join(odds), " · ".join([*ranks, *numbers, *([token.kind] if token.kind else [])])])
+    return "\n".join(
+        [outcome + where, " · ".join(odds), " · ".join([*ranks, *numbers, *([token.kind] if token.kind else [])])]
+    )
 
 
 def _chance(value: float) -> str:

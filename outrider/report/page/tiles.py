@@ -27,7 +27,9 @@ def tiles(report: Report) -> list[Tile]:
         return []
     cost = cost_line(report, row)
     return [
-        Tile(f"Speed-up of {row.drafter}", say(row.speedup, ".2f", "×"), _speed_detail(row), row.under_load is not None),
+        Tile(
+            f"Speed-up of {row.drafter}", say(row.speedup, ".2f", "×"), _speed_detail(row), row.under_load is not None
+        ),
         Tile("Equal texts", _equal(row), _quality_detail(row), row.is_inexact),
         Tile("Cost of a million tokens", MISSING if cost is None else cost.texts["after"], "", cost=cost),
         Tile("Time per token, median", say(row.tpot_ms.p50, ".1f", " ms"), _alone(row.plain_tpot_ms, ".1f")),
