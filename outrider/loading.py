@@ -16,7 +16,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, first_line
 from outrider.export import formats, reading
-from outrider.export.manifest import CONFIG, MANIFEST, read_manifest
+from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
 from outrider.hub import missing_path
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.remote import RemoteDrafter
@@ -41,7 +41,7 @@ class Source:
     def target(self) -> str | None:
         """The target that it was made for; None where the folder does not name it."""
         name = (self.manifest.get("target") or {}).get("name")
-        return name if name or self.format is None else formats.target_of(self.folder)
+        return name if name or self.format is None else target_of(read_config(self.folder))
 
 
 def load_drafter(

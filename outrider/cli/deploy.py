@@ -13,7 +13,7 @@ from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, writ
 from outrider.engines import commands, flags, manifests
 from outrider.engines import tune as tuning
 from outrider.engines.commands import Command
-from outrider.engines.engine import Draft, Wish, engine_of
+from outrider.engines.engine import Draft, Wish, engine_name, engine_of
 from outrider.errors import ConfigError
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
@@ -27,9 +27,11 @@ ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs tha
 
 
 def deploy(
-    draft: Annotated[str | None, typer.Argument(help="Exported folder; or ngram, suffix, mtp.", show_default=False)] = None,
+    draft: Annotated[
+        str | None, typer.Argument(help="Exported or published folder, or its id; ngram, suffix, mtp.", show_default=False)
+    ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llamacpp, transformers or triton.")
+        str | None, typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llama.cpp, transformers or triton.")
     ] = None,
     target: TargetOption = None,
     tokens: Annotated[int | None, typer.Option(help="Drafted a step; the draft's own number.  0: none.")] = None,
@@ -61,7 +63,7 @@ def deploy(
         return
     if draft is None or to is None:
         raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
-    found = commands.draft_of(draft, target, kind, format)
+    to, found = engine_name(to), commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
     wish = Wish(tokens, width, cutoff, () if schedule is None else tuning.read(schedule), "127.0.0.1", port, tensor_parallel)
     if out is not None:

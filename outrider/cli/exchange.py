@@ -7,17 +7,27 @@ from typing import Annotated
 
 import typer
 
-from outrider.checkpoint import manifest_of, whole
+from outrider.checkpoint import whole
 from outrider.cli.console import JsonTo, counted, place_of_json, present, quiet, say, sized, table, write_json
-from outrider.export import formats as known
+from outrider.engines import card, names
+from outrider.errors import ConfigError, ExportError
+from outrider.export import reading, writing
+from outrider.loading import describe, find_folder
 from outrider.targets.load import load_target
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")]
+Folder = Annotated[
+    str, typer.Argument(help="A checkpoint, or a published draft model: folder or Hugging Face id.", show_default=False)
+]
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained drafter.", show_default=False)],
-    to: Annotated[str, typer.Option("--to", help="Format; `outrider formats` lists them.", show_default=False)],
+    checkpoint: Folder,
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="ENGINE|FORMAT", help="vllm, sglang, … or a format; `outrider formats` lists both.",
+                     show_default=False),
+    ],
     out: Annotated[Path, typer.Option("--out", help="New folder to write.", show_default=False)],
     target: TargetOption = None,
     precision: Annotated[
@@ -25,22 +35,32 @@ def export(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Write a drafter in another's format, read it back and compare every weight."""
+    """Write a drafter for an engine or in another's format, read it back and compare every weight."""
     quiet()
     place_of_json(json_to)
-    manifest = manifest_of(checkpoint)
-    loaded = load_target(target or manifest["target"]["name"], compile=False)
-    folder = known.export(checkpoint, to, out, loaded, precision)
+    source = describe(checkpoint)
+    chosen = names.chosen(to, source.kind)
+    place = target or source.target
+    if place is None:
+        raise ConfigError(f"{checkpoint} does not name its target; name it with --target")
+    if out.exists():
+        raise ExportError(f"{out} exists already; name a new folder, or delete it first")
+    if chosen.engine is not None:
+        say(f"export    {to} reads {source.kind} in the layout of {chosen.format}")
+    folder = writing.export(source.folder, chosen.format, out, load_target(place, compile=False), precision)
+    card.write(folder)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
-    mine = (whole(checkpoint) / "model.safetensors").stat().st_size
-    weights = f"{sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads back equal{rounded}"
-    say(f"export    {manifest['kind']} as {to}: {weights}")
-    write_json(json_to, {"kind": manifest["kind"], "format": to, "folder": str(folder), "size_bytes": size})
+    own = whole(source.folder) / "model.safetensors"
+    mine = f" (our own weights: {sized(own.stat().st_size)})" if source.format is None else ""
+    say(f"export    {source.kind} as {chosen.text}: {sized(size)} in {folder}{mine}; every weight reads back equal{rounded}")
+    say(f"          {folder / card.NAME} is its model card: add the licence before you publish it")
+    found = {"kind": source.kind, "format": chosen.format, "engine": chosen.engine, "folder": str(folder), "size_bytes": size}
+    write_json(json_to, found)
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="Folder of a draft model in another's format.", show_default=False)],
+    folder: Annotated[str, typer.Argument(help="A published draft model: folder or Hugging Face id.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="New checkpoint folder.", show_default=False)],
     target: Annotated[str, typer.Option("--target", help="The target it drafts for: `demo`, a folder, or a hub id.")],
     format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
@@ -48,17 +68,21 @@ def import_(
 ) -> None:
     """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
     quiet()
-    model = known.import_folder(folder, out, load_target(target, compile=False), format, kind)
+    model = reading.import_folder(find_folder(folder), out, load_target(target, compile=False), format, kind)
     size = counted(sum(weight.numel() for weight in model.parameters()))
     say(f"import    {model.config.kind} with {size} parameters, taps {list(model.taps)}; checkpoint in {out}")
 
 
 def formats(json_to: JsonTo = None) -> None:
-    """List which methods can be written and read in which format."""
+    """List which drafters can be written and read in which format, which engines read them, and the engines' names."""
     quiet()
     place_of_json(json_to)
-    rows, shown = known.matrix(), table("format", "method", "export", "import", "layer numbers")
+    rows, shown = names.rows(), table("format", "method", "export", "import", "engines", "layer numbers")
     for row in rows:
         ways = ("yes" if row[way] else "–" for way in ("export", "import"))
-        shown.add_row(row["format"], row["kind"], *ways, f"ours + {row['shift']}" if row["shift"] else "as ours")
-    present(json_to, rows, shown)
+        numbers = f"ours + {row['shift']}" if row["shift"] else "as ours"
+        shown.add_row(row["format"], row["kind"], *ways, ", ".join(row["engines"]) or "–", numbers)
+    engines = table("engine", "version", "also called")
+    for engine in names.engines():
+        engines.add_row(engine["engine"], engine["version"], ", ".join(engine["names"]))
+    present(json_to, rows, shown, "", engines)

@@ -10,13 +10,18 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, table, write_json
-from outrider.engines import parity, verify
+from outrider.engines import card, parity, verify
+from outrider.engines.engine import engine_name
 from outrider.engines.parity import Parity
+from outrider.export.manifest import MANIFEST
+from outrider.loading import find_folder
 
 
 @console.restarted("comparison")
 def verify_export(
-    folder: Annotated[Path, typer.Argument(help="Folder that `outrider export` wrote.", show_default=False)],
+    draft: Annotated[
+        str, typer.Argument(help="Folder that `outrider export` wrote; or a published one, or its id.", show_default=False)
+    ],
     engine: Annotated[
         str, typer.Option("--engine", help="vllm or transformers, which are run; sglang: the folder is read.")
     ] = "vllm",
@@ -36,6 +41,7 @@ def verify_export(
     """
     quiet()
     place_of_json(json_to)
+    engine, folder = engine_name(engine), find_folder(draft)
     verify.check(folder, engine, python, checkpoint)
     if engine != "vllm" and python is not None:
         remark(f"          --python has no effect: {engine} needs no environment of its own here")
@@ -47,7 +53,10 @@ def verify_export(
     write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
     if engine in parity.RUN:
         try:
-            say(f"          written to {parity.write_verified(folder, found)}")
+            written = parity.write_verified(folder, found)
+            say(f"          written to {written}")
+            if written.name == MANIFEST and not card.write(folder):
+                remark(f"          {folder / card.NAME} was edited and stays as it is")
         except (OSError, ValueError, TypeError, AttributeError) as error:  # it takes nothing of what was printed
             remark(f"          not noted in {folder}: {error}", "yellow")
     if found.is_equal is False or found.causes or found.error:

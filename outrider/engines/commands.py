@@ -21,6 +21,7 @@ from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Ve
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
 from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
+from outrider.hub import is_local
 
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
@@ -69,17 +70,21 @@ class Command:
 
 
 def draft_of(place: str | Path, target: str | None = None, kind: str | None = None, format: str | None = None) -> Draft:
-    """The draft in an exported folder, or a kind that needs none.
+    """The draft in an exported or published folder, or a kind that needs none.  place: a folder, its Hugging Face id, a kind.
 
     kind, format: of a folder that comes from elsewhere; recognised as `outrider import` does unless given.
     Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where the
     folder's own description can't be read.
     """
-    folder = Path(place)
+    name, folder = str(place), Path(place)
+    if not folder.is_dir() and name in UNTRAINED:
+        return Draft(name, _target(target, {}, name))
+    if not folder.is_dir() and ("/" not in name or is_local(name)):
+        raise ConfigError(f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(UNTRAINED)}")
     if not folder.is_dir():
-        if str(place) not in UNTRAINED:
-            raise ConfigError(f"no such folder: {place}; name an exported draft, or one of {', '.join(UNTRAINED)}")
-        return Draft(str(place), _target(target, {}, str(place)))
+        from outrider.loading import find_folder  # loads torch, which a folder here does not need
+
+        folder = find_folder(name)
     manifest = folders.read_manifest(folder)
     if manifest and "format" not in manifest:
         raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}")
@@ -93,7 +98,7 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     settings, about = manifest.get("config") or {}, manifest.get("target") or {}
     taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
     length = folders.length(kind, format, settings, config)
-    target = _target(target, about, str(folder))
+    target = _target(target, about or {"name": folders.target_of(config)}, name)
     return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"))
 
 

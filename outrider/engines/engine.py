@@ -149,7 +149,8 @@ def engine_name(name: str) -> str:
     if readers:
         engines = ", ".join(dict.fromkeys(readers))
         raise ConfigError(f"{name} is a format, not an engine; the engines that read it: {engines}")
-    raise ConfigError(f"no engine {name!r}{nearest(word, known)}")
+    hint = nearest(word, known)  # without a near one, each by one name
+    raise ConfigError(f"no engine {name!r}{hint if 'did you mean' in hint else nearest(word, ENGINES)}")
 
 
 def engine_of(name: str) -> Engine:

@@ -39,7 +39,9 @@ def chosen(name: str, kind: str) -> Chosen:
     if word in formats() and (word not in known or kind in _written(word)):
         return Chosen(word, None)
     if word not in known:
-        raise ConfigError(f"unknown engine or format {name!r}{nearest(word, [*formats(), *known])}")
+        hint = nearest(word, [*formats(), *known])
+        hint = hint if "did you mean" in hint else nearest(word, {*formats(), *ENGINES})
+        raise ConfigError(f"unknown engine or format {name!r}{hint}")
     engine = engine_name(word)
     method, title = method_of(engine, kind), engine_of(engine).title
     written = [format for format in method.formats if kind in _written(format)]

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider import demo
-from outrider.checkpoint import load_model, manifest_of
 from outrider.engines import causes, chains, parity, readers, verify_transformers
+from outrider.engines.engine import engine_of
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
+from outrider.export.formats import is_checkpoint
 from outrider.export.manifest import read_manifest
-from outrider.export.reading import imported
+from outrider.loading import describe, draft_model
 from outrider.measure.prompts import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
@@ -28,13 +29,17 @@ Say = Callable[[str], None]
 def check(place: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
     """Refuse what can't be compared before anything is loaded.  Raises ConfigError."""
     if engine not in parity.COMPARED:
-        raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.COMPARED)}")
+        able = ", ".join(parity.COMPARED)
+        raise ConfigError(f"{engine_of(engine).title}'s drafts can't be compared here; those of {able} can")
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:
         raise ConfigError(f"{engine} is not run here, its folder is read: name the --checkpoint it was exported from")
     if not place.is_dir():
         raise ConfigError(f"no such folder: {place}; name one that `outrider export` wrote")
+    if is_checkpoint(place):
+        first = f"outrider export {place} --to {engine} --out NEW"
+        raise ConfigError(f"{place} is a checkpoint, which engines don't read; export it first: `{first}`")
 
 
 def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None) -> tuple[TransformersTarget, DraftModel]:
@@ -42,11 +47,12 @@ def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None)
 
     Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
     """
-    name = target or (manifest_of(checkpoint) if checkpoint else read_manifest(place)).get("target", {}).get("name")
+    source = describe(checkpoint or place)
+    name = target or source.target
     if name is None:
-        raise ConfigError(f"{place} doesn't say which target it drafts for; name it with --target")
+        raise ConfigError(f"{place} does not name its target; name it with --target")
     loaded = load_target(name, dtype="float32", compile=False)
-    model = load_model(checkpoint, loaded) if checkpoint else imported(place, loaded)
+    model = draft_model(source, loaded)
     kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
     if kinds and model.config.kind not in kinds:
         able = f"those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}"

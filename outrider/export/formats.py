@@ -12,9 +12,8 @@ there.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,18 +28,16 @@ from outrider.config import nearest
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout
-from outrider.export.manifest import CONFIG, MANIFEST, at, read_config, read_json, read_manifest
+from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
 from outrider.targets.transformers import TransformersTarget
 
-MACHINERY = ("card", "folder", "formats", "layout", "manifest", "reading", "released", "writing")
-"""Files of this folder that are not formats."""
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""
 
 
 def formats() -> list[str]:
     """The formats there are."""
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in MACHINERY)
+    return package.names()
 
 
 def find(name: str) -> Format:
@@ -117,15 +114,6 @@ def candidates(config: Config, format: str | None, kind: str | None, weights: Co
             known = kind or find(name).kind_of(config, weights)
             found += [] if known is None else [(name, known)]
     return found
-
-
-def target_of(folder: Path) -> str | None:
-    """The target that a folder of others names; None where it names none."""
-    config = read_config(folder)
-    own = at(config, "speculators_config.verifier") or {}
-    name = own.get("name_or_path") if isinstance(own, Mapping) else None
-    name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -135,3 +135,11 @@ def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
     if kind == "domino":
         return bool((config.get("dflash_config") or {}).get("shift_label"))
     return kind == "dspark" or format == "deepspec"
+
+
+def target_of(config: Mapping[str, Any]) -> str | None:
+    """The target that the config.json of others names; None where it names none."""
+    own = at(config, "speculators_config.verifier") or {}
+    name = own.get("name_or_path") if isinstance(own, Mapping) else None
+    name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None

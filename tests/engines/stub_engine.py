@@ -2,8 +2,8 @@
 
     python tests/engines/stub_engine.py --port 8000 --tokens 4 [--knee 8] [--step-ms 4] [--kept 0.75]
 
-One loop steps all requests together.  A step of n requests that draft K tokens lasts step · max(1, n (K + 1) / knee) and
-writes (1 - kept^(K+1)) / (1 - kept) tokens for each: below the knee it waits for memory, above it computes.
+One loop steps all requests together.  A step of n requests that draft K tokens lasts step · max(1, n (K + 1) / knee)
+and writes (1 - kept^(K+1)) / (1 - kept) tokens for each: below the knee it waits for memory, above it computes.
 """
 
 from __future__ import annotations

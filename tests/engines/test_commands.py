@@ -1,4 +1,5 @@
-"""Commands of engines: every flag is one that the engine has, what it can't do is refused by name, old flags are translated."""
+"""Commands of engines: every flag is one that the engine has, what it can't do is refused by name, old flags are
+translated."""
 
 from __future__ import annotations
 
@@ -215,7 +216,8 @@ EXPORTED: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Catches a manifest whose keys are no longer those that export writes, and a draft length that gets lost on the way."""
+    """Catches a manifest whose keys are no longer those that export writes, and a draft length that gets lost on the
+    way."""
     import torch
     from tiny import make_folder
 
@@ -266,7 +268,8 @@ def test_a_tree_is_never_larger_than_what_it_is_chosen_from(tokens: int, width: 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_folder_of_mtp_is_refused_by_every_engine_and_the_sentence_says_so(name: str, tmp_path: Path) -> None:
-    """Catches advice to try another engine: vLLM 0.32 registers eagle3, peagle, dflash, dflash2 and dspark of speculators."""
+    """Catches advice to try another engine: vLLM 0.32 registers eagle3, peagle, dflash, dflash2 and dspark of
+    speculators."""
     with pytest.raises(ConfigError, match=rf"no engine loads an MTP module from a folder as it is.*deploy mtp --to {name}"):
         command(name, replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf"))
     assert all(not engine.methods["mtp"].formats for engine in ENGINES.values())
@@ -347,7 +350,8 @@ def test_deploy_loads_no_torch() -> None:
 
 @pytest.mark.slow
 def test_the_script_for_transformers_decodes_what_the_target_alone_would(tmp_path: Path) -> None:
-    """Catches a setting that generate() refuses: the script runs alone, with a draft and with n-grams, and writes the same."""
+    """Catches a setting that generate() refuses: the script runs alone, with a draft and with n-grams, and writes the
+    same."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -441,7 +445,8 @@ NOW = """--speculative-config '{"num_speculative_tokens":5,"model":"M","method":
     ],
 )  # fmt: skip
 def test_what_stands_around_a_flag_stays_as_it_was_typed(text: str, wanted: str) -> None:
-    """Catches operators that become words of the engine, variables that become letters, and images that are not known."""
+    """Catches operators that become words of the engine, variables that become letters, and images that are not
+    known."""
     assert flags.translate(text).shell == wanted
 
 

@@ -1,4 +1,5 @@
-"""A DSpark's folder in vLLM's own config reader, module and loader: no engine runs it on a CPU, but this much of one does."""
+"""A DSpark's folder in vLLM's own config reader, module and loader: no engine runs it on a CPU, but this much of one
+does."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM.exists(), reason="vllm")
 def test_vllms_loader_fills_all_of_a_dspark_from_its_folder_and_reads_its_config_as_we_mean_it(tmp_path):
-    """Catches a weight under a name that vLLM has no place for or passes over, one that is missing, a shape, a config key.
+    """Catches a weight under a name that vLLM has no place for or passes over, one that is missing, a shape, a config
+    key.
 
     A folder without one norm, and one whose tables are transposed, show that the check sees them.
     """

@@ -163,7 +163,8 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
     "more", [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}, {"shift_label": False}]
 )
 def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) -> None:
-    """Catches a rule that changes on one side alone: an engine would draft from other layers than we do, or past the block."""
+    """Catches a rule that changes on one side alone: an engine would draft from other layers than we do, or past the
+    block."""
     from outrider import checkpoint
     from outrider.export import formats
 

@@ -1,4 +1,5 @@
-"""What is written beside a command, checked by those who read it: Kubernetes' and compose's schemas, promtool, PromQL."""
+"""What is written beside a command, checked by those who read it: Kubernetes' and compose's schemas, promtool,
+PromQL."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def files_and_engines(place: Path) -> list[tuple[str, dict[str, str]]]:
 
 
 def test_kubernetes_takes_every_manifest(tmp_path: Path) -> None:
-    """Catches a key that the API server refuses.  Schemas: Kubernetes' own, strict, oldest and newest that the package has."""
+    """Catches a key that the API server refuses.  Schemas: Kubernetes' own, strict, oldest and newest that the package
+    has."""
     validate = pytest.importorskip("kubernetes_validate").validate
     for _, files in files_and_engines(tmp_path):
         for manifest in yaml.safe_load_all(files["kubernetes.yaml"]):
@@ -170,7 +172,8 @@ def queries(engine: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", sorted(manifests.METRICS))
 def test_a_dashboard_asks_for_what_its_engine_has(engine: str) -> None:
-    """Catches a query that Prometheus can't read, a metric that is misspelt or of another engine, and a panel over another."""
+    """Catches a query that Prometheus can't read, a metric that is misspelt or of another engine, and a panel over
+    another."""
     parse = pytest.importorskip("promql_parser").parse
     for query in queries(engine):
         parse(query)
@@ -213,7 +216,8 @@ def counters(at: int) -> dict[str, float]:
 
 
 def test_queries_give_what_the_words_mean(tmp_path: Path) -> None:
-    """Catches a wrong formula: Prometheus itself computes tokens per step, kept shares and positions of planted counters."""
+    """Catches a wrong formula: Prometheus itself computes tokens per step, kept shares and positions of planted
+    counters."""
     tool = promtool()
     metrics = manifests.METRICS["vllm"]
     expected = {
@@ -260,7 +264,7 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
     assert yaml.safe_load(path.read_text())["speculative_config"]["decoding_type"] == "NGram"
     subprocess.run(["sh", "-n", str(out / "serve.sh")], check=True)
     assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "org/target", "--out", str(out)) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "T", "--out", str(tmp_path / "no"), "--name", "A") == 2
     assert not list(tmp_path.glob("no*"))
 

@@ -40,14 +40,17 @@ def roof(knee: float, kept: float = 0.8, draft: float = 0.03) -> Distribution:
     return distribution
 
 
-def measured(distribution: Distribution, rounds: int = 3, noise: float = 0.0, seed: int = 0, server: float = 0.0) -> list[Point]:
+def measured(
+    distribution: Distribution, rounds: int = 3, noise: float = 0.0, seed: int = 0, server: float = 0.0
+) -> list[Point]:
     """Points of a distribution.  noise: of each; server: of all points of one start of a server."""
     draws, found = random.Random(seed), []
     for turn in range(rounds):
         for length in LENGTHS:
             together = draws.gauss(0, server)
             found += [
-                Point(Arm(length), load, turn, distribution(length, load) * math.exp(together + draws.gauss(0, noise))) for load in LOADS
+                Point(Arm(length), load, turn, distribution(length, load) * math.exp(together + draws.gauss(0, noise)))
+                for load in LOADS
             ]
     return found
 
@@ -58,7 +61,9 @@ def at(ranges: tuple[Range, ...], load: int) -> int:
 
 def regret(distribution: Distribution, ranges: tuple[Range, ...]) -> float:
     """Share of speed that is lost at the worst measured load."""
-    return max(1 - distribution(at(ranges, load), load) / max(distribution(length, load) for length in LENGTHS) for load in LOADS)
+    return max(
+        1 - distribution(at(ranges, load), load) / max(distribution(length, load) for length in LENGTHS) for load in LOADS
+    )
 
 
 @pytest.mark.parametrize("knee", [4, 16, 64, 300])
@@ -94,8 +99,8 @@ def test_the_sequence_is_the_best_of_all_sequences(seed: int) -> None:
 def test_noise_alone_makes_no_schedule(server: float) -> None:
     """Catches the winner's curse: of six equal lengths one always looks best.
 
-    A drafting table is a false alarm; at most 2.5 % a run by design, so more than 5 of 60 has a chance below 1 in 200.  With
-    `server`, the loads of one start stray together; a price that takes them for independent raises 14.
+    A drafting table is a false alarm; at most 2.5 % a run by design, so more than 5 of 60 has a chance below 1 in 200.
+    With `server`, the loads of one start stray together; a price that takes them for independent raises 14.
     """
     flat: Distribution = lambda tokens, load: 100.0 * load
     alarms = sum(tune.choose(measured(flat, 3, 0.05, seed, server)).ranges[0].tokens > 0 for seed in range(60))
@@ -103,7 +108,8 @@ def test_noise_alone_makes_no_schedule(server: float) -> None:
 
 
 def test_noise_costs_little_speed() -> None:
-    """Catches a price of changes that hides what speculation wins.  Worst load of 20 seeds at 3 % noise, seeds fixed: 10 %."""
+    """Catches a price of changes that hides what speculation wins.  Worst load of 20 seeds at 3 % noise, seeds fixed:
+    10 %."""
     distribution = roof(24)
     assert max(regret(distribution, tune.choose(measured(distribution, 3, 0.03, seed)).ranges) for seed in range(20)) < 0.15
 
@@ -190,7 +196,8 @@ def as_trtllm(table: dict[int, int], load: int) -> int:
 
 @given(SCHEDULES)
 def test_every_engine_reads_the_same_length_at_every_load(ranges: tuple[Range, ...]) -> None:
-    """Catches a table that begins late, is off by one at an edge, or means lower bounds where the engine means upper ones."""
+    """Catches a table that begins late, is off by one at an edge, or means lower bounds where the engine means upper
+    ones."""
     if not any(one.tokens for one in ranges):
         return
     tune.check(ranges)
@@ -235,7 +242,8 @@ def swept(folder: Path, calls: list[tuple[Arm, int]], fails_at: int | None = Non
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """Catches points that are measured twice or lost when a sweep is stopped, and a torn last line that ends the next one."""
+    """Catches points that are measured twice or lost when a sweep is stopped, and a torn last line that ends the next
+    one."""
     calls: list[tuple[Arm, int]] = []
     with pytest.raises(KeyboardInterrupt):
         swept(tmp_path, calls, fails_at=30)
@@ -280,7 +288,8 @@ COMMAND = f"{sys.executable} {STUB} --port {{port}} --tokens {{tokens}}"
 def test_the_optimum_of_a_real_server_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a load that is not the load, tokens that are not counted, and servers that are left running.
 
-    The distribution: alone, 4 drafted tokens win 3.05 times; 16 at once they cost 10 times as much for it, so 0 wins 3 times.
+    The distribution: alone, 4 drafted tokens win 3.05 times; 16 at once they cost 10 times as much for it, so 0 wins 3
+    times.
     """
     out, port = tmp_path / "tuned", tune_port()
     words = ("tune", str(log_of(tmp_path)), "--out", str(out), "--start", COMMAND, "--port", str(port), "--tokens", "0,4")

