@@ -1,20 +1,37 @@
-"""`outrider decode`: one prompt, streamed, with what was drafted marked."""
+"""`outrider decode`: one prompt, streamed, with drafted tokens marked."""
 
 import sys
-from typing import Annotated
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple
 
 import typer
+from rich.text import Text
 
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.stages import Printer, tell_compiling
 from outrider.config import override
+from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError
-from outrider.generation import stream
+from outrider.generation import Piece, stream
 from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+DRAFTED = "green underline"
+"""The style of drafted tokens that were accepted."""
+
+
+class Pace(NamedTuple):
+    """One generation."""
+
+    tokens: int
+    steps: int
+    tokens_per_s: float | None
+    """After its first step, so without reading the prompt; None where there was no other step."""
 
 
 def decode(
@@ -47,13 +64,22 @@ def decode(
             "--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."
         ),
     ] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Generate again without the drafter, to compare the speed; on by default in a terminal.",
+        ),
+    ] = None,
 ) -> None:
-    """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
+    """Stream a continuation.  Drafted tokens that were accepted are underlined green; the target's own are plain."""
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
-        raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
+        raise ConfigError(f"--set {settings[0]} needs a drafter; name one with --drafter")
+    if compare and not drafter:
+        raise ConfigError("--compare needs a drafter to compare with; name one with --drafter")
     machine.set_up_process()
     tell_compiling(compile)
     loaded = load_target(target, quantize=quantize, compile=compile)
@@ -61,28 +87,65 @@ def decode(
     if compile and built is not None:
         compile_drafter(built, Printer())
     asked = Sampling(temperature, top_k, top_p, seed)
-    pieces = stream(
-        loaded, [[{"role": "user", "content": text}]] if chat else text, built, max_new_tokens=max_new_tokens,
-        # where nothing is asked for, the model's own generation_config speaks
-        sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
-        allow_lossy=allow_lossy,
-    )  # fmt: skip
+
+    def pieces(drafter: Drafter | None) -> Iterator[Piece]:
+        return stream(
+            loaded, [[{"role": "user", "content": text}]] if chat else text, drafter, max_new_tokens=max_new_tokens,
+            # where nothing is asked for, the model's own generation_config is used
+            sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
+            allow_lossy=allow_lossy,
+        )  # fmt: skip
+
     colour = console.out.is_terminal and not console.out.no_color
     if colour:
         _write(text, "dim")
-    steps = tokens = 0
-    for piece in pieces:
-        steps, tokens = steps + 1, tokens + len(piece.tokens)
-        if colour:
-            drafted = loaded.decode(piece.tokens[: piece.drafted])
-            at = len(drafted) if piece.text.startswith(drafted) else 0
-            _write(piece.text[:at], "green underline")
-            _write(piece.text[at:])
-        else:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+    drafted = _timed(pieces(built), lambda piece: _show(piece, loaded, colour))
     sys.stdout.write("\n")
-    console.remark(f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} tokens per step", "dim")
+    if built is None:
+        _remark_pace(drafted)
+        return
+    if colour:
+        console.note.print(Text.assemble(("drafted and accepted", DRAFTED), ", plain: the target's own"))
+    if console.out.is_terminal if compare is None else compare:
+        console.remark("again without the drafter, to compare ...", "dim")
+        with console.stopping("the text above is complete"):
+            _remark_pace(drafted, _timed(pieces(None)))
+    else:
+        _remark_pace(drafted)
+
+
+def _timed(pieces: Iterator[Piece], show: Callable[[Piece], None] = lambda piece: None) -> Pace:
+    """Generate, and show every piece; the time of showing does not count."""
+    tokens: list[int] = []
+    seconds, began = 0.0, time.perf_counter()
+    for piece in pieces:
+        seconds += time.perf_counter() - began if tokens else 0.0
+        tokens.append(len(piece.tokens))
+        show(piece)
+        began = time.perf_counter()
+    return Pace(sum(tokens), len(tokens), sum(tokens[1:]) / seconds if len(tokens) > 1 else None)
+
+
+def _show(piece: Piece, target: TransformersTarget, colour: bool) -> None:
+    """Print what one step added."""
+    if colour:
+        drafted = target.decode(piece.tokens[: piece.drafted])
+        at = len(drafted) if piece.text.startswith(drafted) else 0
+        _write(piece.text[:at], DRAFTED)
+        _write(piece.text[at:])
+    else:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+
+
+def _remark_pace(found: Pace, alone: Pace | None = None) -> None:
+    line = f"{found.tokens} tokens in {found.steps} steps, {found.tokens / max(1, found.steps):.2f} tokens per step"
+    if found.tokens_per_s is not None:
+        line += f", {found.tokens_per_s:.1f} tokens/s"
+        if alone is not None and alone.tokens_per_s is not None:
+            ratio = found.tokens_per_s / alone.tokens_per_s
+            line += f"; without the drafter {alone.tokens_per_s:.1f} tokens/s: {ratio:.2f} times as fast with it"
+    console.remark(line, "dim")
 
 
 def _write(text: str, style: str | None = None) -> None:
