@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
-from outrider.generation import DrafterLike, as_drafter
+from outrider.generation import DrafterLike, as_drafters, as_target
 from outrider.measure import contention, groups, journal, scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
@@ -54,7 +55,8 @@ class Outcome:
 
 
 def evaluate(
-    target: TransformersTarget, drafters: Mapping[str, DrafterLike], config: Config | None = None, *,
+    target: TransformersTarget | str | Path, drafters: DrafterLike | Iterable[DrafterLike] | Mapping[str, DrafterLike],
+    config: Config | None = None, *,
     provenance: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None,
     overlaps: Mapping[str, Overlaps] | None = None, drawn: Mapping[str, PromptSet] | None = None,
     on_prompt: Callable[[int, int, int], None] | None = None, done: Journal | None = None, shard: Shard = ALONE,
@@ -62,17 +64,18 @@ def evaluate(
 ) -> Report:  # fmt: skip
     """Measure drafters by name, and the target alone, at every temperature.
 
-    drafters: from a name for the report to a drafter, a kind such as `ngram`, or the folder of a trained one.
+    target: a name or a folder is loaded.  drafters: one or several kinds such as `ngram` or folders of trained ones; or a
+    mapping from names for the report to these, or to drafters.
     training: by drafter, as `row.training_of` has it.  overlaps: by drafter; a drafter that is missing was not checked.
     drawn: prompts by task, where `draw` was called before.  on_prompt: as in `measure`.
     done: what was measured before, which is not measured again.  shard: the part of this process, where others measure
     the rest into the same folder; on_wait is called while they do, and may raise.
     Raises DataError where all prompts of a task are left out.
     """
-    config = config or Config()
+    config, target = config or Config(), as_target(target)
     known = {name: Training.model_validate(own) for name, own in (training or {}).items()}
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
-    entries = entries_of({name: as_drafter(each, target) for name, each in drafters.items()}, config, known)
+    entries = entries_of(as_drafters(drafters, target), config, known)
     outcome = measure(target, entries, config, on_prompt, overlaps, drawn, done, shard, on_wait)
     sources = {
         task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count)
@@ -188,8 +191,20 @@ def _measure_task(
             return
         traced = sum(bool(each.traced) for record in done.own if record.task == name for each in record.prompts)
         room = max(0, -(-config.traced_prompts // shard.count) - traced)
-        done.append(groups.measure(target, name, group, table, config, room))
+        record = groups.measure(target, name, group, table, config, room)
+        done.append(record)
+        _warn_of_load(done, record)
         tell()
+
+
+def _warn_of_load(done: Journal, record: Record) -> None:
+    """Report load when it is first found."""
+    lost = [each.lost or 0.0 for each in record.contention if each.is_high]
+    if lost and sum(any(each.is_high for each in own.contention) for own in done.own) == 1:
+        log.warning(
+            "other programs took %.0f %% of a run's time: short runs are measured again while that lasts, and the report "
+            "marks what is not to be trusted; end them for true times", 100 * max(lost),
+        )  # fmt: skip
 
 
 def _next_group(
