@@ -1,9 +1,9 @@
 """Intervals from resampled prompts.  No torch.
 
-Prompts are drawn, not steps: the steps of a prompt are correlated, prompts are independent.  All intervals are
-percentile bootstraps with a seed, so the same numbers give the same interval.  With few prompts and small chances, as
-in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What Teachers Should Know
-About the Bootstrap, 2015) and `holm` shares the chance of a false alarm among many tests (Holm, 1979).
+Prompts are drawn, not steps: the steps of a prompt are correlated, prompts are independent. All intervals are
+percentile bootstraps with a seed, so the same numbers give the same interval. With few prompts and small chances,
+as in a gate, plain percentiles are too narrow: `Estimate` expands them to Student's t (Hesterberg, What Teachers
+Should Know About the Bootstrap, 2015) and `holm` shares the chance of a false alarm among many tests (Holm, 1979).
 """
 
 from __future__ import annotations

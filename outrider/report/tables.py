@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.report.schema import Range, Report, Row
-from outrider.report.summary import UNDER_LOAD, loss, say
+from outrider.report.summary import UNDER_LOAD, loss, named, say
 
 ALARM = "bold white on red"
 
 
-class Column(NamedTuple):
+class Measure(NamedTuple):
     """A measure of every row."""
 
     head: str
@@ -41,34 +41,37 @@ class SummaryTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(f"{self.report.target}: drafters against the target alone")
         columns, width = _columns(self.report), options.max_width
-        fitting = columns[: -len(_DETAILS)]
+        fitting, details = columns[: -len(_DETAILS)], columns[-len(_DETAILS) :]
         if _width(self.report, fitting, gap=1) > width:
-            yield from self._blocks(columns)
-            return
-        for column in columns[len(fitting) :]:
-            if _width(self.report, [*fitting, column], gap=2) <= width:
-                fitting.append(column)
-        gap = 2 if _width(self.report, fitting, gap=2) <= width else 1
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
-        for column in fitting:
-            table.add_column(column.head, justify="right" if column.is_number else "left", no_wrap=True)
-        for row in self.report.rows:
-            table.add_row(*(column.cell(row) for column in fitting))
-        yield table
+            yield from self._blocks()
+        else:
+            for column in details:
+                if _width(self.report, [*fitting, column], gap=2) <= width:
+                    fitting.append(column)
+            yield self._table(fitting, gap=2 if _width(self.report, fitting, gap=2) <= width else 1)
         if any(row.under_load for row in self.report.rows):
             yield Text(f"! {UNDER_LOAD}", ALARM)
 
-    def _blocks(self, columns: list[Column]) -> RenderResult:
-        """A line a measure: for terminals too narrow for a table, or names too long for one."""
+    def _table(self, columns: list[Measure], gap: int) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+        for column in columns:
+            table.add_column(column.head, justify="right" if column.is_number else "left", no_wrap=True)
         for row in self.report.rows:
-            block = Table.grid(padding=(0, 2, 0, 0))
-            for column in columns:
-                block.add_row(Text(column.title, "dim"), column.cell(row))
+            table.add_row(*(column.cell(row) for column in columns))
+        return table
+
+    def _blocks(self) -> RenderResult:
+        """A line for each measure: for terminals too narrow for a table, or names too long for one."""
+        for row in self.report.rows:
             yield Text()
+            yield Text(named(row), "bold", no_wrap=True, overflow="ignore")
+            block = Table.grid(Column(), Column(no_wrap=True), padding=(0, 2, 0, 0))
+            for measure in (*_MEASURES[1:], *_DETAILS):
+                block.add_row(Text(measure.title, "dim"), measure.cell(row))
             yield block
 
 
-def _width(report: Report, columns: list[Column], gap: int) -> int:
+def _width(report: Report, columns: list[Measure], gap: int) -> int:
     """Characters that a table of these columns takes."""
     texts = [[*column.head.split("\n"), *(column.cell(row).plain for row in report.rows)] for column in columns]
     return sum(max(map(len, text)) for text in texts) + gap * (len(columns) - 1)
@@ -96,11 +99,11 @@ def _markdown_cell(cell: Text) -> str:
 # ── columns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _columns(report: Report) -> list[Column]:
+def _columns(report: Report) -> list[Measure]:
     """All columns, the most wanted first; the task is one where there are several."""
     tasks = {row.task for row in report.rows}
-    task = [Column("task", lambda row: Text(row.task), is_number=False)] if len(tasks) > 1 else []
-    return [Column("drafter", lambda row: Text(row.drafter), is_number=False), *task, *_MEASURES, *_DETAILS]
+    task = [Measure("task", lambda row: Text(row.task), is_number=False)] if len(tasks) > 1 else []
+    return [Measure("drafter", lambda row: Text(row.drafter), is_number=False), *task, *_MEASURES, *_DETAILS]
 
 
 def _number(value: Callable[[Row], float | None], spec: str) -> Callable[[Row], Text]:
@@ -138,17 +141,17 @@ def _accepted(row: Row) -> Text:
 
 
 _MEASURES = (
-    Column("T", lambda row: Text(f"{row.temperature:g}"), name="temperature"),
-    Column("tokens\n/step", _number(lambda row: row.tokens_per_step, ".2f"), name="tokens per step"),
-    Column("speed-up\n(95 %)", _speedup),
-    Column("tokens\n/s", _number(lambda row: row.tokens_per_s, ".0f"), name="tokens/s"),
-    Column("\nalone", _number(lambda row: row.plain_tokens_per_s, ".0f"), name="tokens/s alone"),
-    Column("ms per\ntoken", _number(lambda row: row.tpot_ms.p50, ".1f")),
-    Column("\nalone", _number(lambda row: row.plain_tpot_ms.p50, ".1f"), name="ms per token alone"),
-    Column("texts\nequal", _equal, is_number=False),
+    Measure("T", lambda row: Text(f"{row.temperature:g}"), name="temperature"),
+    Measure("tokens\n/step", _number(lambda row: row.tokens_per_step, ".2f"), name="tokens per step"),
+    Measure("speed-up\n(95 %)", _speedup),
+    Measure("tokens\n/s", _number(lambda row: row.tokens_per_s, ".0f"), name="tokens/s"),
+    Measure("\nalone", _number(lambda row: row.plain_tokens_per_s, ".0f"), name="tokens/s alone"),
+    Measure("ms per\ntoken", _number(lambda row: row.tpot_ms.p50, ".1f")),
+    Measure("\nalone", _number(lambda row: row.plain_tpot_ms.p50, ".1f"), name="ms per token alone"),
+    Measure("texts\nequal", _equal, is_number=False),
 )
 _DETAILS = (
-    Column("accepted to\ndepth 1, 2, … %", _accepted, is_number=False),
-    Column("first\ntoken ms", _number(lambda row: row.ttft_ms.p50, ".0f"), name="first token ms"),
-    Column("draft/verify\n/other %", _shares),
+    Measure("accepted to\ndepth 1, 2, … %", _accepted, is_number=False),
+    Measure("first\ntoken ms", _number(lambda row: row.ttft_ms.p50, ".0f"), name="first token ms"),
+    Measure("draft/verify\n/other %", _shares, name="draft, verify, other %"),
 )

@@ -26,6 +26,18 @@ def test_ratio_of_totals_weighs_long_prompts_more_than_the_geometric_mean_does()
     assert bootstrap.geometric_mean([5.0, 1.0]).center == pytest.approx(5**0.5)
 
 
+def test_a_speedup_is_a_ratio_of_totals_with_its_own_interval() -> None:
+    """Catches a mean of the prompts' ratios, and an interval around another figure than the one that is shown."""
+    noise = np.random.default_rng(2)
+    plain, fast = noise.uniform(3, 5, 40), noise.uniform(1, 3, 40)
+    values = [(100, seconds, 100, alone) for seconds, alone in zip(fast, plain, strict=True)]
+    found = bootstrap.ratio_of_rates(values)
+    assert found.center == pytest.approx(plain.sum() / fast.sum())
+    assert found.low < found.center < found.high and found.high - found.low < 0.6
+    swapped = bootstrap.ratio_of_rates([(*value[2:], *value[:2]) for value in values])
+    assert swapped.center == pytest.approx(1 / found.center)
+
+
 def test_the_same_numbers_give_the_same_interval_and_pieces_change_nothing() -> None:
     values = list(np.random.default_rng(0).normal(1, 0.1, 400))
     assert bootstrap.mean(values) == bootstrap.mean(values)

@@ -22,7 +22,7 @@ from outrider.errors import DataError
 from outrider.report.bootstrap import MIN_PROMPTS
 from outrider.report.compare import Comparison, names
 from outrider.report.page import render, render_comparison
-from outrider.report.page.cost import costs, duration, money, texts
+from outrider.report.page.cost import cost_lines, costs, duration, money, texts
 from outrider.report.schema import Report
 from tests.report.examples import HOSTILE, full_report, hostile_report, large_report, null_report, row
 
@@ -187,6 +187,17 @@ def test_costs_fall_as_speed_rises_and_pay_back_when_saved():
     assert costs(25, 20, None, 1, 1, 0).payback == math.inf  # slower: never
     assert costs(25, 50, None, 1, 1, 0).payback is None  # what it cost to build is not known
     assert costs(25, 50, None, 1, 1, 5).built == 5
+
+
+def test_a_drafter_without_training_costs_nothing_to_build():
+    """Catches `not measured` where the answer is known, and a chart of a training that never was."""
+    free = {"suffix": {"steps": 0, "seconds": 0.0, "tokens": 0}}
+    found = full_report(training=free)
+    lines = {line.name: line.texts for line in cost_lines(found)}
+    assert lines["suffix · chat · T 0"]["built"] == "$0.00"
+    assert lines["suffix · chat · T 0"]["payback"] == "at once"
+    assert lines["eagle3 · chat · T 0"]["built"] == "not measured"
+    assert 'id="training"' not in render(found)
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,48 @@ def test_every_line_of_the_table_fits_and_no_number_is_cut(width):
     assert "…" not in body.split("─\n")[-1]
 
 
+@pytest.mark.parametrize("width", [30, 50, 80, 120, 200])
+def test_no_word_of_the_table_is_broken_whatever_the_width(width):
+    """Catches a name cut in its middle, and a figure that a narrow terminal loses."""
+    name = "qwen3-4b-dspark-of-tuesday"
+    lines = printed(report(row(drafter=name), row(task="code", drafter=name)), width)
+    body = "\n".join(lines)
+    assert max(len(line.rstrip()) for line in lines[1:]) <= max(width, len(f"{name} · code · T 0"))
+    for text in (name, "2.61", "1.72× (1.60–1.84)", "24.0", "41.3"):
+        assert body.count(text) >= 2
+    assert "…" not in body.replace("1, 2, …", "")
+
+
+def test_a_speedup_under_load_is_marked_wherever_it_is_shown():
+    """Catches a figure of a noisy moment that a table, a README or a manager takes for good."""
+    reason = "3.1× is more than 2.45 tokens per step and its pass times allow"
+    found = report(row(speedup=3.1, under_load=reason), row(drafter="eagle"))
+    said = "measured under load, not to be trusted"
+    assert f"3.10× as fast as the target alone (95 % interval 1.60 to 1.84), {said}" in headline(found)
+    assert said in markdown(found) and "**3.10× (1.60–1.84) !**" in markdown(found)
+    assert said in "\n".join(printed(found, 80)) and "3.10× (1.60–1.84) !" in "\n".join(printed(found, 80))
+    html = render(found)
+    assert f"dspark · chat · T 0 was {said}: {reason}." in Page(html).text
+    assert html.count('class="shout"') == 2 and '<div class="bad"><span>Speed-up of dspark' in html
+    quiet = report(row())
+    assert all(said not in text for text in (headline(quiet), markdown(quiet), render(quiet), "".join(printed(quiet, 80))))
+
+
+def test_time_lost_to_other_programs_is_said():
+    """Catches a report of a busy machine that looks like any other."""
+    assert "Other programs took up to 12 % of the time" in Page(render(report(row(contention=0.12)))).text
+    assert "Other programs" not in Page(render(report(row(contention=0.01), row(contention=None)))).text
+
+
+def test_the_first_figures_compare_like_with_like():
+    """Catches a median gap beside a time per token: a drafter's gaps are longer although its text is sooner."""
+    text = Page(render(report(row()))).text
+    assert "Time per token, median 24.0 ms alone 41.3 ms" in text
+    assert "Speed-up of dspark 1.72× 95 % interval 1.60 to 1.84" in text
+    assert "Equal texts 24 of 24 2,304 tokens compared" in text
+    assert "too few for an interval" in Page(render(report(row(speedup_range=None, prompts=3)))).text
+
+
 def test_markdown_names_the_task_only_where_there_are_several():
     """Two rows that look the same but for their numbers, or a column that says the same word in each."""
     assert "task" not in markdown(report(row(), row(drafter="a|b")))
