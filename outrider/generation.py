@@ -4,10 +4,10 @@ A few slots serve any number of prompts: when a text ends, its slot goes to the 
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.decoding.generate import Progress, advance
 from outrider.decoding.protocols import Drafter, Policy
@@ -23,6 +23,9 @@ from outrider.sampling.text import refuse_unmatchable
 from outrider.targets.load import load_target
 from outrider.targets.prompts import Prompt, listed
 from outrider.targets.protocol import Target, TargetSpec
+from outrider.targets.transformers import TransformersTarget
+
+T = TypeVar("T", bound=Target)
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ def generate(
     before anything is computed.
     """
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
-    target = _loaded(target)
+    target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
     for progress in serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise):
@@ -113,7 +116,7 @@ def stream(
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
-    target = _loaded(target)
+    target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
     served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
 
@@ -221,7 +224,8 @@ def _sampling(
     return Sampling(**settings)
 
 
-def _loaded(target: Target | str | Path) -> Target:
+def as_target(target: T | str | Path) -> T | TransformersTarget:
+    """The target itself, or the one of this name, loaded."""
     return load_target(target) if isinstance(target, str | Path) else target
 
 
@@ -233,6 +237,19 @@ def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
         raise ConfigError(f"drafter must be a drafter, a kind such as 'ngram', or a folder, got {drafter!r}; see load_drafter")
     _refuse_unfitting(drafter, target.spec)
     return drafter
+
+
+def as_drafters(
+    drafters: DrafterLike | Iterable[DrafterLike] | Mapping[str, DrafterLike], target: Target
+) -> dict[str, Drafter]:
+    """One drafter or several by name; a kind or a folder without one is called as it is given.  Raises as `as_drafter`."""
+    if isinstance(drafters, Mapping):
+        return {str(name): as_drafter(each, target) for name, each in drafters.items()}
+    several = [drafters] if isinstance(drafters, DrafterLike) else list(drafters)
+    for each in several:
+        if not isinstance(each, str | Path):
+            raise ConfigError(f"{each!r} has no name for the report; give a mapping such as {{'mine': drafter}}")
+    return {str(each): as_drafter(each, target) for each in several}
 
 
 def _refuse_unfitting(drafter: Drafter, spec: TargetSpec) -> None:

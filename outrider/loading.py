@@ -60,6 +60,8 @@ def load_drafter(
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
     another target, ExportError for a folder of others that can't be read or does not fit.
     """
+    if isinstance(target, str | Path):
+        raise ConfigError(f"target must be loaded, got {target!r}; give load_target({str(target)!r})")
     name = str(kind_or_path)
     if name in kinds():
         module, given = find(name), {} if quantize is None else {"quantize": quantize}

@@ -62,6 +62,12 @@ def test_drafters_are_measured_by_name(tmp_path: Path) -> None:
     target = load_target("demo", compile=False)
     report = evaluate(target, {"lookup": "ngram", "suffix": load_drafter("suffix", target)}, config)
     assert [row.drafter for row in report.rows] == ["lookup", "suffix"]
+    for one in ("ngram", ["ngram"]):
+        assert [row.drafter for row in evaluate("demo", one, config).rows] == ["ngram"]
+    with pytest.raises(ConfigError, match="has no name for the report; give a mapping such as {'mine': drafter}"):
+        evaluate(target, [load_drafter("ngram", target)], config)
+    with pytest.raises(ConfigError, match=re.escape("target must be loaded, got 'demo'; give load_target('demo')")):
+        load_drafter("ngram", "demo")  # type: ignore[arg-type]
 
 
 def test_a_target_may_be_a_name_or_a_folder() -> None:

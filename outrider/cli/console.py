@@ -1,7 +1,6 @@
 """What all verbs share: two consoles, tables, progress, JSON, sizes in words, common arguments."""
 
 import json
-import logging
 import os
 import statistics
 import sys
@@ -185,9 +184,6 @@ def quiet(*, parallel_tokenizers: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", str(parallel_tokenizers).lower())
-    # transformers loads torchao where it is installed, which warns of every extension for another machine
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Forecast:

@@ -2,7 +2,7 @@
 //
 // out[r, i, h] = sum over j of softmax over j (scale * q[r, h, i] . k[r, g, j] + mask[r, i, j]) * v[r, g, j], in float32, where g is
 // the head of keys that h shares.  Keys come in blocks, counted from the text's beginning, and each query is summed over them in
-// that order, whatever else is computed beside it: a row's result does not depend on how many rows there are.
+// that order, whatever else is computed with it: a row's result does not depend on how many rows there are.
 
 #include <algorithm>
 #include <cmath>
@@ -99,7 +99,7 @@ struct Pass {
       Floats parts[Q][LANES];
       const int many = static_cast<int>(std::min<int64_t>(LANES, count - j));
       for (int n = 0; n < LANES; ++n) {
-        const float* key = k.at(r, g, first + (n < many ? j + n : 0));  // beside the last key: any, to be hidden
+        const float* key = k.at(r, g, first + (n < many ? j + n : 0));  // after the last key: any, to be masked
         Floats sum[Q] = {};
         for (int64_t d = 0; d < k.size; d += LANES) {
           const Floats own = load(key + d);
@@ -156,15 +156,15 @@ struct Pass {
   void block(int64_t r, int64_t g, int64_t from, int64_t first, int64_t count, float* highest, float* total, float* held) const {
     float scores[Q * BLOCK], found[Q], factors[Q];
     score<Q>(r, g, from, first, count, scores, found);
-    bool seen = false;
+    bool is_any = false;
     for (int i = 0; i < Q; ++i) {
       const float most = std::max(found[i], highest[i]);
       factors[i] = highest[i] == most ? 1.f : std::exp(highest[i] - most);
-      seen |= found[i] > -INFINITY;
+      is_any |= found[i] > -INFINITY;
       total[i] = total[i] * factors[i] + (most > -INFINITY ? weigh(scores + i * BLOCK, count, most) : 0.f);
       highest[i] = most;
     }
-    if (!seen) return;
+    if (!is_any) return;
     int64_t d = 0;
     for (; d + WIDE * LANES <= v.size; d += WIDE * LANES) gather<Q, WIDE>(r, g, first, count, scores, factors, held, d);
     for (; d < v.size; d += LANES) gather<Q, 1>(r, g, first, count, scores, factors, held, d);

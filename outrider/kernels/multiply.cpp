@@ -2,7 +2,7 @@
 //
 // y[r, n] = sum over k of x[r, k] * w[n, k], in float32.  A panel holds 2 * LANES outputs; for each k it has their weights side by
 // side, in float32, or as bfloat16 in pairs of lanes that one shift and one mask widen exactly.  Every output is summed in the order
-// of k by fused multiply-adds, whatever else is computed beside it: a row's result does not depend on how many rows there are.
+// of k by fused multiply-adds, whatever else is computed with it: a row's result does not depend on how many rows there are.
 
 #include <algorithm>
 #include <vector>

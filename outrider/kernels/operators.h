@@ -1,4 +1,4 @@
-// What our kernels share: vectors as wide as compiler flags say (AVX-512, AVX2, NEON), threads, and how torch is told of an operator.
+// Shared by our kernels: vectors as wide as compiler flags say (AVX-512, AVX2, NEON), threads, and the registration of operators.
 #pragma once
 
 #include <cstdint>

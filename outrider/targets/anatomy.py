@@ -83,7 +83,7 @@ def _ratio(before: Tensor, after: Tensor) -> float | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers that a pass over text runs, in order.  Raises TargetError where there is no list of them."""
+    """The layers that a pass over text runs, in order.  Raises TargetError where it finds no list of them."""
     count, _, _ = sizes(model)
     # the text part first: a vision tower may have as many layers
     parts = (module for part in (model.get_decoder(), trunk(model)) for module in part.modules())
@@ -120,8 +120,8 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
     """
     tokens = torch.tensor([text], device=target.device)
     words: list[Tensor] = []
-    see = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
-    hook = target._decoder_layers[0].register_forward_pre_hook(see, with_kwargs=True)
+    record = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
+    hook = target._decoder_layers[0].register_forward_pre_hook(record, with_kwargs=True)
     with target._catching(()) as caught:
         logits = target.model(input_ids=tokens, use_cache=False).logits
     hook.remove()

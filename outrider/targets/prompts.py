@@ -29,7 +29,7 @@ def listed(given: Any) -> list[Prompt]:
     """One prompt or many as a list of them; an iterator is read to its end.
 
     An array [S] is one prompt, an array [B, S] is B of them; of what a tokenizer returned the padding is left out.
-    Raises DataError for what is no prompt.
+    Raises DataError for what is not a prompt.
     """
     plain = _plain(given)
     if isinstance(plain, str) or _is_message(plain):

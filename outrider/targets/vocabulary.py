@@ -64,7 +64,7 @@ class Vocabulary:
         self.begin: list[int] = next((whole[:n] for n in range(count + 1) if whole[n : n + len(bare)] == bare), [])
         """Ids that the tokenizer puts before every text."""
         self.filler = next((found for found in (_within(tokenizer.bos_token_id, size), self.end) if found is not None), 0)
-        """Stands where there is no text at all."""
+        """Takes the place of an empty text."""
 
     @property
     def mute(self) -> list[bool]:

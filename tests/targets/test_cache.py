@@ -58,8 +58,8 @@ def histories(draw):
 @given(histories())
 @examples(max_examples=120)
 def test_any_history_leaves_what_was_kept(history):
-    """Catches a node moved over another, a row that writes in its neighbour, a freed slot that remembers, and slots that are
-    brought together over others, or lose their text on the way.
+    """Catches a node moved over another, a row that writes in its neighbour, a freed slot that remembers, and slots
+    that are brought together over others, or lose their text on the way.
     """
     cache, reference = SlotCache(SLOTS, LENGTH), Reference()
     for action, seed in history:

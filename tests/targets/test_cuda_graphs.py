@@ -65,7 +65,8 @@ def fast(tape) -> TransformersTarget:
 
 
 def test_cuda_graphs_passes_say_what_plain_ones_say(fast, slow, tape):
-    """Catches padding that is seen, columns that are cut, another replay's rows, and results that the next one writes over."""
+    """Catches padding that is seen, columns that are cut, another replay's rows, and results that the next one writes
+    over."""
     agree(fast, slow)
     assert 0 < tape.count["cuda_graphs"] < tape.count["replayed"] / 4
 

@@ -1,4 +1,5 @@
-"""Every family, with both ways of attention, says what `model.generate` says; taps and hidden states are the model's own."""
+"""Every family, with both ways of attention, says what `model.generate` says; taps and hidden states are the model's
+own."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ IDLE = ("nothing", "drawing", "lookup", "lengths of its own", "renormalize_logit
 
 @pytest.mark.parametrize("name", OBEYED)
 def test_every_key_of_a_generation_config_means_what_it_means_to_generate(name, configured, texts, unasked):
-    """Catches a key that is dropped in silence, in plain decoding, behind a drafter, and in a batch of unequal prompts."""
+    """Catches a key that is dropped in silence, in plain decoding, behind a drafter, and in a batch of unequal
+    prompts."""
     target = configured(**OBEYED[name])
     wanted = [by_transformers(target, prompt) for prompt in texts]
     assert (wanted == unasked) == (name in IDLE)

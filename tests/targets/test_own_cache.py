@@ -1,4 +1,5 @@
-"""Families that keep what slots can't hold: their own cache is copied for every pass, and their text is `generate`'s own."""
+"""Families that keep what slots can't hold: their own cache is copied for every pass, and their text is `generate`'s
+own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from outrider.targets.own_cache import OwnCache
 PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(60)], [9, 3, 5]]
 COUNT = 40
 FAMILIES = {"rwkv": CAUSAL, "minimax": CAUSAL, "mllama": NESTED, "deepseek_v4": CAUSAL}
-"""A state that is a list, a class that refuses any other, keys of images beside those of text, blocks that are compressed."""
+"""A state that is a list, a class that refuses any other, keys of images beside those of text, blocks that are
+compressed."""
 
 
 @functools.cache

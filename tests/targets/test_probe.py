@@ -1,4 +1,5 @@
-"""Probe rows ride in the verified pass: they see what they are told to, nobody sees them, and nothing of them is kept."""
+"""Probe rows ride in the verified pass: they see what they are told to, nobody sees them, and nothing of them is
+kept."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def test_no_drafted_row_sees_what_the_probe_holds(rows, shape, monkeypatch):
 @SLOTS
 @SHAPES
 def test_a_probe_of_real_tokens_is_a_chain_of_them(family, rows, shape):
-    """Catches a scale that is applied twice, positions by order, a look at the nodes between, and rows of other slots."""
+    """Catches a scale that is applied twice, positions by order, a look at the nodes between, and rows of other
+    slots."""
     target, draft, tokens = target_of(family), draft_of(shape, len(rows)), tokens_of(4, len(rows), 3)
     beside = verified(target, rows, draft, probe_of(target, draft, tokens))
     plain = verified(target, rows, Draft.chain(tokens, torch.full((len(rows),), 3)))
@@ -144,7 +146,8 @@ def test_a_probe_behind_a_node_sees_the_path_to_it(rows):
 
 
 def test_probes_of_unlike_slots_are_each_their_own():
-    """Catches masks or depths of the first slot that are taken for all: here every slot's probe stands behind another node."""
+    """Catches masks or depths of the first slot that are taken for all: here every slot's probe stands behind another
+    node."""
     target, draft, rows, tokens = target_of("qwen3"), draft_of("tree", 3), [0, 1, 2], tokens_of(4, 3, 3)
     each = [probe_of(target, draft, tokens, node) for node in (-1, 3, 1)]
     pick = lambda field: torch.stack([getattr(probe, field)[b] for b, probe in enumerate(each)])

@@ -58,7 +58,8 @@ TABLE = TableTarget.random(6)
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_prompt_is_taken_as_what_it_is(name):
-    """Catches a tokenizer's output of which the keys are continued, a chat that is taken for many, padding that is read."""
+    """Catches a tokenizer's output of which the keys are continued, a chat that is taken for many, padding that is
+    read."""
     given, wanted = TAKEN[name]
     found = listed(given)
     assert found == wanted
@@ -94,7 +95,7 @@ def test_a_count_that_is_no_whole_number_is_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"stop": 5}, {"stop": [5]}, {"stop": None}, {"sampling": 0.7}, {"sampling": {"top_k": 3}}, {"drafter": "ngram"}],
+    "wrong", [{"stop": 5}, {"stop": [5]}, {"stop": None}, {"sampling": 0.7}, {"sampling": {"top_k": 3}}, {"drafter": 5}],
     ids=str,
 )  # fmt: skip
 def test_an_argument_of_another_type_is_refused_by_name(wrong):
@@ -116,7 +117,7 @@ def test_a_setting_that_float32_cant_hold_is_refused_by_name(name, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "typical_p"])
 def test_a_setting_that_float32_rounds_to_0_means_what_it_is_near_to(name, dtype):
-    """Catches a top_p that keeps no token at all, whose law is 0 / 0."""
+    """Catches a top_p that keeps no token at all, whose exact is 0 / 0."""
     logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=dtype)
     settings = Sampling(**{"temperature": 1.0, name: 1e-320})
     p = distribution(logits, Settings.of([settings]))

@@ -106,8 +106,8 @@ def check_exact(target: Any, model: Any) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
-    """Catches rounded activations, by which a verified token is not the decoded one, scales that are left out, and weights
-    that stay in the type of their scales."""
+    """Catches rounded activations, by which a verified token is not the decoded one, scales that are left out, and
+    weights that stay in the type of their scales."""
     quantization, store = PUBLISHED[name]
     pytest.importorskip("compressed_tensors" if "compressed" in name else "accelerate", reason="package")
     twin: Any = tiny_model().float()
@@ -178,7 +178,8 @@ def test_experts_in_mxfp4_are_exact(tmp_path: Path) -> None:
 def test_what_can_t_be_exact_is_refused_before_its_weights_load(
     quantization: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """Catches stored numbers that are taken for weights, an hour of loading, and a message without the method's name."""
+    """Catches stored numbers that are taken for weights, an hour of loading, and a message without the method's
+    name."""
     tiny_model().config.save_pretrained(tmp_path)  # no weight is there: nobody can have looked for one
     configure(tmp_path, quantization)
     with pytest.raises(TargetError, match=said):

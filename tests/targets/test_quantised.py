@@ -75,7 +75,7 @@ def test_a_quantised_target_says_what_it_is(int8, target):
     assert torch.equal(int8.head_rows(tokens), target.head_rows(tokens))
 
 
-def test_its_law_is_that_of_the_rounded_weights(int8, target):
+def test_its_distribution_is_that_of_the_rounded_weights(int8, target):
     """Catches scales of the wrong side, and weights for reading that are not those in use."""
     twin = copy.deepcopy(tiny_model())
     for index, layer in enumerate(twin.model.layers):
@@ -87,7 +87,8 @@ def test_its_law_is_that_of_the_rounded_weights(int8, target):
 
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float64, 1e-13), (torch.float32, 2e-5)], ids=str)
 def test_a_row_does_not_hang_on_how_many_rows_there_are(dtype, apart):
-    """Catches weights that are read in another way by passes of one row: a verified token would not be the decoded one."""
+    """Catches weights that are read in another way by passes of one row: a verified token would not be the decoded
+    one."""
     target = load_target(tiny_model().to(dtype), quantize="int8")
     text = torch.randint(64, (1, 24), generator=torch.Generator().manual_seed(2))
     many, one = target.allocate(1, 40), target.allocate(1, 40)
@@ -113,7 +114,8 @@ def test_the_texts_of_the_two_precisions_differ(int8, target, prompts, plain: Pl
 
 
 def test_a_quantised_target_is_neither_compiled_nor_packed(int8):
-    """Catches a package or a packed copy that would hold the weights in full, or that fails with another library's words."""
+    """Catches a package or a packed copy that would hold the weights in full, or that fails with another library's
+    words."""
     with pytest.raises(compiled.NotCompiled, match="quantised"):
         int8.compile()
     model = tiny_model().float()
@@ -155,7 +157,8 @@ def test_a_model_without_linear_layers_is_refused():
 
 
 def test_rounded_activations_are_refused_however_they_come(tmp_path):
-    """Catches a model whose single steps are not its passes, because a value fell on the other side of a step of int8."""
+    """Catches a model whose single steps are not its passes, because a value fell on the other side of a step of
+    int8."""
     tiny_model().float().save_pretrained(tmp_path)
     dynamic = TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig())
     with pytest.raises(TargetError, match="quantises activations"):
@@ -177,7 +180,8 @@ def test_quantised_keys_and_values_are_refused(place, tmp_path):
 
 
 def test_a_checkpoint_that_comes_quantised_loads_as_it_is(tmp_path, saved, trained):
-    """Catches weights that are dropped at load, which transformers replaces by random ones; and a base that is made up."""
+    """Catches weights that are dropped at load, which transformers replaces by random ones; and a base that is made
+    up."""
     tiny_model().float().save_pretrained(tmp_path / "whole")
     config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=config)
@@ -206,7 +210,8 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(tmp_path):
 
 
 def test_a_quantised_draft_changes_no_text(saved, target, prompts, plain: Plain):
-    """Catches a setting that is dropped, a target that is rounded with its draft, and a q that is not the one drawn from."""
+    """Catches a setting that is dropped, a target that is rounded with its draft, and a q that is not the one drawn
+    from."""
     drafter: Any = load_drafter(saved, target, quantize="int8")
     whole: Any = load_drafter(saved, target)
     rounded = [quantised.is_quantised(part.weight) for part in drafter.model.modules() if type(part) is torch.nn.Linear]
@@ -230,7 +235,8 @@ def test_a_draft_of_another_precision_is_refused_by_name(saved, target):
 
 
 def test_a_drafter_serves_the_weights_that_its_targets_were_quantised_to(saved, int8, target, prompts, plain, caplog):
-    """Catches a drafter that is refused beside its own target in int8, that says nothing of it, or that changes its text."""
+    """Catches a drafter that is refused beside its own target in int8, that says nothing of it, or that changes its
+    text."""
     with caplog.at_level(logging.INFO, "outrider.checkpoint"):
         assert load_drafter(saved, target).limit > 0
         assert caplog.text == ""
@@ -260,7 +266,8 @@ def test_a_drafter_trained_in_int8_serves_the_float_target(saved, int8, target, 
 
 
 def test_an_older_checkpoint_is_known_by_its_weights(saved, int8, target):
-    """Catches a checkpoint without a precision in its manifest that is refused, or called float32 without anyone saying so."""
+    """Catches a checkpoint without a precision in its manifest that is refused, or called float32 without anyone saying
+    so."""
     manifest = checkpoint.manifest_of(saved)
     del manifest["target"]["precision"], manifest["target"]["base_hash"]
     (saved / checkpoint.MANIFEST).write_text(json.dumps(manifest))
@@ -289,9 +296,8 @@ def test_a_report_says_what_another_precision_lost(trained_on):
     there = report("float32", "float32", {"a": 8, "b": 8, "d": 24})
     (row,) = with_losses(served, there).rows
     assert row.tokens_per_step_lost == pytest.approx(3 - 2)
-    assert f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) writes" in headline(
-        with_losses(served, there)
-    )
+    expected = f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) "
+    assert expected in headline(with_losses(served, there))
     assert "trained on" not in headline(there)
     for other in (report("bfloat16", "float32", {"a": 8}), report("float32", None, {"z": 8}),
                   report("float32", None, {"a": 8}, temperature=1.0), report("int8", None, {"a": 8})):  # fmt: skip

@@ -1,4 +1,5 @@
-"""Rotary factors that look at the length of a text: each text has its own, alone and beside others, as in `generate`."""
+"""Rotary factors that look at the length of a text: each text has its own, alone and beside others, as in
+`generate`."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def texts_of(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_that_crosses_the_limit_is_the_models_own(name, slots):
-    """Catches factors of the longest row given to all, and keys that were made with others than `generate` made them with."""
+    """Catches factors of the longest row given to all, and keys that were made with others than `generate` made them
+    with."""
     target = load_target(model_of(name))
     assert target.spec.mode == "tree"
     for drafter in (None, Oracle(texts_of(name), SIZES["vocab_size"], true_is_eldest=False)):

@@ -1,4 +1,5 @@
-"""The self-test catches a model that ignores its cache, costs a miniature's passes once, and stores its answer on disk."""
+"""The self-test catches a model that ignores its cache, costs a miniature's passes once, and stores its answer on
+disk."""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ def assert_exact(model, count: int = 12) -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32", "gpt_neo", "git"])
 def test_a_config_of_the_class_alone_is_enough(kind):
-    """Catches a size that is read under a name that the class does not have, and rows at one place that can't share a mask."""
+    """Catches a size that is read under a name that the class does not have, and rows at one place that can't share a
+    mask."""
     assert_exact(built(kind, CAUSAL))
 
 
 @pytest.mark.parametrize("kind", ["xglm", "beam"])
 def test_a_family_that_refuses_one_mask_for_all_rows_is_given_one_for_each(kind):
-    """Catches rows of equal length, which share a mask: XGLM refuses it; and factors that full attention does not have: Beam.
+    """Catches rows of equal length, which share a mask: XGLM refuses it; and factors that full attention does not have:
+    Beam.
 
     Both know no float64.
     """
@@ -93,7 +96,8 @@ def test_images_are_refused_by_name():
     ],
 )  # fmt: skip
 def test_a_model_without_a_cache_or_that_is_not_causal_is_refused_by_name(kind, reason):
-    """Catches a reference that is measured through the cache under test: a model that ignores it then allows its own error.
+    """Catches a reference that is measured through the cache under test: a model that ignores it then allows its own
+    error.
 
     Phi-4-multimodal's generate drops its cache at the end of the first context and goes on from one token.
     """
@@ -190,5 +194,6 @@ def test_a_miniature_has_every_kind_of_layer_and_short_limits():
 
 
 def test_a_window_that_a_family_keeps_to_itself_is_crossed():
-    """Catches GPT-Neo taken for a tree: its local layers count columns, which is right only before its window is full."""
+    """Catches GPT-Neo taken for a tree: its local layers count columns, which is right only before its window is
+    full."""
     assert load_target(built("gpt_neo", CAUSAL)).spec.mode == "chain"

@@ -1,4 +1,5 @@
-"""A drafter's layers are as large as the target's, read from its config alone.  The configs are those on the hub, in short."""
+"""A drafter's layers are as large as the target's, read from its config alone.  The configs are those on the hub, in
+short."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def on_meta(kind: str, target: Sketch, **settings: Any) -> DraftModel:
 
 @pytest.mark.parametrize("name", REAL)
 def test_sizes_and_taps_are_those_of_the_real_target(name, tmp_path):
-    """Catches the demo's sizes beside a real target: a toy trained for days.  Qwen3's taps are those of DeepSpec's drafts."""
+    """Catches the demo's sizes beside a real target: a toy trained for days.  Qwen3's taps are those of DeepSpec's
+    drafts."""
     config, wanted, five, three = REAL[name]
     target = sketch(folder_of(tmp_path, config))
     full, sizes = resolved(LayerConfig(), target.spec)
@@ -137,7 +139,8 @@ def test_a_drafter_for_qwen3_4b_has_the_released_ones_weights(tmp_path):
 
 
 def test_the_mask_is_a_token_that_no_text_has(tmp_path):
-    """Catches a learnt vector beside Qwen3, whose released drafts take the first unused row and engines want a token."""
+    """Catches a learnt vector beside Qwen3, whose released drafts take the first unused row and engines want a
+    token."""
     folder = make_folder(tmp_path / "padded", vocab_size=280)
     padded = load_target(folder)
     count = len(padded.tokenizer)
@@ -192,7 +195,8 @@ def test_a_size_that_is_named_is_kept_and_a_stretch_goes_with_its_base():
 
 
 def test_a_config_that_names_all_needs_no_target_that_does(target):
-    """Catches an older checkpoint, whose config names every size, that no longer loads beside a target without heads."""
+    """Catches an older checkpoint, whose config names every size, that no longer loads beside a target without
+    heads."""
     named = LayerConfig(
         heads=4, kv_heads=4, head_dim=64, intermediate=704, rms_norm_eps=1e-6, rope_theta=1e4, partial_rotary_factor=1.0
     )
@@ -203,7 +207,8 @@ def test_a_config_that_names_all_needs_no_target_that_does(target):
 
 
 def test_layers_that_differ_give_the_sizes_of_the_last_that_sees_all(tmp_path):
-    """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's too)."""
+    """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's
+    too)."""
     config = Gemma4TextConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         global_head_dim=16, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0,

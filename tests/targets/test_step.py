@@ -1,4 +1,5 @@
-"""The compiled step says what the plain step says, is found again on disk, and is refused where it is not to be trusted."""
+"""The compiled step says what the plain step says, is found again on disk, and is refused where it is not to be
+trusted."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_greedy_text_is_the_plain_path_s(fast, slow):
 
 @pytest.mark.parametrize("rows", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 def test_scores_are_the_plain_path_s(rows, fast, slow):
-    """Catches a tap off by one, a hidden state before the norm, a choice of another row, a size of 1 that is read otherwise."""
+    """Catches a tap off by one, a hidden state before the norm, a choice of another row, a size of 1 that is read
+    otherwise."""
     close(fast, slow, rows, 1e-5)  # the family computes its norms in float32, whatever its type
 
 
@@ -186,7 +188,8 @@ def test_a_pass_may_end_where_the_cache_ends(fast, slow):
 
 
 def test_a_prompt_is_read_by_the_graph(fast, slow):
-    """Catches a prompt whose keys, last logits or taps are others than the plain path's, in its first chunk or a later one."""
+    """Catches a prompt whose keys, last logits or taps are others than the plain path's, in its first chunk or a later
+    one."""
     text = torch.randint(V, (1, 45), generator=torch.Generator().manual_seed(9))
     found = []
     for target in (fast, slow):
@@ -203,7 +206,8 @@ def test_a_prompt_is_read_by_the_graph(fast, slow):
 
 
 def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkeypatch):
-    """Catches short prompts that are padded to a long one, which a CPU pays for, and a slot that is given another's chunk."""
+    """Catches short prompts that are padded to a long one, which a CPU pays for, and a slot that is given another's
+    chunk."""
     lengths = [45, 8, 40, 5, 6]
     text = torch.randint(V, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(9))
     monkeypatch.setattr(chunks, "FULL", 50)
@@ -297,8 +301,8 @@ print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].t
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
 def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
-    """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet, and
-    products in panels within the graph that are others than those outside.
+    """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet,
+    and products in panels within the graph that are others than those outside.
     """
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
@@ -382,7 +386,8 @@ def test_a_damaged_package_is_refused(damage, package):
 
 @pytest.mark.slow
 def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_it_alone(slow, monkeypatch, tmp_path):
-    """Catches ways that are never compared, a loser that is kept, a comparison for every model again, one that fails all."""
+    """Catches ways that are never compared, a loser that is kept, a comparison for every model again, one that fails
+    all."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_memory", {})
     monkeypatch.setattr(machine, "is_busy", lambda: False)
