@@ -212,7 +212,7 @@ def _say_evaluated(found: events.Evaluated, took: str) -> None:
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     lost = f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""
     say(f"          {summary.many(len(report.rows), 'row')} over {summary.many(tried, 'prompt')}{lost}; {took}")
-    if (load := report.load) is not None and (load.repeated or load.contended):
+    if (load := report.machine_load) is not None and (load.repeated or load.contended):
         lost = max(load.waited or 0.0, load.stolen or 0.0)
         say(
             f"load      other programs took {100 * lost:.0f} % of the time; {load.repeated} of {load.runs} runs were measured "

@@ -25,7 +25,7 @@ class Reading(NamedTuple):
     """Counters of this process and of its processors, at one moment.  Seconds, since some moment in the past."""
 
     at: float
-    waiting: dict[int, float]
+    run_delay_s: dict[int, float]
     """Of each thread of this process: time in which it could have run and no processor was free."""
     stolen: float | None
     """Time that the host gave to other guests."""
@@ -63,16 +63,16 @@ class Contention(NamedTuple):
 
 def read(proc: Path = Path("/proc")) -> Reading:
     """All counters now."""
-    waiting: dict[int, float] = {}
+    run_delay_s: dict[int, float] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         for thread in (proc / "self" / "task").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it has ended
-                waiting[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+                run_delay_s[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
     stolen, busy = _processor_times(proc)
     queue = None
     with contextlib.suppress(OSError, ValueError, IndexError):
         queue = float((proc / "loadavg").read_text().split()[3].partition("/")[0])
-    return Reading(time.perf_counter(), waiting, stolen, busy, time.process_time(), queue)
+    return Reading(time.perf_counter(), run_delay_s, stolen, busy, time.process_time(), queue)
 
 
 def _processor_times(proc: Path) -> tuple[float | None, float | None]:
@@ -91,7 +91,7 @@ def _processor_times(proc: Path) -> tuple[float | None, float | None]:
 def between(before: Reading, after: Reading) -> Contention:
     """What was lost between two readings."""
     seconds = max(after.at - before.at, 1e-9)
-    waits = [wait - before.waiting.get(thread, 0.0) for thread, wait in after.waiting.items()]
+    waits = [wait - before.run_delay_s.get(thread, 0.0) for thread, wait in after.run_delay_s.items()]
     waited = min(1.0, max(waits) / seconds) if waits else None
     tick, processors = (
         1 / os.sysconf("SC_CLK_TCK"),

@@ -392,6 +392,22 @@ def test_decode_to_a_terminal_has_colour(
     assert done.code == 0, done.err
     assert "\x1b[4;32m" in done.out
     assert re.sub(r"\x1b\[[0-9;]*m", "", done.out) == "hello" + text_of(folder, "hello") + "\n"
+    assert "drafted and accepted, plain: the target's own" in done.said
+    assert re.search(r"12 tokens in \d+ steps, .* tokens/s; without the drafter .* times as fast with it", done.said)
+
+
+def test_decode_compares_with_the_target_alone_in_a_terminal_and_where_it_is_asked_to(
+    folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a second generation that a script pays for unasked, and one that writes its text again."""
+    words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
+    assert "without the drafter" not in outrider(*words).said
+    asked = outrider(*words, "--compare")
+    assert asked.out == text_of(folder, "abcabcabc") + "\n" and "without the drafter" in asked.said
+    monkeypatch.setattr(console, "out", Console(force_terminal=True, color_system="standard", width=300))
+    assert "without the drafter" not in outrider(*words, "--no-compare").said
+    alone = outrider("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--compare")
+    assert (alone.code, "--compare needs a drafter" in alone.said) == (2, True)
 
 
 @pytest.mark.parametrize(("words", "wanted"), [((), None), (("--compile",), True), (("--no-compile",), False)])
@@ -434,6 +450,32 @@ def test_a_run_file_s_choice_to_compile_is_obeyed(made: Path, outrider: Outrider
     asked.clear()
     assert outrider("evaluate", "tiny.yaml").code == 0
     assert asked == {"target": None}
+
+
+def test_a_checkpoint_is_evaluated_on_the_target_that_it_names(
+    made: Path, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a checkpoint that can be measured only by the run file that trained it."""
+    monkeypatch.chdir(tmp_path)
+    words = ("--tasks", made / "held_out.jsonl", "--prompts", 1, "--max-new-tokens", 8, "evaluate.min_first_ngrams=0")
+    checkpoint = made / "runs/tiny/checkpoint"
+    done = outrider("evaluate", checkpoint, "ngram", *words, "--temperatures", "0", "--dry-run")
+    assert done.code == 0 and "results in" in done.out and not (tmp_path / "runs").exists()
+    done = outrider("evaluate", checkpoint, "ngram", *words, "--temperatures", "0,1")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "runs/evaluate-dspark-ngram/report.json").read_text())
+    assert [(row["drafter"], row["temperature"]) for row in found["rows"]] == [
+        (drafter, temperature) for drafter in ("dspark", "ngram") for temperature in (0.0, 1.0)
+    ]
+    assert found["training"]["dspark"]["steps"] == 4 and found["training"]["ngram"]["seconds"] == 0
+    for words, said in (
+        (("tiny.yaml", "ngram"), "give one run file, or drafters"),
+        ((made / "tiny.yaml", "--out", "x"), "a run file's results are in runs/NAME"),
+        (("ngram", "train.steps=3"), "train: settings of drafters by name begin with evaluate. or target."),
+        (("ngarm",), "did you mean 'ngram'"),
+    ):
+        done = outrider("evaluate", *words)
+        assert done.code == 2 and said in " ".join(done.err.split()), done.err
 
 
 def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, outrider: Outrider, monkeypatch: Any) -> None:

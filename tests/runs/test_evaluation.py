@@ -46,14 +46,15 @@ def shell(*command: str, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "outrider", *command], stdout=file, stderr=file, env=environment)
 
 
-def fork(*command: str, log: Path) -> multiprocessing.Process:
+def fork(*command: str, log: Path, environment: dict[str, str] | None = None) -> multiprocessing.Process:
     """The command in a process of its own, which has torch already: half a second instead of ten."""
-    child = multiprocessing.get_context("fork").Process(target=_call, args=(command, log))
+    child = multiprocessing.get_context("fork").Process(target=_call, args=(command, log, environment or {}))
     child.start()
     return child  # type: ignore[return-value]
 
 
-def _call(command: tuple[str, ...], log: Path) -> None:
+def _call(command: tuple[str, ...], log: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -73,16 +74,14 @@ def wait_for(happened: Callable[[], bool], process: multiprocessing.Process, log
 
 
 TIMES = (
-    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "load", "contention", "tpot", "itl", "ttft",
+    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "contention", "tpot", "itl", "ttft",
 )  # fmt: skip
 
 
 def without_times(row: Row) -> dict[str, Any]:
     """A row's acceptance, texts and counts."""
     values = row.model_dump(mode="json")
-    values["per_prompt"] = [
-        {key: prompt[key] for key in ("id", "tokens", "steps", "exact")} for prompt in values["per_prompt"]
-    ]
+    values["per_prompt"] = [{key: prompt[key] for key in ("id", "tokens", "steps", "exact")} for prompt in values["per_prompt"]]
     return {key: value for key, value in values.items() if not any(word in key for word in TIMES)}
 
 
@@ -201,9 +200,7 @@ def test_the_target_is_that_of_the_checkpoint(capsys: pytest.CaptureFixture[str]
     assert "ngram name no target; name one with --target" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_batch_finds_the_same_texts_and_counts_its_whole_time(
-    whole: Path, folder: Path, quiz: Path, tmp_path: Path
-) -> None:
+def test_a_batch_finds_the_same_texts_and_counts_its_whole_time(whole: Path, folder: Path, quiz: Path, tmp_path: Path) -> None:
     """Catches prompts of a batch that are mixed up, and a speed-up of one slot's time."""
     out = tmp_path / "out"
     assert outrider_with(*words(folder, quiz, out, "--batch", "4", drafters=("ngram",))) == 0
@@ -219,3 +216,21 @@ def test_a_batch_finds_the_same_texts_and_counts_its_whole_time(
     # all end together, and their parts add up to the time of the longest
     assert sum(run["seconds"] for run in runs) == pytest.approx(max(run["done_s"] for run in runs), rel=0.2)
     assert len({prompt.speedup for prompt in Report.load(out).rows[0].per_prompt[:4]}) == 1
+
+
+def test_processes_of_a_launcher_share_the_prompts(whole: Path, folder: Path, quiz: Path, tmp_path: Path) -> None:
+    """Catches a second process of torchrun that measures everything too, or writes a report of its own."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = words(folder, quiz, out, drafters=("ngram",))
+    started = [fork(*command, log=log, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (1, 0)]
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0], log.read_text()
+    own = [
+        {index for line in path.read_text().splitlines()[1:] for index in json.loads(line)["indices"]}
+        for path in (out / "prompts.jsonl", out / "prompts.1.jsonl")
+    ]
+    assert own == [{0, 2, 4}, {1, 3, 5}]
+    texts = lambda found: [(row["drafter"], row["temperature"], row["accepted_histogram"], row["per_prompt"]) for row in found]
+    assert texts(rows(out)) == texts([row for row in rows(whole) if row["drafter"] == "ngram"])
+    assert (out / "report.json").exists()
