@@ -36,7 +36,8 @@ def lines(log: Path) -> list[str]:
 
 def test_a_piped_run_says_how_far_it_is_and_ends_every_stage_with_what_it_reached(log: Path) -> None:
     """Catches a night of Slurm whose log has four lines, and a stage that ends without a figure."""
-    assert outrider_with("run", "tiny.yaml") == 0
+    less = ("evaluate.temperatures=[0.0]", "evaluate.baselines=[]", "evaluate.traced_prompts=0")
+    assert outrider_with("run", "tiny.yaml", *less) == 0
     said = "\n".join(lines(log))
     for pattern in (
         r"^ +\d of 6 answers, .* left$",
@@ -46,7 +47,7 @@ def test_a_piped_run_says_how_far_it_is_and_ends_every_stage_with_what_it_reache
         r"^ +loss \d.*; expected \d\.\d\d tokens per step, accepted to depth 1, 2, 3: \d+, \d+, \d+ %; took ",
         r"^ +.*measured \d\.\d\d on a few prompts$",
         r"^ +1 of 2 prompts, \d\.\d\d tokens per step, ",
-        r"^ +\d rows over 2 prompts; took ",
+        r"^ +1 row over 2 prompts; took ",
     ):
         assert re.search(pattern, said, re.MULTILINE), f"{pattern}\n{said}"
 
