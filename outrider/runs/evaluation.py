@@ -74,8 +74,9 @@ def of_run(settings: RunConfig) -> Evaluation:
     config = settings.evaluate
     assert config is not None
     checkpoint = settings.folder / "checkpoint" if settings.train is not None else None
+    own = settings.drafter.get("from", settings.drafter) if checkpoint is None else str(checkpoint)
     return Evaluation(
-        settings.name, settings.target, (*config.baselines, settings.drafter if checkpoint is None else str(checkpoint)),
+        settings.name, settings.target, (*config.baselines, own),
         config, settings.folder, settings.model_dump(mode="json"), checkpoint, settings.usual_minutes.get("evaluate"),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.measure.config import Config as EvaluateConfig
+from outrider.runs.start import settings_from
 from outrider.training.config import Config as TrainConfig
 
 
@@ -42,7 +43,7 @@ class RunConfig(Base):
     target: TargetConfig
     """The model that verifies: its name, or a section."""
     drafter: dict[str, Any]
-    """`kind` and that drafter's own settings; see `outrider drafters`."""
+    """`kind` and that drafter's own settings; see `outrider drafters`.  `from: FOLDER` starts from a trained one."""
     prepare: PrepareConfig = Field(default_factory=PrepareConfig)
     """Where conversations come from, and how the target answers them."""
     train: TrainConfig | None = None
@@ -63,7 +64,7 @@ class RunConfig(Base):
     @property
     def drafter_config(self) -> Base:
         """The drafter's own Config, validated."""
-        return drafter_config(self.drafter)
+        return drafter_config({key: value for key, value in self.drafter.items() if key != "from"})
 
 
 def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
@@ -87,12 +88,31 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     merged.setdefault("name", Path(path).stem)
     with configs.located(path, overrides):
         run = configs.build(RunConfig, merged)
+        if "from" in run.drafter:
+            run = _started(run)
         settings = run.drafter_config.model_dump(mode="json")
         _check_stages(run)
-    run = run.model_copy(update={"drafter": settings})
+    origin = {"from": run.drafter["from"]} if "from" in run.drafter else {}
+    taken = {f"drafter.{key}" for key in run.drafter} if origin else set()
+    run = run.model_copy(update={"drafter": origin | settings})
     in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
-    origins = {key: "file" if key in in_file else "default" for key in configs.flatten(run.model_dump(mode="json"))}
+    origins = {
+        key: "file" if key in in_file else "from" if ".".join(key.split(".")[:2]) in taken else "default"
+        for key in configs.flatten(run.model_dump(mode="json"))
+    }
     return run, origins | {key: "override" for key in origins if any(f"{key}.".startswith(f"{a}.") for a in asked)}
+
+
+def _started(run: RunConfig) -> RunConfig:
+    """The run with the settings of the trained drafter that it starts from."""
+    target = run.target
+    more = sorted(run.drafter.keys() - {"from", "kind"})
+    if run.train is None and more:
+        what = f"drafter.{more[0]} would have no effect: a trained drafter is measured as it is"
+        raise ConfigError(f"{what}; leave it out, or add a `train:` section")
+    return run.model_copy(
+        update={"drafter": settings_from(run.drafter, target.name, target.revision, target.trust_remote_code)}
+    )
 
 
 def _check_stages(run: RunConfig) -> None:
@@ -123,4 +143,7 @@ def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:
     short = {"target": "name", "drafter": "kind"}
+    drafter = values.get("drafter")
+    if isinstance(drafter, str) and drafter not in kinds() and ("/" in drafter or Path(drafter).exists()):
+        short["drafter"] = "from"  # a trained one
     return {key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()}

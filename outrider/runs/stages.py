@@ -32,6 +32,7 @@ from outrider.runs.file import RunConfig, load
 from outrider.runs.preview import Line, preview
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
+from outrider.runs.start import take_weights
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
@@ -132,6 +133,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
+    if (origin := settings.drafter.get("from")) is not None:
+        take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
     learnt, held_out = hold_out(answers, config.held_out)
     features = functools.partial(
@@ -152,7 +155,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     )  # fmt: skip
     with reporter.working(plan) as update:
         place = trainer.train(
-            model, source, config, settings.folder, reference=reference,
+            model, source, config, settings.folder, reference=reference, origin=origin,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")

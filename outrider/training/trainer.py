@@ -48,13 +48,14 @@ def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Conf
 
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
-    probe: Probe | None = None, reference: DraftModel | None = None,
+    probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None,
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
 
     Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
     folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
-    reference: the model that `config.reference` names, loaded.
+    reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has and
+    starts from; other models begin with what `DraftModel.begin` gives them.
     Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains there; no
     good checkpoint is overwritten.
     KeyboardInterrupt: the current step is finished and saved first.
@@ -70,9 +71,11 @@ def train(
         optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
         place = folder / "checkpoint"
         facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+        if origin is not None:  # the texts that it was trained on are not known
+            facts |= {"from": origin, "ngram_hashes": [None]}
         facts |= _resume(place, model, optimizer, facts["config"])
         given = _name_texts(facts, source)
-        if not facts["step"]:
+        if not facts["step"] and origin is None:
             model.begin(source.counts)
         joined = _joined(facts)
         first, before, began = facts["step"], facts["seconds"], time.monotonic()

@@ -1,0 +1,55 @@
+"""A run that starts from a trained drafter: `drafter: {from: FOLDER}` takes its kind, settings and weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider import checkpoint, loading
+from outrider.config import build
+from outrider.drafters import find
+from outrider.errors import ConfigError
+from outrider.export import reading
+from outrider.nn.draft_model import DraftModel
+from outrider.targets.sketch import sketch
+from outrider.targets.transformers import TransformersTarget
+
+FREE = (
+    "length", "width", "nodes", "siblings", "tree", "drawn", "replacement", "refine", "device", "quantize", "ttt", "decay",
+    "anchors", "noise", "ratio", "floor", "alpha", "curriculum",
+)  # fmt: skip
+"""Settings of how a drafter serves and trains: its weights mean the same with other values."""
+
+
+def settings_from(section: Mapping[str, Any], target: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """A drafter's section with the kind and the settings of the trained drafter that it starts from.
+
+    target: the run's.  Raises ConfigError for a setting that contradicts those, and as `loading.describe` does.
+    """
+    given = {key: value for key, value in section.items() if key != "from"}
+    if not isinstance(name := section["from"], str):
+        raise ConfigError(f"drafter.from is {name!r}; wanted the folder of a trained drafter, or its Hugging Face id")
+    source, verifier = loading.describe(name), sketch(target, revision, trust_remote_code)
+    if source.format is None:
+        own = {"kind": source.kind, **checkpoint.config_of(source.manifest, source.folder, verifier)}
+    else:
+        own = reading.settings_of(source.folder, verifier, source.format, source.kind)
+    if given.get("kind", source.kind) != source.kind:
+        raise ConfigError(f"drafter.kind is {given['kind']}, {name} is of kind {source.kind}; leave drafter.kind out")
+    schema = find(source.kind).Config
+    before = build(schema, own, name).model_dump(mode="json")
+    after = build(schema, {**own, **given}, "drafter").model_dump(mode="json")
+    for key in given:
+        if key in own and key not in FREE and before[key] != after[key]:
+            raise ConfigError(f"drafter.{key} is {after[key]!r}, {name} has {before[key]!r}; leave drafter.{key} out")
+    return {"from": name, **own, **given}
+
+
+def take_weights(model: DraftModel, name: str, target: TransformersTarget) -> None:
+    """Give a model the weights of the trained drafter that its run starts from."""
+    source = loading.describe(name)
+    if source.format is None:  # as they were trained: loaded to serve they have the target's precision
+        checkpoint.check_binding(source.manifest, target, source.folder, quantised=True)
+        checkpoint.check_taps(source.manifest, model, source.folder)
+        checkpoint.load_weights(source.folder, model)
+        return
+    loaded = loading.draft_model(source, target)
+    model.load_state_dict({key: weight.to(model.state_dict()[key].dtype) for key, weight in loaded.state_dict().items()})
