@@ -7,9 +7,10 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_install_completion_arguments
 
 import outrider
-from outrider.cli import console
+from outrider.cli import complete, console
 from outrider.errors import ConfigError, OutriderError
 
 VERBS = {
@@ -75,6 +76,8 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """As the parent's, with the loaded verb in place of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
+        if ctx.resilient_parsing and (quick := complete.stand_in(rest)):
+            return name, quick, rest
         return name, self.load(name) if name else None, rest
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -107,8 +110,10 @@ def _with_model(command: Any) -> Any:
 
 app = Verbs(
     "outrider", VERBS, help="Speculative decoding with exact output.  `outrider COMMAND -h` says more.",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"]}, params=list(get_install_completion_arguments()),
 )  # fmt: skip
+for option in app.params:  # for the shell's completion; hidden, so that all of the help fits one screen
+    option.hidden = True  # type: ignore[attr-defined]
 app.add_command(
     Verbs(
         "corpus", CORPUS, prefix="corpus_", help="Texts to draft from: add, list, remove, stats, verify.",

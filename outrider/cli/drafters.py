@@ -1,22 +1,43 @@
-"""`outrider drafters`: the drafters there are."""
+"""`outrider drafters`: the drafters there are, and the settings of one."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from rich.markup import escape
+import typer
 
-from outrider.cli import console
+from outrider.cli import complete, console
 from outrider.cli.console import JsonTo
+from outrider.cli.show import heading, settings_table
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
+from outrider.runs import settings
+
+Kind = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="KIND", help="Print the settings of this drafter.", show_default=False, autocompletion=complete.kinds
+    ),
+]
 
 
-def drafters(json_to: JsonTo = None) -> None:
-    """List the drafters there are, own and of other distributions."""
+def drafters(kind: Kind = None, json_to: JsonTo = None) -> None:
+    """List the drafters there are, own and of other distributions; with KIND, every setting of that one."""
+    if kind is not None:
+        _print_settings(kind, json_to)
+        return
     found, table = [about(kind) for kind in sorted(kinds())], console.table("kind", "trains", "taps", "summary")
     for entry in found:
         trains, taps = ("yes" if entry[key] else "no" for key in ("trains", "taps"))
-        table.add_row(escape(entry["kind"]), trains, taps, escape(entry["summary"]))
+        table.add_row(entry["kind"], trains, taps, entry["summary"])
     console.present(json_to, found, table)
+
+
+def _print_settings(kind: str, json_to: str | None) -> None:
+    if kind in settings.SECTIONS and kind not in kinds():
+        raise ConfigError(
+            f"{kind!r} is a section, not a drafter; `outrider show --help-settings {kind}` prints its settings"
+        )
+    found = settings.section(kind)
+    console.present(json_to, [setting._asdict() for setting in found.settings], heading(found), settings_table(found))
 
 
 def about(kind: str) -> dict[str, Any]:
@@ -25,5 +46,10 @@ def about(kind: str) -> dict[str, Any]:
         module = find(kind)
     except ConfigError as error:
         return {"kind": kind, "summary": str(error), "trains": False, "taps": False}
-    summary = (module.__doc__ or "").strip().partition("\n")[0]
-    return {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}
+    summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
+    return {
+        "kind": kind,
+        "summary": summary,
+        "trains": hasattr(module, "Model"),
+        "taps": "taps" in module.Config.model_fields,
+    }

@@ -15,15 +15,19 @@ class Config(Base):
     count: PositiveInt | None = None
     """Conversations used, the first ones; all unless given, of `stdlib` 1,000."""
     length: PositiveInt = 4096
-    """Most tokens of one text; what is beyond is cut off."""
+    """Most tokens of one text; longer ones are cut."""
     regenerate: bool = True
     """Let the target write the answers.  A drafter learns the target's own text best; false keeps the answers given."""
     max_new_tokens: PositiveInt = 512
-    """Longest answer."""
+    """Longest answer, in tokens."""
     temperature: NonNegativeFloat = 0.7
+    """Temperature of the answers; 0 is greedy."""
     top_p: float = Field(0.8, gt=0, le=1)
+    """Answers are drawn from the fewest most likely tokens whose probabilities sum to this; 1 keeps all."""
     top_k: NonNegativeInt = 20
+    """Answers are drawn from this many most likely tokens; 0 keeps all."""
     seed: int = 0
+    """Seed of the draws; equal seeds give equal answers."""
     slots: PositiveInt = 16
     """Answers written at the same time."""
     folder: str | None = None

@@ -29,8 +29,13 @@ GROUP = "outrider.drafters"
 
 def kinds() -> dict[str, str]:
     """Every drafter found, own and of other distributions: kind to module name."""
-    own = {module.name: f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
-    return {point.name: point.value for point in entry_points(group=GROUP)} | own
+    shipped = {kind: f"{__name__}.{kind}" for kind in own()}
+    return {point.name: point.value for point in entry_points(group=GROUP)} | shipped
+
+
+def own() -> list[str]:
+    """The kinds that ship with Outrider."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(kind: str) -> ModuleType:

@@ -47,13 +47,13 @@ class Config(RecurrentConfig):
     norm_output: bool = False
     """Feed back the final norm's output, not its input (EAGLE-3.1)."""
     norm_before_residual: bool = False
-    """The layer adds to the normed feature, not to the feature itself, as some released heads do."""
+    """The layer adds its output to the normalised feature, not to the feature itself, as in some released heads."""
     gated: bool = False
     """Gate the attention's output by the layer's input."""
     aggregate: Literal["fc", "metaquery"] = "fc"
-    """How taps become one feature: one linear layer, or learned queries beside it."""
+    """How taps become one feature: one linear layer, and with metaquery learned queries too."""
     queries: PositiveInt = 4
-    """Learned queries of `metaquery`."""
+    """Number of learned queries of `metaquery`."""
 
 
 class MetaQuery(nn.Module):

@@ -49,7 +49,7 @@ class Config(RecurrentConfig):
     ttt: PositiveInt = 3
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Step s weighs decay ** s in training."""
+    """Weight of a step in training relative to the step before: step s weighs decay ** s."""
 
 
 class Module(nn.Module):

@@ -33,8 +33,9 @@ class Config(Base):
     prompts: PositiveInt = 24
     """Prompts measured per task; more are tried where some fall into loops."""
     max_new_tokens: PositiveInt = 96
+    """Most tokens of one answer."""
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
-    """Every drafter is measured at each of them."""
+    """Temperatures at which every drafter is measured; 0 is greedy."""
     baseline_temperatures: tuple[NonNegativeFloat, ...] | None = Field(None, min_length=1)
     """Those of `temperatures` at which the baselines are measured; all unless given."""
     baselines: tuple[str | dict[str, Any], ...] = ()
@@ -65,6 +66,7 @@ class Config(Base):
     """A prompt loops if its plain text has a smaller share of first-time 8-grams.  It is listed and left out, and so is
     a prompt whose answer is one token.  0 leaves none out."""
     seed: int = 0
+    """Seed of the draws at temperatures above 0."""
     quantize: Literal["int8"] | None = None
     """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
     policy: Literal["fixed", "by_confidence", "adaptive"] = "fixed"

@@ -31,7 +31,7 @@ class ModelConfig(Base):
     quantize: Literal["int8"] | None = None
     """Round the linear layers of the drafting model, whatever the target's are; needs torchao."""
     device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
+    """Device that drafts, such as cuda:1; the target's unless given."""
 
 
 def loaded(config: ModelConfig, target: Target) -> TransformersTarget:

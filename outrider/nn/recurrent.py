@@ -50,15 +50,15 @@ class RecurrentConfig(LayerConfig):
     length: PositiveInt = 5
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
-    """Children a node may have; above 1 the draft is a tree: the likeliest paths at temperature 0, drawn siblings else."""
+    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn siblings."""
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
-    """Draw the siblings of a tree independently; by default a younger one differs from its elders, and more are accepted."""
+    """Draw the siblings of a tree independently; no: without replacement, and more are accepted."""
     ttt: PositiveInt = 7
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Step s weighs decay ** s in training."""
+    """Weight of a step in training relative to the step before: step s weighs decay ** s."""
     anchors: PositiveInt | None = None
     """Most rollouts trained per text and step; all unless given.  Fewer save time in the head, most of a step's work."""
 

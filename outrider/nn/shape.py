@@ -23,11 +23,15 @@ class LayerConfig(Base):
     """Settings of every drafter with decoder layers of its own.  Sizes that are not given are those of the target's layers."""
 
     heads: PositiveInt | None = None
+    """Attention heads per layer."""
     kv_heads: PositiveInt | None = None
+    """Heads of keys and values per layer."""
     head_dim: PositiveInt | None = None
+    """Width of one attention head."""
     intermediate: PositiveInt | None = None
     """Width of the MLP."""
     rms_norm_eps: PositiveFloat | None = None
+    """Number added to the mean square in every norm."""
     rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies.  Unless given, the target's, with its rope_scaling; longrope and other kinds of scaling
     that depend on the length of the text are left out."""
@@ -35,9 +39,9 @@ class LayerConfig(Base):
     """Rotary scaling, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its numbers; default
     for none.  With a rope_theta it is none unless given."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """Share of a head that is rotated by position; the rest stays as it is."""
+    """Share of a head, above 0 to 1, that is rotated by position; the rest is not."""
     device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
+    """Device that drafts, such as cuda:1; the target's unless given."""
 
     @field_validator("rope_scaling")
     @classmethod

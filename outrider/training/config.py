@@ -17,11 +17,12 @@ class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Raised on a run that has ended, it goes on from its checkpoint; see docs/training.md."""
+    """Training steps, each of `batch` texts.  If raised after a run has ended, training continues from its checkpoint; see
+    docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, in place of `steps`."""
     lr: PositiveFloat = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate, after the warm-up."""
     optimizer: Kind = "adamw"
     """adamw, or muon for the inner matrices and adamw for the rest: fewer steps at small sizes."""
     warmup: NonNegativeFloat = 0.04
@@ -39,13 +40,19 @@ class Config(Base):
     reference: str | None = None
     """Checkpoint of a drafter of the same kind, trained on all rows, that `select` compares with."""
     weight_decay: NonNegativeFloat = 0.0
+    """In every step weights shrink by this share times the learning rate."""
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the fastest."""
     seed: int = 0
+    """Seed of weights, order of texts and draws."""
     save_every: PositiveInt = 500
+    """Steps between two checkpoints."""
     log_every: PositiveInt = 20
+    """Steps between two rows of metrics.jsonl."""
+    held_out: NonNegativeInt = 32
+    """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving with."""
     calibrate: NonNegativeInt = 0
     """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
 

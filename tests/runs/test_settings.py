@@ -1,0 +1,239 @@
+"""What can be set in a run file, from one source: the docstrings of the Configs, the schema, the page, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from outrider import drafters
+from outrider.cli import app
+from outrider.cli.show import page
+from outrider.drafters import find, own
+from outrider.errors import ConfigError
+from outrider.runs import settings
+from outrider.runs.schema import FROM_TARGET, make
+
+ROOT = Path(__file__).parent.parent.parent
+UNITS = re.compile(
+    r"\b(tokens?|steps?|nodes?|slots?|layers?|heads?|prompts?|answers?|conversations|texts?|passes|blocks?|positions|rollouts|"
+    r"anchors|queries|children|successors|levels|depths?|n-grams?|tenants|guesses|modules|seconds|minutes|share|probability|"
+    r"rank|width|weighs?|weights?|id|seed|temperatures?|rate|times|how often|number|base|norm|units?|processes|nearly|bound)\b",
+    re.IGNORECASE,
+)
+"""Words that say what a number counts or measures."""
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return make(own())
+
+
+class Yaml12(yaml.SafeLoader):
+    """As editors read YAML: 1e-3 is a number."""
+
+
+Yaml12.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+# ── docstrings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def undocumented(schema: dict[str, Any]) -> list[str]:
+    """Settings without a docstring, and numbers whose docstring has no unit."""
+    found = []
+    for where, section in (("run", schema), *schema["$defs"].items()):
+        for name, one in section["properties"].items():
+            text = one.get("description", "")
+            is_number = bool({"integer", "number"} & {option.get("type") for option in one.get("anyOf", [one])})
+            if name != "kind" and (len(text.split()) < 2 or (is_number and not UNITS.search(text))):
+                found.append(f"{where}.{name}: {text!r}")
+    return found
+
+
+def test_every_setting_says_what_it_means_and_in_which_unit(schema):
+    """Catches a field without a docstring, and a number of which nobody knows what it counts."""
+    assert not undocumented(schema)
+
+
+@pytest.mark.parametrize("text", ["", "Very large."])
+def test_a_setting_without_meaning_or_unit_is_found(schema, text):
+    """Planted: the docstring of a number is gone, or has no unit."""
+    broken = json.loads(json.dumps(schema))
+    broken["$defs"]["dspark"]["properties"]["rank"]["description"] = text
+    assert undocumented(broken) == [f"dspark.rank: {text!r}"]
+
+
+# ── the schema, and the page ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_shipped_schema_and_page_are_those_of_the_configs(schema):
+    """Catches a setting that editors, `outrider drafters KIND` and docs/settings.md do not know, or know otherwise."""
+    how = "run python scripts/settings.py"
+    assert json.loads(settings.SCHEMA.read_text()) == schema, how
+    assert (ROOT / "docs" / "settings.md").read_text() == page(settings.sections(own())), how
+
+
+def test_every_run_file_of_ours_fits_the_schema(schema):
+    """Catches a schema that marks good files in an editor."""
+    validator = jsonschema.Draft202012Validator(schema)
+    files = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert len(files) > 10
+    for path in files:
+        assert not [error.message for error in validator.iter_errors(yaml.load(path.read_text(), Yaml12))], path.name
+
+
+@pytest.mark.parametrize(
+    ("run", "is_right"),
+    [
+        ({"target": "demo", "drafter": "ngram"}, True),
+        ({"target": {"name": "demo"}, "drafter": {"kind": "dspark", "block": 4}}, True),
+        ({"target": "demo", "drafter": "runs/demo/checkpoint", "evaluate": {"tasks": "gsm8k"}}, True),
+        (
+            {"target": "demo", "drafter": {"kind": "eagle3", "taps": [1, 2]}, "train": {"loss": "kl", "steps": 1e4}},
+            True,
+        ),
+        ({"target": "demo", "drafter": {"from": "runs/demo/checkpoint", "length": 3}}, True),
+        ({"target": "demo"}, False),
+        ({"target": "demo", "drafter": {"block": 4}}, False),
+        ({"target": "demo", "drafter": {"kind": "dspark", "blok": 4}}, False),
+        ({"target": "demo", "drafter": {"kind": "dsparc"}}, False),
+        ({"target": "demo", "drafter": {"kind": "dspark", "block": 0}}, False),
+        ({"target": "demo", "drafter": "ngram", "train": {"lr": "fast"}}, False),
+        ({"target": "demo", "drafter": "ngram", "evalute": {}}, False),
+    ],
+    ids=str,
+)
+def test_the_schema_takes_what_a_run_file_may_say(schema, run, is_right):
+    """Catches a short form that editors mark, and a slip that they don't."""
+    assert jsonschema.Draft202012Validator(schema).is_valid(run) == is_right
+
+
+@pytest.mark.parametrize("kind", own())
+def test_defaults_in_words_are_those_of_the_config(kind):
+    """Catches a default that was changed after the page was written, and a drafter's setting that has no row."""
+    config = find(kind).Config
+    shown = {setting.name: setting for setting in settings.section(kind).settings}
+    assert {name for name in shown if "." not in name} == set(config.model_fields) - {"kind"}
+    for name, field in config.model_fields.items():
+        if name == "kind" or field.is_required():
+            continue
+        default = field.get_default(call_default_factory=True, validated_data={})
+        if default is None or default == "":
+            assert shown[name].default == ("from the target" if name in FROM_TARGET else "not set")
+        elif isinstance(default, int | float | str):
+            assert yaml.load(shown[name].default, Yaml12) == default, name
+
+
+def test_a_drafter_of_another_distribution_has_its_settings_too(tmp_path, monkeypatch):
+    """Catches a reference that knows the drafters that ship alone."""
+    (tmp_path / "their_drafter.py").write_text(
+        '"""Theirs: does nothing.  (2026.)"""\nfrom typing import Literal\nfrom outrider.config import Config as Base\n'
+        'class Config(Base):\n    kind: Literal["theirs"] = "theirs"\n    pace: int = 3\n    """Tokens per step."""\n'
+        "def build(config, target): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("theirs", "their_drafter", drafters.GROUP)
+    monkeypatch.setattr(drafters, "entry_points", lambda group: [point])
+    settings.schema.cache_clear()
+    try:
+        found = settings.section("theirs")
+        assert found.summary.startswith("Theirs: does nothing")
+        assert found.settings == [settings.Setting("pace", "whole number", "3", "Tokens per step.")]
+    finally:
+        settings.schema.cache_clear()
+
+
+# ── the command line ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, columns: int = 80) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    app(list(words), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_drafters_settings_fit_the_terminal_and_no_word_breaks(monkeypatch, capsys, columns):
+    """Catches a line that is wider than the terminal, a word cut in two, and a setting left out."""
+    monkeypatch.setattr("outrider.cli.console.out._width", columns)
+    printed = run(monkeypatch, capsys, "drafters", "dspark", columns=columns)
+    assert max(map(len, printed.splitlines())) <= columns
+    words = set(printed.split())
+    for setting in settings.section("dspark").settings:
+        assert set(" ".join(setting).split()) <= words, setting.name
+
+
+def test_show_prints_a_section_a_kind_or_all(monkeypatch, capsys):
+    """Catches names that the option does not take."""
+    train = run(monkeypatch, capsys, "show", "--help-settings", "train")
+    assert "save_every" in train
+    assert "block" not in train.split()
+    assert "dspark" in run(monkeypatch, capsys, "show", "--help-settings", "drafter", "dspark")
+    whole = run(monkeypatch, capsys, "show", "--help-settings")
+    assert all(
+        f"{name}: " in whole for name in ("run file", "target", "evaluate", *(f"drafter {kind}" for kind in own()))
+    )
+    assert run(monkeypatch, capsys, "show", "--help-settings", "all", "--markdown") == page(settings.sections())
+    assert json.loads(run(monkeypatch, capsys, "show", "--json-schema")) == settings.schema()
+    with pytest.raises(ConfigError, match="did you mean 'train'"):
+        run(monkeypatch, capsys, "show", "--help-settings", "trian")
+    with pytest.raises(ConfigError, match="show needs a run file"):
+        run(monkeypatch, capsys, "show")
+
+
+def test_settings_and_completion_need_no_torch():
+    """Catches seconds of waiting for what is a page of text."""
+    script = (
+        "import sys; from outrider.cli import app, complete; import outrider.cli.drafters; from outrider.runs import settings\n"
+        "settings.sections(); complete.kinds(), complete.tasks(''), complete.engines_and_formats()\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["dr"], ["drafters"]),
+        (["drafters", "eagle"], ["eagle", "eagle3"]),
+        (["decode", "--target", "demo", "--drafter", "ds"], ["dspark"]),
+        (["evaluate", "x", "--tasks", "gsm8k,math"], ["gsm8k,math500"]),
+        (["export", "x", "--to", "spec"], ["speculators"]),
+        (["deploy", "--to", "vl"], ["vllm"]),
+    ],
+    ids=" ".join,
+)
+def test_the_shell_completes_verbs_kinds_tasks_and_formats(words, completed):
+    """Catches a completion that loads a verb, or that offers nothing."""
+    line = {
+        "COMP_WORDS": " ".join(["outrider", *words]),
+        "COMP_CWORD": str(len(words)),
+        "_OUTRIDER_COMPLETE": "complete_bash",
+    }
+    command = [sys.executable, "-c", "import sys; sys.argv = ['outrider']; from outrider.cli import main; main()"]
+    found = subprocess.run(command, env=os.environ | line, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == completed
+
+
+def test_the_shells_script_can_be_printed():
+    """Catches an option that the lazy loading of verbs left out."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv = ['outrider', '--show-completion', 'bash']; from outrider.cli import main; main()",
+    ]
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "complete -o default -F _outrider_completion outrider" in found.stdout
