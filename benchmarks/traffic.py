@@ -1,14 +1,15 @@
-"""Replays: how exactly calls are sent at 200 a second, what a call costs, and what became of every one when a server dies.
+"""Replays: how exactly calls are sent at 200 a second, what a call costs, and what became of every one when a server
+dies.
 
     python benchmarks/traffic.py [--rate 200] [--seconds 60] [--out benchmarks/results/replay.json]
     python benchmarks/traffic.py --server URL[,URL] --log FILE [--rate R]       a server of one's own
 
-The stub server answers in a process of its own on the same machine: 8 pieces, 5 ms apart.  It notes when each call came, on the
-clock that the sender reads too, so the schedule is checked by who received the calls.  `outrider replay` is measured as it is,
-with its files; `waited_for_a_core_s` says how long it stood ready to send while others had the cores, which on a busy machine
-is most of its lateness.  `httpx`, and `h11` on asyncio's streams, are ways of reading that it does not use, on the same calls.
-The last run kills the server half way and starts it again.  A promise that is not kept, or could not be measured, is named and
-makes the exit code 1.
+The stub server answers in a process of its own on the same machine: 8 pieces, 5 ms apart.  It notes when each call
+came, on the clock that the sender reads too, so the schedule is checked by who received the calls.  `outrider replay`
+is measured as it is, with its files; `waited_for_a_core_s` says how long it stood ready to send while others had the
+cores, which on a busy machine is most of its lateness.  `httpx`, and `h11` on asyncio's streams, are ways of reading
+that it does not use, on the same calls. The last run kills the server half way and starts it again.  A promise that is
+not kept, or could not be measured, is named and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from outrider.traffic.connection import Client
 from outrider.traffic.plan import Plan, dues
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
+COUNTS = ("drafts", "drafted", "accepted")
 
 
 def main() -> None:
@@ -55,10 +57,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     if options.server:
         trace = traces.read(options.log)
-        found: dict[str, Any] = replay.replay(trace, options.server.split(","), Plan(rate=options.rate, greedy=True)).plain()
+        found: dict[str, Any] = replay.replay(
+            trace, options.server.split(","), Plan(rate=options.rate, greedy=True)
+        ).plain()
     else:
         count = round(options.rate * options.seconds)
-        print(f"{count} calls at {options.rate:g} a second, then {count // 4}, then readers one by one", file=sys.stderr)
+        print(
+            f"{count} calls at {options.rate:g} a second, then {count // 4}, then readers one by one", file=sys.stderr
+        )
         found = {
             "schedule": schedule(options.rate, count),
             "death": death(options.rate, count // 4),
@@ -125,7 +131,9 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         lines = [json.loads(line) for line in (folder / "out" / "calls.jsonl").open()]
         rows = [line["servers"][url] | {"call": line["call"]} for line in lines]
         due = [at for _, at in dues(trace, plan)]
-        stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+        stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf(
+            "SC_CLK_TCK"
+        )
         # perf_counter and monotonic are one clock on Linux; its zero is found from the first call
         arrivals = [came[row["request_id"]] - due[row["call"]] for row in rows]
         starts = [row["sent_s"] - row["late_s"] - due[row["call"]] for row in rows]
@@ -143,7 +151,7 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         "memory_mib": memory(peaks),
         "acceptance_agrees": bool(
             endpoint.acceptance and endpoint.reported_acceptance
-            and all(endpoint.acceptance[name] == endpoint.reported_acceptance[name] for name in ("drafts", "drafted", "accepted"))
+            and all(endpoint.acceptance[name] == endpoint.reported_acceptance[name] for name in COUNTS)
         ),
     }  # fmt: skip
 
@@ -188,7 +196,7 @@ def death(rate: float, count: int) -> dict[str, Any]:
     return {
         "calls": count, "sent": endpoint.sent, "answered": endpoint.answered, "failed": dict(endpoint.failed),
         "cut_off": dict(endpoint.cut_off), "sent_more_than_once": endpoint.retried, "lines_written": lines,
-        "not_accounted_for": endpoint.sent - endpoint.answered - sum(endpoint.failed.values()) - sum(endpoint.cut_off.values()),
+        "not_accounted_for": endpoint.sent - endpoint.answered - endpoint.failed.total() - endpoint.cut_off.total(),
     }  # fmt: skip
 
 
@@ -199,7 +207,9 @@ Reader = Callable[[str, bytes], Awaitable[None]]
 
 def reader(make: Callable[[], Reader], count: int, rate: float = 100.0) -> dict[str, float]:
     """CPU of a call by one way of reading answers, at a rate that all of them can keep."""
-    body = json.dumps({"model": "stub", "messages": [{"role": "user", "content": words("x", 100)}], "stream": True}).encode()
+    body = json.dumps(
+        {"model": "stub", "messages": [{"role": "user", "content": words("x", 100)}], "stream": True}
+    ).encode()
     with stub() as (url, _):
 
         async def go() -> float:
@@ -269,7 +279,8 @@ READERS = {"httpx": by_httpx, "h11": by_h11, "outrider": by_our_own}
 
 
 GROWTH_MIB = 4
-"""That memory may grow from a quarter of the run to its end.  The numbers of 9,000 calls are half of one, their texts 9."""
+"""That memory may grow from a quarter of the run to its end.  The numbers of 9,000 calls are half of one, their texts
+9."""
 
 
 def promises(found: dict[str, Any]) -> dict[str, bool]:

@@ -1,4 +1,5 @@
-"""Do a real server's counters say what its answers say?  A replay against vLLM with n-gram speculation, added up three ways.
+"""Do a real server's counters say what its answers say?  A replay against vLLM with n-gram speculation, added up three
+ways.
 
     benchmarks/engines/install.py && benchmarks/engines/serve_vllm.sh &
     python benchmarks/vllm_replay.py --server http://127.0.0.1:8123 [--prompts 100] [--max-tokens 64]
@@ -8,9 +9,9 @@ a stop string only the second: vLLM 0.32 leaves the figures of their drafts out 
 
 1. drafts, drafted and accepted tokens of the counters = those of all answers added up;
 2. tokens received = tokens the counters call generated;
-3. tokens received = requests + steps + accepted - cut.  A request's first token comes from its prefill, behind which no step
-   stands; each step writes one token of the target's own; `cut` are tokens that a step wrote behind the end of its answer, and
-   that nobody receives.  The last part takes every step apart and counts them.
+3. tokens received = requests + steps + accepted - cut.  A request's first token comes from its prefill, behind which no
+   step stands; each step writes one token of the target's own; `cut` are tokens that a step wrote behind the end of its
+   answer, and that nobody receives.  The last part takes every step apart and counts them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--out", type=Path, default=PLACE)
-    parser.add_argument("--only-steps", action="store_true", help="measure the last part again, into the file that is there")
+    parser.add_argument(
+        "--only-steps", action="store_true", help="measure the last part again, into the file that is there"
+    )
     wanted = parser.parse_args()
     few = max(2, wanted.prompts // 4)
     if wanted.only_steps:
@@ -61,7 +64,9 @@ def main() -> None:
     part.write_text(json.dumps(found, indent=2) + "\n")
     part.replace(wanted.out)
     print(f"          {wanted.out}")
-    wrong = [f"{name}: {what}" for name in (*GROUPS, "steps") for what, holds in found[name]["holds"].items() if not holds]
+    wrong = [
+        f"{name}: {what}" for name in (*GROUPS, "steps") for what, holds in found[name]["holds"].items() if not holds
+    ]
     if wrong:
         raise SystemExit("does not hold: " + "; ".join(wrong))
 
@@ -77,7 +82,9 @@ def grouped(server: str, count: int, few: int, max_tokens: int, concurrency: int
         found[group], answers[group] = replayed(server, bodies, concurrency, ends_early=group == "stop")
         told(group, meaning, found[group])
     pairs = [(answers["greedy"][k], answers["mixed"][k]) for k in range(0, few, 2)]
-    found["mixed"]["greedy_answers_as_in_the_first_group"] = f"{sum(one == other for one, other in pairs)} of {len(pairs)}"
+    found["mixed"]["greedy_answers_as_in_the_first_group"] = (
+        f"{sum(one == other for one, other in pairs)} of {len(pairs)}"
+    )
     print(f"          greedy answers as in the first group: {found['mixed']['greedy_answers_as_in_the_first_group']}")
     return found
 
@@ -94,7 +101,11 @@ def bodies_of(group: str, count: int, max_tokens: int) -> list[dict[str, Any]]:
     """Requests of one group; the same prompts in every group."""
     bodies = []
     for number, (_, text) in enumerate(demo.prompts("held_out", count)):
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": 0}
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
         if group == "sampled" or (group == "mixed" and number % 2):
             body |= {"temperature": 0.7, "seed": number}
         if group == "stop":
@@ -203,7 +214,12 @@ def is_last_drafted(steps: list[int], kept: list[int]) -> bool:
 
 def pieces_of(server: str, body: dict[str, Any]) -> tuple[list[int], list[int]]:
     """(tokens of every piece of the stream, drafted tokens kept in every step with a draft)."""
-    asked = body | {"model": "demo", "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    asked = body | {
+        "model": "demo",
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
     pieces, said = [], {}
     with httpx.stream("POST", f"{server}/v1/chat/completions", json=asked, timeout=120) as answer:
         answer.raise_for_status()

@@ -137,19 +137,19 @@ def _planned(plan: Plan) -> str:
             weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
             features = f"in {sized(source.bytes)} of memory" if source.is_cached else "live"
             return (
-                f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} steps of "
-                f"{source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; features {features}, "
-                f"0 bytes of disk; checkpoint {sized(12 * weights)}"
+                f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} "
+                f"steps of {source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; "
+                f"features {features}, 0 bytes of disk; checkpoint {sized(12 * weights)}"
             )
         case events.Calibrating():
             return (
-                f"calibrate {plan.checkpoint}: {plan.total} prompts of {plan.task}, at most {counted(plan.tokens)} tokens to "
-                f"write at temperature {plan.temperature:g}"
+                f"calibrate {plan.checkpoint}: {plan.total} prompts of {plan.task}, at most {counted(plan.tokens)} "
+                f"tokens to write at temperature {plan.temperature:g}"
             )
         case events.Evaluating():
             return (
-                f"evaluate  {', '.join(plan.drafters)}: {plan.prompts} prompts per task of {', '.join(plan.tasks)}; about "
-                f"{counted(plan.tokens)} tokens to write, one interleaved run"
+                f"evaluate  {', '.join(plan.drafters)}: {plan.prompts} prompts per task of {', '.join(plan.tasks)}; "
+                f"about {counted(plan.tokens)} tokens to write, one interleaved run"
                 + (f"; {plan.done} prompts were measured before" if plan.done else "")
             )
     raise AssertionError(plan)
@@ -210,12 +210,14 @@ def _say_evaluated(found: events.Evaluated, took: str) -> None:
     console.out.print(tables.SummaryTable(report))
     say(f"          {summary.headline(report)}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
-    lost = f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""
-    say(f"          {summary.many(len(report.rows), 'row')} over {summary.many(tried, 'prompt')}{lost}; {took}")
+    left_out = (
+        f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""
+    )
+    say(f"          {summary.many(len(report.rows), 'row')} over {summary.many(tried, 'prompt')}{left_out}; {took}")
     if (load := report.machine_load) is not None and (load.repeated or load.contended):
-        lost = max(load.waited or 0.0, load.stolen or 0.0)
+        taken = max(load.waited or 0.0, load.stolen or 0.0)
         say(
-            f"load      other programs took {100 * lost:.0f} % of the time; {load.repeated} of {load.runs} runs were measured "
-            f"again, {load.contended} lost much time even so"
+            f"load      other programs took {100 * taken:.0f} % of the time; {load.repeated} of {load.runs} runs were "
+            f"measured again, {load.contended} lost much time even so"
         )
     say(f"          {folder / 'report.json'}, {folder / 'report.html'}")

@@ -23,8 +23,8 @@ from outrider.traffic.watch import SIDES, View, Window, glance, standing, watchi
 
 MISSING = "–"
 INCOMPARABLE = (
-    "can't be compared: the server counts only steps with a draft, and the report does not show that its drafter drafts at "
-    "every step; watch a server that counts all steps, or release a report with accepted_histogram"
+    "can't be compared: the server counts only steps with a draft, and the report does not show that its drafter "
+    "drafts at every step; watch a server that counts all steps, or release a report with accepted_histogram"
 )
 
 
@@ -50,7 +50,8 @@ def watch(
     """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
-            f"--every must be at least 0.1 s and --for above 0 s, got {every:g}{'' if for_s is None else f' and {for_s:g}'}"
+            "--every must be at least 0.1 s and --for above 0 s, got "
+            f"{every:g}{'' if for_s is None else f' and {for_s:g}'}"
         )
     if once and log is not None:
         raise ConfigError("--log has no effect with --once; --json FILE writes the reading")

@@ -70,7 +70,8 @@ def equivalence(
     is_within = -margin < both_sides.low and both_sides.high < margin
     is_different = surely.low > 0 or surely.high < 0
     return Equivalence(
-        "equivalent" if is_within else "different" if is_different else "not enough prompts", both_sides, margin, len(gained),
+        "equivalent" if is_within else "different" if is_different else "not enough prompts", both_sides, margin,
+        len(gained),
         int(np.count_nonzero(gained)), _needed(gained, margin, span, level),
     )  # fmt: skip
 

@@ -62,7 +62,8 @@ def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
 
 def _paired(
     comparison: Comparison, columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
-    statistic: Callable[[Floats], Floats], policy: Policy, what: str, without: Collection[tuple[str, str]] | None = None,
+    statistic: Callable[[Floats], Floats], policy: Policy, what: str,
+    without: Collection[tuple[str, str]] | None = None,
 ) -> Found:  # fmt: skip
     """Tests over all tasks and on each, from figures of pairs of prompts.
 
@@ -127,7 +128,7 @@ def _pace(table: Floats) -> Floats:
     return logs
 
 
-# ── the slowest prompts ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the slowest prompts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def slowest(comparison: Comparison, policy: Policy) -> Found:
@@ -179,7 +180,7 @@ def _tail_estimate(logs: Floats, scatter: float, policy: Policy, index: int) -> 
     return estimate_of(float(high[1] - high[0]), drawn, len(logs))
 
 
-# ── scores ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── scores ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def score(comparison: Comparison, policy: Policy) -> Found:

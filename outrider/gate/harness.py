@@ -126,8 +126,8 @@ def both(
         return _both(job, on_request, load)
     if not job.allow_code:
         raise ConfigError(
-            f"{', '.join(unsafe)} runs code that the model wrote; give --allow-code-execution on a machine where that can do "
-            "no harm, or leave the task out"
+            f"{', '.join(unsafe)} runs code that the model wrote; give --allow-code-execution on a machine where that "
+            "can do no harm, or leave the task out"
         )
     return sandbox.run_in_subprocess(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
 

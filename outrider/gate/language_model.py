@@ -48,8 +48,10 @@ class OutriderLM(TemplateLM):
     def __init__(
         self, target: str | TransformersTarget = "demo", drafter: Drafter | str | None = None, *, slots: int = 8,
         max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool | None = None,
-        think_end_token: str | None = None, seed: int = 0, batch_size: int | str | None = None, device: str | None = None,
-        dtype: str | None = None, max_batch_size: int | None = None, on_request: Callable[[int, int], None] | None = None,
+        think_end_token: str | None = None, seed: int = 0, batch_size: int | str | None = None,
+        device: str | None = None,
+        dtype: str | None = None, max_batch_size: int | None = None,
+        on_request: Callable[[int, int], None] | None = None,
     ):  # fmt: skip
         """drafter: an object, a kind, or a checkpoint folder.  batch_size: replaces slots where it is a number.
         seed: of tasks that sample; texts depend on nothing else.
@@ -176,8 +178,8 @@ class OutriderLM(TemplateLM):
             return found
         if found.processors:
             raise ConfigError(
-                "a task sets repetition_penalty, and the target's generation_config has other processors in an order of its "
-                "own; set model.generation_config.repetition_penalty instead, and leave it out of the task"
+                "a task sets repetition_penalty, and the target's generation_config has other processors in an order "
+                "of its own; set model.generation_config.repetition_penalty instead, and leave it out of the task"
             )
         return replace(found, repetition_penalty=penalty)
 
@@ -188,8 +190,8 @@ class OutriderLM(TemplateLM):
         unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
         if unknown:
             raise ConfigError(
-                f"a task's generation_kwargs have {', '.join(unknown)}, which are not supported; leave them out, or use until, "
-                f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
+                f"a task's generation_kwargs have {', '.join(unknown)}, which are not supported; leave them out, or "
+                f"use until, max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
             )
         return temperature, given
 
@@ -204,7 +206,8 @@ class OutriderLM(TemplateLM):
         windows, owner = [], []
         for number, request in enumerate(requests):
             for pair in get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self.max_length,
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
                 context_len=1,
             ):  # fmt: skip
                 windows.append((None, *make_disjoint_window(pair)))

@@ -53,8 +53,8 @@ def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_ot
             strange += differences(new.fingerprint, report.fingerprint)
         if strange:
             raise DataError(
-                f"a report of --aa does not show the candidate's noise ({'; '.join(strange)}); measure it with the same "
-                "target and machine, or leave it out"
+                f"a report of --aa does not show the candidate's noise ({'; '.join(strange)}); measure it with the "
+                "same target and machine, or leave it out"
             )
     comparison = compare(one, other, policy.shared)
     mixed = [

@@ -21,7 +21,8 @@ from outrider.report.bootstrap import Estimate, Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Decision = Literal["pass", "warn", "stop", "underpowered", "refused"]
-"""Of the whole gate.  underpowered: no rule stops, but the prompts are too few for a pass.  refused: nothing was judged."""
+"""Of the whole gate.  underpowered: no rule stops, but the prompts are too few for a pass.  refused: nothing was
+judged."""
 EXIT_CODES: dict[Decision, int] = {"pass": 0, "warn": 0, "stop": 1, "refused": 2, "underpowered": 3}
 Unit = Literal["new/old", "difference", "share", "count"]
 COLOURS: dict[Verdict, str] = {"pass": "", "warn": "yellow", "stop": "bold white on red", "not measured": "dim"}
@@ -152,7 +153,9 @@ class Outcome:
             {
                 "rule": f.rule, "measures": f.measures, "unit": f.unit, "verdict": f.verdict, "reason": f.reason,
                 "figure": f.lead.figure, "interval": _ends(f.lead.interval),
-                "parts": [asdict(p) | {"interval": _ends(p.interval), "corrected": _ends(p.corrected)} for p in f.parts],
+                "parts": [
+                    asdict(p) | {"interval": _ends(p.interval), "corrected": _ends(p.corrected)} for p in f.parts
+                ],
             }
             for f in self.findings
         ]  # fmt: skip

@@ -68,8 +68,8 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
             )
         if temperature > 0 and mine.noise != row.noise:
             raise DataError(
-                f"{where}, drafts of one report used their own noise and those of the other the target's, which accepts fewer "
-                "tokens; measure the older one again"
+                f"{where}, drafts of one report used their own noise and those of the other the target's, which "
+                "accepts fewer tokens; measure the older one again"
             )
         found[drafter, temperature][task] = Pair(mine, row, _shared(mine, row, where, shared))
     matched = {(names[d], task, t) for (d, t), pairs in found.items() for task in pairs}

@@ -154,8 +154,9 @@ def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> 
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= target.spec.context - max_new_tokens:
             raise DataError(
-                f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones, the context of {target.spec.context} "
-                f"has room for 1 to {target.spec.context - max_new_tokens}; cut it, or ask for fewer new tokens"
+                f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones, the context of "
+                f"{target.spec.context} has room for 1 to {target.spec.context - max_new_tokens}; cut it, or ask for "
+                "fewer new tokens"
             )
 
 

@@ -11,7 +11,8 @@ from outrider.config import Config as Base
 from outrider.config import build, read
 
 Rule = Literal[
-    "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",
+    "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth",
+    "train-serve skew",
     "contamination", "clean figure", "score", "left out",
 ]  # fmt: skip
 TIMED: tuple[Rule, ...] = ("speed", "p99 TPOT")
@@ -71,8 +72,8 @@ class Policy(Base):
     shared: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of prompts that both reports must have, and share of those that must have a figure."""
     required: tuple[Rule, ...] = ("exactness", "speed", "tokens per step")
-    """Rules without which there is no pass: where one was not measured, the gate stops, or is UNDERPOWERED where that is
-    for too few prompts."""
+    """Rules without which there is no pass: where one was not measured, the gate stops, or is UNDERPOWERED where that
+    is for too few prompts."""
     warnings_stop: bool = False
 
 

@@ -45,7 +45,8 @@ def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
     looks: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
         "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),
         "machine": (Limit(action="warn"), machine(comparison)), "speed": (policy.speed, speed(*both)),
-        "tokens per step": (policy.tokens_per_step, tokens_per_step(*both)), "p99 TPOT": (policy.p99_tpot, slowest(*both)),
+        "tokens per step": (policy.tokens_per_step, tokens_per_step(*both)),
+        "p99 TPOT": (policy.p99_tpot, slowest(*both)),
         "acceptance by depth": (policy.acceptance_by_depth, acceptance(comparison)),
         "train-serve skew": (policy.train_serve_skew, skew(comparison)),
         "contamination": (policy.contamination, contamination(*both)), "score": (policy.score, score(*both)),

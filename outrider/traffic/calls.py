@@ -88,9 +88,10 @@ def length_of(value: Any) -> int:
 # ── generated text ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VOCABULARY = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part "
-    "place case week company system program question work government number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father power hour"
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour"
 )
 """Words of about one token each in most tokenizers."""
 WORDS = VOCABULARY.split()

@@ -165,7 +165,8 @@ def added(parts: Sequence[Acceptance]) -> Acceptance:
     gauges = [(part.gauge, max(part.drafts, 1)) for part in parts if part.gauge is not None]
     return Acceptance(
         **counts, by_position=tuple(map(sum, positions)), restarted=any(part.restarted for part in parts),
-        is_interval=any(part.is_interval for part in parts), drafts_are_steps=any(part.drafts_are_steps for part in parts),
+        is_interval=any(part.is_interval for part in parts),
+        drafts_are_steps=any(part.drafts_are_steps for part in parts),
         gauge=sum(value * n for value, n in gauges) / sum(n for _, n in gauges) if gauges else None,
     )  # fmt: skip
 
@@ -234,7 +235,8 @@ def scrape(url: str, client: httpx.Client | None = None) -> Counters:
                     body += piece
                     if len(body) > LARGEST_BYTES:
                         raise DataError(
-                            f"{page} answered more than {LARGEST_BYTES >> 20} MiB; give the address of a server with /metrics"
+                            f"{page} answered more than {LARGEST_BYTES >> 20} MiB; give the address of a server with "
+                            "/metrics"
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__

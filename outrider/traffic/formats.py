@@ -66,7 +66,8 @@ def _own(row: Any, name: str) -> list[Call]:
     return [
         Call(
             checked_body(body), str(meta.get("id", name)), seconds_of(row.get("t")), _session(row, "session"),
-            None if expected is None else length_of(expected), hidden or bool(meta.get("synthetic")), meta.get("answer"),
+            None if expected is None else length_of(expected), hidden or bool(meta.get("synthetic")),
+            meta.get("answer"),
         )
     ]  # fmt: skip
 
@@ -166,6 +167,7 @@ TIMES = ("timestamp", "t", "time", "created_at", "created")
 OURS = {*TIMES, "session_id", "id", "delay"}
 """Keys next to a raw request body that are not sent."""
 ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bing": "assistant",
     "bard": "assistant", "system": "system",
 }  # fmt: skip

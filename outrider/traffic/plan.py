@@ -17,7 +17,8 @@ from outrider.traffic.traces import Trace
 
 LIMITS = ("ttft", "tpot", "e2e")
 OPTIONS = {
-    "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls", "max_tokens": "--max-tokens",
+    "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls",
+    "max_tokens": "--max-tokens",
     "timeout_s": "--timeout",
 }  # fmt: skip
 """Numbers of a plan that must be above 0, and their options on the command line."""

@@ -52,7 +52,8 @@ class Release(NamedTuple):
         """The promise, to be stored with what was measured."""
         return {
             "drafter": self.drafter, "temperature": self.temperature, "prompts": self.prompts,
-            "tokens_per_step": self.tokens_per_step._asdict(), "by_depth": [interval._asdict() for interval in self.by_depth],
+            "tokens_per_step": self.tokens_per_step._asdict(),
+            "by_depth": [interval._asdict() for interval in self.by_depth],
         }  # fmt: skip
 
 
@@ -68,8 +69,8 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
     pairs = [(float(p.tokens), float(p.steps)) for row in rows for p in row.per_prompt if p.tokens and p.steps]
     if len(pairs) < FEWEST_PROMPTS:
         raise DataError(
-            f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an interval "
-            f"needs at least {FEWEST_PROMPTS}, and a few hundred to notice a drop of 10 %; measure again with "
+            f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an "
+            f"interval needs at least {FEWEST_PROMPTS}, and a few hundred to notice a drop of 10 %; measure again with "
             "evaluate.prompts=400"
         )
     tokens, steps = np.array(pairs).T
@@ -95,7 +96,9 @@ def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> 
         known = ", ".join(sorted({row.drafter for row in report.rows}))
         if not known:
             raise DataError("the report has no rows; name the report of a measured drafter")
-        raise DataError(f"the report has no measured rows of {drafter or known}; choose from {known}, or name another report")
+        raise DataError(
+            f"the report has no measured rows of {drafter or known}; choose from {known}, or name another report"
+        )
     asked = tuple(row for row in rows if temperature in (None, row.temperature))
     lead = report.model_copy(update={"rows": asked}).lead
     if lead is None:

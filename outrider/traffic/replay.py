@@ -330,7 +330,7 @@ class _Run:
             return
         row = {
             "call": number, "id": name, "at_s": call.at_s, "synthetic": call.synthetic or None,
-            "servers": {self.servers[s].url: self._row(number, answer, differs.get(s)) for s, answer in answers.items()},
+            "servers": {self.servers[s].url: self._row(number, own, differs.get(s)) for s, own in answers.items()},
             "equal": set(differs.values()) == {None} if differs else None,
         }  # fmt: skip
         self.file.write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
@@ -340,8 +340,10 @@ class _Run:
         row = {
             "outcome": answer.kind, "reason": answer.failure, "status": answer.status, "attempts": answer.attempts,
             "request_id": f"{self.mark}-{number}-{answer.attempts}", "sent_s": round(answer.began_s - self.start_s, 6),
-            "late_s": None if answer.due_s is None else round(answer.began_s - answer.due_s, 6), "ttft_s": answer.ttft_s,
-            "tpot_s": answer.tpot_s, "e2e_s": answer.e2e_s, "tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens,
+            "late_s": None if answer.due_s is None else round(answer.began_s - answer.due_s, 6),
+            "ttft_s": answer.ttft_s,
+            "tpot_s": answer.tpot_s, "e2e_s": answer.e2e_s, "tokens": answer.tokens,
+            "prompt_tokens": answer.prompt_tokens,
             "pieces": answer.chunks, "finish": answer.finish, "acceptance": answer.acceptance, "answer": text,
             "first_difference": differs,
         }  # fmt: skip

@@ -57,7 +57,8 @@ def check_servers(urls: Sequence[str]) -> None:
     for url in shown:
         if shown.count(url) > 1:
             raise ConfigError(
-                f"{url} is named twice, and its counters would mix both; name every server once, and replay twice to see noise"
+                f"{url} is named twice, and its counters would mix both; name every server once, and replay twice to "
+                "see noise"
             )
 
 

@@ -104,8 +104,8 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
         except UNREADABLE as error:
             if not skip_bad:
                 raise DataError(
-                    f"{path}:{line}: {_reason_of(error)} (read as {name}); correct the row, name the --format, or skip such "
-                    "rows with --skip-bad"
+                    f"{path}:{line}: {_reason_of(error)} (read as {name}); correct the row, name the --format, or skip "
+                    "such rows with --skip-bad"
                 ) from None
             trace.left_out["not readable"] += 1
             continue

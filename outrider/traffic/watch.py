@@ -145,7 +145,8 @@ class Watch:
         is_judged = drift is not None and is_comparable(self.counters.total, drift.release)
         return View(
             at_s, self.counters, self.window(at_s, MINUTE_S), self.window(at_s, TEN_MINUTES_S), why,
-            self._side if is_judged else None, self._side_since_s, float(drift.evidence.max()) if drift else 0.0, alarmed,
+            self._side if is_judged else None, self._side_since_s, float(drift.evidence.max()) if drift else 0.0,
+            alarmed,
             self._restarts, drift.steps_to_notice() if drift else None,
         )  # fmt: skip
 

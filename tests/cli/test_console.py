@@ -73,7 +73,8 @@ def watch_table() -> None:
 def compare_table() -> None:
     row = {
         "drafter": "dspark of another run", "task": "spec-bench-summarization", "prompts": 12, "temperature": 0,
-        "tokens_per_step": 2.1, "tokens_per_s": 90, "plain_tokens_per_s": 50, "speedup": 1.8, "exact": True, "share": {},
+        "tokens_per_step": 2.1, "tokens_per_s": 90, "plain_tokens_per_s": 50, "speedup": 1.8, "exact": True,
+        "share": {},
         "accepted_by_depth": [0.6], "compared_tokens": 1152,
         "ttft_ms": {}, "itl_ms": {}, "per_prompt": [{"id": f"{i}", "tokens": 96, "steps": 40 + i} for i in range(12)],
     }  # fmt: skip

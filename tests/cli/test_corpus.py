@@ -61,7 +61,9 @@ def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
-    (folder / "one.py").write_text("import json\nimport os\n\n\ndef read(path):\n    return json.loads(path.read_text())\n")
+    (folder / "one.py").write_text(
+        "import json\nimport os\n\n\ndef read(path):\n    return json.loads(path.read_text())\n"
+    )
     (folder / "rows.jsonl").write_text('{"text": "import os"}\n{"text": "a line"}\n')
     return folder
 
@@ -179,7 +181,8 @@ def test_add_takes_of_a_folder_what_git_would_and_says_what_it_left_out(corpus: 
     """Catches compiled files, secrets and build output in a corpus; nested and negated patterns decide as git does."""
     for name, text in {
         "repo/.git/config": "", "repo/.gitignore": "build/\n*.log\n/local.py\n", "repo/src/kept.py": "kept = 1\n",
-        "repo/src/__pycache__/kept.pyc": "\0", "repo/src/.env": "SECRET=1", "repo/src/run.log": "a line of a log", "repo/local.py": "no",
+        "repo/src/__pycache__/kept.pyc": "\0", "repo/src/.env": "SECRET=1", "repo/src/run.log": "a line of a log",
+        "repo/local.py": "no",
         "repo/src/.gitignore": "!keep.log\n", "repo/src/keep.log": "a log to keep", "repo/src/build/out.py": "built",
         "repo/src/deep/local.py": "not the one at the top", "repo/src/.venv/lib.py": "hidden",
     }.items():  # fmt: skip

@@ -29,7 +29,8 @@ Made = dict[str, Any]
 QUICK = Policy(draws=2000)
 TASKS = {"math": 24, "code": 24, "chat": 24}
 RULES = (
-    "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",
+    "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth",
+    "train-serve skew",
     "contamination", "clean figure", "score", "left out",
 )  # fmt: skip
 
@@ -56,7 +57,7 @@ def for_prompts(report: Made, change: Callable[[Made], Any], every: int = 1) -> 
             change(prompt)
 
 
-# ── every rule: a planted fault, and its clean twin ────────────────────────────────────────────────────────────────────
+# ── every rule: a planted fault, and its clean twin ───────────────────────────────────────────────────────────────────
 
 
 def one_text(new: Made) -> None:
@@ -123,8 +124,10 @@ def left_out(new: Made) -> None:
 
 
 FAULTS = [
-    ("exactness", one_text), ("exactness", one_row), ("exactness", plain_text), ("lossy rule", lossy), ("speed", slower),
-    ("tokens per step", more_steps), ("p99 TPOT", slow_tail), ("acceptance by depth", shallow), ("train-serve skew", skewed),
+    ("exactness", one_text), ("exactness", one_row), ("exactness", plain_text), ("lossy rule", lossy),
+    ("speed", slower),
+    ("tokens per step", more_steps), ("p99 TPOT", slow_tail), ("acceptance by depth", shallow),
+    ("train-serve skew", skewed),
     ("contamination", known), ("clean figure", known_ones_only), ("score", wrong_answers), ("left out", left_out),
 ]  # fmt: skip
 
@@ -191,7 +194,7 @@ def test_a_small_loss_everywhere_shows_over_all_tasks_together_and_on_none_alone
     assert [part.where for part in found.parts if part.verdict == "stop"] == ["all tasks"]
 
 
-# ── not measured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── not measured ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def without(new: Made, fields: tuple[str, ...]) -> None:
@@ -377,7 +380,7 @@ def test_acceptance_by_depth_is_the_same_from_the_histogram_and_from_older_field
     np.testing.assert_allclose(same, new)
 
 
-# ── what is refused ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reports_of_other_machines_are_refused_or_judged_without_times() -> None:
@@ -446,7 +449,7 @@ def test_a_row_that_the_baseline_lacks_must_still_be_exact() -> None:
     assert judge(new, old).finding("exactness").verdict == "stop"
 
 
-# ── policy ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── policy ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_policy_file_lies_over_the_built_in_one(tmp_path: Path) -> None:
@@ -556,7 +559,7 @@ def test_acceptance_that_falls_while_tokens_per_step_rise_only_warns() -> None:
     assert judge(new, old).finding("acceptance by depth").verdict == "warn"
 
 
-# ── noise ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reports_of_the_same_thing_widen_the_intervals_of_times_by_their_noise() -> None:
@@ -634,7 +637,7 @@ def test_two_runs_of_the_same_thing_are_seldom_stopped() -> None:
     assert stopped <= 7
 
 
-# ── what it writes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what it writes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 NASTY = 'a|b*<i>&"]]>\x00\x1b[31m\ud800 @all `x` \n new'
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Case, tiny_model
 from tiny import folder as folder
-from tiny import write_recipe
+from tiny import write_run_file
 from verbs import outrider_with
 
 from outrider.decoding.accept import Accepted, accept
@@ -149,11 +149,11 @@ def cool(prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def test_sampled_texts_of_an_honest_drafter_follow_the_law(
+def test_sampled_texts_of_an_honest_drafter_follow_the_distribution(
     target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
-    """Catches two sets that share their noise, or a rule of comparison that is not the law; false alarms: 1 %, seeds
-    fixed."""
+    """Catches two sets that share their noise, or a rule of comparison that is not the distribution; false alarms: 1 %,
+    seeds fixed."""
     found = compare_samples(target, drafter=drafter_of(Case("small_model")), **cool)
     assert found.verdict == "no difference"
     assert (found.prompts, found.samples) == (2, 100)
@@ -163,7 +163,7 @@ def test_sampled_texts_of_an_honest_drafter_follow_the_law(
 def test_a_sampled_draft_that_is_always_kept_is_caught(
     target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
-    """Catches a comparison that runs the law whatever rule it was given, or one that is blind."""
+    """Catches a comparison that runs the distribution whatever rule it was given, or one that is blind."""
     found = compare_samples(
         target, drafter=drafter_of(Case("small_model")), judge=SamplingJudge(keeps_the_first), **cool
     )
@@ -225,7 +225,7 @@ def test_the_command_compares_greedy_and_sampled_texts(
     folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a verb whose parts do not fit together, and a JSON that lacks what the table says."""
-    recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
+    recipe = write_run_file(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
     common = [
         "--prompts",
         str(here / "held_out.jsonl"),
@@ -260,7 +260,7 @@ def test_a_run_file_is_compared_on_the_target_that_it_names(
     monkeypatch.setattr(
         stages, "load_target", lambda name, **options: (given.append(options), load(name, **options))[1]
     )
-    recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
+    recipe = write_run_file(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
     target = f"target: {{name: {folder}, dtype: float32, compile: false}}"
     recipe.write_text(recipe.read_text().replace(f"target: {folder}", target))
     options = ["--prompts", str(here / "held_out.jsonl"), "--count", "1", "--max-new-tokens", "4"]
@@ -291,6 +291,6 @@ def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch:
     monkeypatch.setattr(
         parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first))
     )
-    write_recipe(here / "tiny.yaml", folder)
+    write_run_file(here / "tiny.yaml", folder)
     options = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "16"]
     assert outrider_with("parity", "--target", str(folder), "--drafter", "recycle", *options) == 1

@@ -1,4 +1,4 @@
-"""Laws are told apart where they differ, and as seldom as promised where they do not."""
+"""Distributions are told apart where they differ, and as seldom as promised where they do not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Q = torch.tensor([0.25, 0.05, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05], dtype=torch.float
 
 
 def speculated(count: int, seed: int, draft_argmax: bool = False) -> list[list[int]]:
-    """Texts of four tokens under P, drafted from Q by the law's own code; or the classic fault, Q's argmax under soft
-    Q."""
+    """Texts of four tokens under P, drafted from Q by the distribution's own code; or the classic fault, Q's argmax
+    under soft Q."""
     noise = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(Q.expand(count * DEPTH, -1), 1, generator=noise).view(count, DEPTH)
     tokens = torch.full_like(drawn, int(Q.argmax())) if draft_argmax else drawn
@@ -38,7 +38,7 @@ def plain(count: int, seed: int) -> list[list[int]]:
     return torch.multinomial(P.expand(count * (DEPTH + 1), -1), 1, generator=noise).view(count, DEPTH + 1).tolist()
 
 
-def test_the_exact_law_raises_as_few_alarms_as_promised() -> None:
+def test_the_exact_distribution_raises_as_few_alarms_as_promised() -> None:
     """Catches a chance that is too small: marginals that share cells across prompts, labels drawn over prompts, no
     Holm.
 
@@ -65,11 +65,13 @@ def test_what_is_said_to_be_detectable_is_detected_four_times_in_five() -> None:
     2000."""
     samples, cells, tests, alpha = 300, 4, 3, 0.05
     moved = detectable(cells - 1, samples, alpha / tests)
-    law = np.full(cells, 1 / cells)
-    other = law + moved * np.array([0.5, 0.5, -0.5, -0.5])
+    distribution = np.full(cells, 1 / cells)
+    other = distribution + moved * np.array([0.5, 0.5, -0.5, -0.5])
     noise, found = np.random.default_rng(5), 0
     for seed in range(100):
-        ours, theirs = (noise.choice(cells, (samples, 1), p=law).tolist() for law in (law, other))
+        ours, theirs = (
+            noise.choice(cells, (samples, 1), p=distribution).tolist() for distribution in (distribution, other)
+        )
         result = two_samples([ours], [theirs], positions=1, alpha=alpha, draws=299, seed=seed)
         assert result.detectable == pytest.approx(moved)
         found += result.tests[0].differs
@@ -89,7 +91,7 @@ def test_each_question_sees_what_the_others_can_not() -> None:
     assert {test.name for test in found.tests if test.differs} == {"lengths", "3-grams"}
 
 
-def test_prompts_of_unlike_laws_are_compared_each_with_its_own() -> None:
+def test_prompts_of_unlike_distributions_are_compared_each_with_its_own() -> None:
     """Catches labels that change places between prompts, which hides a difference behind what prompts differ in
     anyway."""
     noise = np.random.default_rng(4)
@@ -102,7 +104,7 @@ def test_prompts_of_unlike_laws_are_compared_each_with_its_own() -> None:
     assert found.verdict == "different"
 
 
-def test_laws_of_many_rare_tokens_are_told_apart_too() -> None:
+def test_distributions_of_many_rare_tokens_are_told_apart_too() -> None:
     """Catches a pool of all rare tokens, which is blind; and a power that is claimed where nothing can be seen."""
     noise = np.random.default_rng(6)
     one, other = noise.integers(0, 2000, (400, 1)), 4 * noise.integers(0, 500, (400, 1))

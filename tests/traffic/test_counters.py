@@ -211,7 +211,8 @@ def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "body", "said"),
-    [(404, b"", "answered 404"), (401, b"", "password"), (200, b"<html>hello</html>", "no metrics"), (200, b"", "no metrics"),
+    [(404, b"", "answered 404"), (401, b"", "password"), (200, b"<html>hello</html>", "no metrics"),
+     (200, b"", "no metrics"),
      (200, b"\xff\xfe\x00", "no metrics"), (200, f"{VLLM}drafts_total{{engine=".encode(), "Prometheus")],
 )  # fmt: skip
 def test_an_answer_that_holds_no_metrics_is_one_clear_sentence(status: int, body: bytes, said: str) -> None:

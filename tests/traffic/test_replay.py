@@ -164,7 +164,8 @@ def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again
 
 
 TROUBLE: dict[int, dict[str, Any]] = {
-    1: {"status": 429, "times": 2, "retry_after": 0.01}, 2: {"status": 400}, 3: {"hang": True}, 4: {"cut": 3}, 5: {"cut": 0},
+    1: {"status": 429, "times": 2, "retry_after": 0.01}, 2: {"status": 400}, 3: {"hang": True}, 4: {"cut": 3},
+    5: {"cut": 0},
     6: {"stall": 2}, 7: {"error": 2}, 8: {"error": 0}, 9: {"bytes": 1}, 10: {"whole": True}, 11: {"silent": True},
     12: {"pieces": 1}, 13: {"status": 503, "times": 1, "retry_after": 0}, 14: {"status": 429, "retry_after": 1000},
 }  # fmt: skip
@@ -341,7 +342,7 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: P
         asyncio.run(run.go())
 
 
-# ── several servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several servers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def misplaced(result: Replayed, folder: Path) -> list[str]:
@@ -786,7 +787,10 @@ def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stu
     ):
         assert word in done.output
     value = json.loads(kept.read_text())
-    assert value == json.loads((out / "replay.json").read_text()) and value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
+    assert (
+        value == json.loads((out / "replay.json").read_text())
+        and value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
+    )
     again = run(*arguments)
     assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
     assert run(*arguments, "--over").exit_code == 0
@@ -882,7 +886,8 @@ def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path: Path) -
     effect."""
     path, saved = log(tmp_path, 2).path, tmp_path / "saved.jsonl"
     idle = {
-        "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)], "--speed": ["1"],
+        "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)],
+        "--speed": ["1"],
         "--key-from": ["HOME"], "--slo": ["ttft=5"], "--split": [],
     }  # fmt: skip
     for option, value in idle.items():

@@ -198,7 +198,8 @@ def test_a_bad_row_is_named_by_its_line_or_counted(said: str, tmp_path: Path) ->
 
 
 CHANGES = {
-    "not JSON": "{", "not JSON ": "", "neither messages": json.dumps({"t": 1, "body": {}}), "no 'body'": json.dumps({"t": 1}),
+    "not JSON": "{", "not JSON ": "", "neither messages": json.dumps({"t": 1, "body": {}}),
+    "no 'body'": json.dumps({"t": 1}),
     "its call has no time": json.dumps({"body": CHAT}), "not UTF-8": '{"t": 1, "body": "\udcff"}',
     "the answer is not a text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": 1}}),
 }  # fmt: skip

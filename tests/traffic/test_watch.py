@@ -344,7 +344,8 @@ class Handler(BaseHTTPRequestHandler):
             f"vllm:inter_token_latency_seconds_count {steps}\\nvllm:generation_tokens_total {steps + kept}\\n",
             "vllm:num_requests_running 3\\n",
         ]).encode()
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
     def log_message(self, *_): ...
 server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print(server.server_port, flush=True)
