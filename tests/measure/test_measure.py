@@ -359,7 +359,7 @@ def test_ctrl_c_promises_nothing_of_a_calibration_that_is_not_so(capsys: pytest.
     with pytest.raises(SystemExit) as done, console.restarted("calibration"):
         raise KeyboardInterrupt
     said = " ".join(capsys.readouterr().err.split())
-    assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
+    assert done.value.code == 130 and "starts it again" in said and "goes on" not in said
 
 
 def test_a_task_of_loops_alone_is_refused(talker: TransformersTarget, task: str, drafters: dict[str, Drafter]) -> None:

@@ -1,4 +1,5 @@
-"""What is noted of a judged place is what the target says there, by a pass over the whole text; and noting moves nothing."""
+"""What is noted of a judged place is what the target says there, by a pass over the whole text; and noting moves
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ PROMPT = "tell me of ab ab ab ab"
 
 
 class Oracle(Drafter):
-    """Proposes the text that it was told of, wrong at some places; with `siblings` a wrong token is tried first at each."""
+    """Proposes the text that it was told of, wrong at some places; with `siblings` a wrong token is tried first at
+    each."""
 
     limit = 8
 
@@ -68,7 +70,8 @@ def drafter(talker: TransformersTarget, kind: str) -> Drafter:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["ngram", "dspark"])
 def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTarget, kind: str, temperature: float) -> None:
-    """Catches an observer that disturbs what it observes, or that watches another text than the one that was measured."""
+    """Catches an observer that disturbs what it observes, or that watches another text than the one that was
+    measured."""
     request = Request(talker.encode([{"role": "user", "content": PROMPT}]), 24, Sampling(temperature, seed=5))
     own = drafter(talker, kind)
     timed = run_once(talker, request, own, ends=temperature == 0)
@@ -146,8 +149,9 @@ def test_a_sampled_draft_s_q_and_overlap_are_its_own(talker: TransformersTarget)
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_the_chance_of_siblings_is_how_often_the_law_keeps_one(replacement: bool) -> None:
-    """Catches siblings judged against the whole p.  40,000 draws, five standard errors: a false alarm in a million runs."""
+def test_the_chance_of_siblings_is_how_often_the_distribution_keeps_one(replacement: bool) -> None:
+    """Catches siblings judged against the whole p.  40,000 draws, five standard errors: a false alarm in a million
+    runs."""
     count, noise = 40_000, torch.Generator().manual_seed(3)
     p, q = (torch.rand(5, generator=noise, dtype=torch.float64).pow(2) for _ in range(2))
     p, q = p / p.sum(), q / q.sum()

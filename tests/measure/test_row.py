@@ -1,4 +1,5 @@
-"""Every figure of a row from two runs made by hand: the right value is worked out here, and its likely mistakes are planted."""
+"""Every figure of a row from two runs made by hand: the right value is worked out here, and its likely mistakes are
+planted."""
 
 from __future__ import annotations
 
@@ -230,7 +231,8 @@ def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarge
 
 
 def test_training_is_known_by_its_held_out_answers() -> None:
-    """Catches acceptance of texts that were learnt, which promises too much, and a comparison with texts that are hotter."""
+    """Catches acceptance of texts that were learnt, which promises too much, and a comparison with texts that are
+    hotter."""
     held_out = {"answers": 32, "temperature": 0.6, "overlap": [0.6, 0.5], "agreement": [0.5, 0.4]}
     lines = [{"step": 1, "loss": 1.0, "acceptance": [0.9, 0.9]}, {"step": 1, "held_out": held_out}]
     found = training_of({}, lines)

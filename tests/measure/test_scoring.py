@@ -1,4 +1,5 @@
-"""Right answers are right however they are written, wrong ones are wrong, and code is run only where that was asked for."""
+"""Right answers are right however they are written, wrong ones are wrong, and code is run only where that was asked
+for."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ UNEQUAL = [
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_one_answer_written_in_two_ways_is_the_same(one: str, other: str) -> None:
-    """Catches a right answer that scores 0 for its commas, its unit or its LaTeX; both ways round, and in its normal form."""
+    """Catches a right answer that scores 0 for its commas, its unit or its LaTeX; both ways round, and in its normal
+    form."""
     assert same(one, other) and same(other, one)
     assert normal(normal(one)) == normal(one)
 
@@ -81,7 +83,8 @@ def test_a_box_is_read_to_its_own_end(inside: str) -> None:
     ],
 )  # fmt: skip
 def test_the_last_answer_counts(text: str, answer: str | None) -> None:
-    """Catches a number of the way there that passes for the end, and a cut-off box that hides the whole one before it."""
+    """Catches a number of the way there that passes for the end, and a cut-off box that hides the whole one before
+    it."""
     assert final_answer(text) == answer
 
 
@@ -134,7 +137,8 @@ MBPP = TASKS["mbpp"].prompt(
     ],
 )  # fmt: skip
 def test_code_is_scored_by_its_tests(task: str, prompt: Prompt, answer: str, right: float) -> None:
-    """Catches the wrong block of an answer, a stub's imports that are missing, and a name that the prompt never said."""
+    """Catches the wrong block of an answer, a stub's imports that are missing, and a name that the prompt never
+    said."""
     assert score(task, prompt, [answer], allow_code=True) == right
     assert score(task, prompt, [answer]) is None
 
@@ -178,7 +182,8 @@ METHOD = (
     ],
 )  # fmt: skip
 def test_programs_are_scored_by_what_they_write_and_methods_by_what_they_give(name: str, answer: str, right: float) -> None:
-    """Catches one way of reading standard input that sees nothing, cases that see each other, and private cases left out."""
+    """Catches one way of reading standard input that sees nothing, cases that see each other, and private cases left
+    out."""
     mine = CASES if name is None else [{"input": "[1, 2]\n3", "output": "[6]"}, {"input": "[]\n4", "output": "[4]"}]
     assert score("livecodebench", problem(name, mine[:1], packed(mine[1:])), [answer], allow_code=True) == right
 

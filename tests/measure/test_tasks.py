@@ -1,7 +1,7 @@
 """Every prompt set loads from where it is published and from a folder, in the shape that results are compared in.
 
-The hub is a server of ours that speaks its routes and serves rows that we made up in each data set's own layout; the client
-that asks it is the real one.
+The hub is a server of ours that speaks its routes and serves rows that we made up in each data set's own layout; the
+client that asks it is the real one.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def ask(endpoint: str, home: Path, *wanted: tuple[str, str | None]) -> list[Any]
 
 
 def test_all_nine_load_from_the_hub_at_a_named_commit(hub: str, tmp_path: Path) -> None:
-    """Catches a wrong name, configuration, split or file, a loader script being run, and a report that can't name its data."""
+    """Catches a wrong name, configuration, split or file, a loader script being run, and a report that can't name its
+    data."""
     for name, found in zip(NINE, ask(hub, tmp_path, *((name, None) for name in NINE)), strict=True):
         source, revision, count, said = found
         assert (revision, count) == (NEW, len(ROWS[name])), name
@@ -227,7 +228,8 @@ def test_all_nine_load_from_the_hub_at_a_named_commit(hub: str, tmp_path: Path) 
 
 
 def test_a_pinned_commit_is_the_one_that_is_read(hub: str, tmp_path: Path) -> None:
-    """Catches a pin that only ends up in the report; the newest has other text, and a cache offers it for a lost commit."""
+    """Catches a pin that only ends up in the report; the newest has other text, and a cache offers it for a lost
+    commit."""
     old, new, missing = ask(hub, tmp_path, ("gsm8k", OLD), ("gsm8k", NEW), ("gsm8k", "3" * 40))
     assert old[1] == OLD and old[3][0][1][0].startswith("old: Ann")
     assert new[1] == NEW and new[3][0][1][0].startswith("Ann")
@@ -443,7 +445,8 @@ def test_an_unknown_task_is_refused_with_the_nearest() -> None:
 
 
 def test_a_draw_is_the_head_of_a_seeded_shuffle(tmp_path: Path) -> None:
-    """Catches draws that no seed repeats, that repeat a prompt, or in which more prompts are not the same ones and others."""
+    """Catches draws that no seed repeats, that repeat a prompt, or in which more prompts are not the same ones and
+    others."""
     write(tmp_path / "alpaca.jsonl", [{"turns": [str(i)]} for i in range(40)])
     drawn = [[prompt.turns[0] for prompt in prompts("alpaca", most, 980406, tmp_path)] for most in (5, 39, 40, 100)]
     order = [str(i) for i in range(40)]
@@ -475,7 +478,8 @@ def app() -> typer.Typer:
 
 
 def test_the_verb_lists_all_and_counts_what_a_folder_holds(app: typer.Typer, tmp_path: Path) -> None:
-    """Catches a folder that is not looked into, a count of another set, and rows without references passing as scored."""
+    """Catches a folder that is not looked into, a count of another set, and rows without references passing as
+    scored."""
     write(tmp_path / "alpaca.jsonl", ROWS["alpaca"])
     write(tmp_path / "gsm8k.jsonl", [{"turns": ["a"]}])
     said = CliRunner().invoke(app, ["--data", str(tmp_path), "--json", str(tmp_path / "list.json")])
@@ -485,22 +489,23 @@ def test_the_verb_lists_all_and_counts_what_a_folder_holds(app: typer.Typer, tmp
     assert (listed["alpaca"]["found_rows"], listed["gsm8k"]["references"], listed["mbpp"]["found"]) == (2, False, None)
 
 
-class Told(Exception):
+class Received(Exception):
     """Carries the settings that a verb has read."""
 
 
 @pytest.mark.parametrize("name", ["null", "2024", "a: b", 'it\'s "é" #1', "x" * 200 + " y", "plain/folder"])
 def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes apart."""
+    """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes
+    apart."""
 
-    def told(settings: Any, _: Any) -> None:
-        raise Told(settings.evaluate.data)
+    def receive(settings: Any, _: Any) -> None:
+        raise Received(settings.evaluate.data)
 
-    monkeypatch.setattr(stages, "target_of", told)
+    monkeypatch.setattr(stages, "target_of", receive)
     recipe = tmp_path / "run.yaml"
     recipe.write_text("target: demo\ndrafter: ngram\nevaluate: {}\n")
-    with pytest.raises(Told) as found:
-        evaluate(recipe, [], Path(name))
+    with pytest.raises(Received) as found:
+        evaluate([str(recipe)], data=Path(name))
     assert found.value.args == (name,)
 
 

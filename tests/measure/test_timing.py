@@ -78,7 +78,8 @@ def test_a_compiled_draft_s_graph_is_its_model_s_time(talker: TransformersTarget
 
 
 def test_a_batch_s_time_is_split_and_its_texts_are_not_mixed(talker: TransformersTarget) -> None:
-    """Catches nodes, steps or tokens of one request that are counted in another, and a batch's time counted once a request."""
+    """Catches nodes, steps or tokens of one request that are counted in another, and a batch's time counted once a
+    request."""
     drafter = load_drafter("ngram", talker, shortest=1)
     asked = [request(talker, text, new) for text, new in (("xyxyxy", 24), ("q", 3), ("ababab", 12))]
     began = time.perf_counter()
