@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_install_completion_arguments
 
 import outrider
-from outrider.cli import complete, console
+from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
 VERBS = {
@@ -76,8 +76,11 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """As the parent's, with the loaded verb in place of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
-        if ctx.resilient_parsing and (quick := complete.stand_in(rest)):
-            return name, quick, rest
+        if ctx.resilient_parsing:
+            from outrider.cli import complete  # of no use but to the shell
+
+            if (quick := complete.stand_in(rest)) is not None:
+                return name, quick, rest
         return name, self.load(name) if name else None, rest
 
     def get_help_option(self, ctx: Any) -> Any:
