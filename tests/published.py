@@ -1,4 +1,5 @@
-"""Draft models as their authors publish them, written by hand: names, shapes and config.json of every layout, at tiny sizes."""
+"""Draft models as their authors publish them, written by hand: names, shapes and config.json of every layout, at tiny
+sizes."""
 
 from __future__ import annotations
 

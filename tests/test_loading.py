@@ -13,12 +13,14 @@ import pytest
 import torch
 from published import LAYOUTS, Published, Sizes
 from tiny import make_folder
+from verbs import outrider_with
 
 from outrider import generate, load_drafter, load_target
 from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError
 from outrider.export.reading import import_folder
 from outrider.loading import describe, draft_model
 from outrider.targets.transformers import TransformersTarget
+from outrider.training import calibrate
 from outrider.weights import weights_of
 
 PROMPTS = ("a text of some words", "and one more")
@@ -38,7 +40,8 @@ def texts(target: TransformersTarget, drafter: Any) -> list[tuple[list[int], lis
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_published_folder_drafts_as_it_is(name: str, verifier: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a layout that only `outrider import` reads, one that is read otherwise there, and a text that is changed."""
+    """Catches a layout that only `outrider import` reads, one that is read otherwise there, and a text that is
+    changed."""
     made = LAYOUTS[name](Sizes(verifier))
     folder = made.write(tmp_path / "published")
     source = describe(folder)
@@ -114,7 +117,8 @@ REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_published_folder_is_refused_with_the_reason(case: str, verifier: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a drafter that loads and drafts nonsense, and a message without the field, what is wanted and what to do."""
+    """Catches a drafter that loads and drafts nonsense, and a message without the field, what is wanted and what to
+    do."""
     name, spoil, reason = REFUSED[case]
     made = LAYOUTS[name](Sizes(verifier))
     folder = made.write(tmp_path / "published")
@@ -193,3 +197,33 @@ def test_an_import_of_a_checkpoint_says_that_it_is_one(verifier: TransformersTar
     import_folder(folder, tmp_path / "checkpoint", verifier)
     with pytest.raises(ExportError, match="is a checkpoint already"):
         import_folder(tmp_path / "checkpoint", tmp_path / "again", verifier)
+
+
+def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a published folder that is changed, and one that needs `outrider import` first."""
+    monkeypatch.setattr(calibrate, "MIN_DRAFTS", 10)
+    target = make_folder(tmp_path / "target", num_hidden_layers=8)
+    made = LAYOUTS["deepspec_dspark"](Sizes(load_target(target)))
+    folder = made.write(tmp_path / "published")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"id": "{i}", "prompt": "say {i}"}}\n' for i in range(8)))
+    words = ("calibrate", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--count", "8", "--max-new-tokens", "16")
+    assert outrider_with(*words) == 2
+    assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
+    assert outrider_with(*words, "--target", str(target)) == 2
+    assert "is published, and is not changed: name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
+    assert outrider_with(*words, "--target", str(target), "--out", str(tmp_path / "scaled")) == 0, capsys.readouterr().err
+    assert "calibration" in describe(tmp_path / "scaled").manifest and not (folder / "outrider.json").exists()
+
+
+def test_decode_takes_a_published_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a verb that reads the manifest of a checkpoint."""
+    target = make_folder(tmp_path / "target", num_hidden_layers=8)
+    folder = LAYOUTS["safeailab_eagle3"](Sizes(load_target(target))).write(tmp_path / "published")
+    words = ("decode", "a text", "--target", str(target), "--max-new-tokens", "8", "--no-compile")
+    texts = []
+    for more in ((), ("--drafter", str(folder))):
+        assert outrider_with(*words, *more) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].strip()

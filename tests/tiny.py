@@ -1,4 +1,4 @@
-"""A tiny Qwen3 on disk that reads and writes bytes, with its tokenizer and chat template, and a recipe around it."""
+"""A tiny Qwen3 on disk that reads and writes bytes, with its tokenizer and chat template, and a run file around it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def make_tokenizer(template: str | None = TEMPLATE, end: str | None = "<|end|>")
 
 
 def make_folder(path: Path, seed: int = 0, template: str | None = TEMPLATE, **sizes: object) -> Path:
-    """Save model and tokenizer; the model writes printable letters, as far as it is greedy, and ends a text with <|end|>."""
+    """Save model and tokenizer; the model writes printable letters, as far as it is greedy, and ends a text with
+    <|end|>."""
     tokenizer = make_tokenizer(template)
     model = tiny_model(seed, **({"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id} | sizes))
     letters = tokenizer.encode("".join(map(chr, range(32, 127))))
@@ -52,9 +53,9 @@ def make_folder(path: Path, seed: int = 0, template: str | None = TEMPLATE, **si
     return path
 
 
-def write_recipe(path: Path, target: Path | str, **sections: Any) -> Path:
-    """A recipe of seconds; a section given as None is left out."""
-    recipe: dict[str, Any] = {
+def write_run_file(path: Path, target: Path | str, **sections: Any) -> Path:
+    """A run file of seconds; a section given as None is left out."""
+    values: dict[str, Any] = {
         "target": str(target),
         "drafter": dict(DRAFTER),
         "prepare": {
@@ -66,12 +67,12 @@ def write_recipe(path: Path, target: Path | str, **sections: Any) -> Path:
             "min_first_ngrams": 0.0, "repeats": 0,
         },
     }  # fmt: skip
-    recipe = {key: value for key, value in (recipe | sections).items() if value is not None}
+    values = {key: value for key, value in (values | sections).items() if value is not None}
     (path.parent / "prompts.jsonl").write_text("".join(f'{{"id": "p{i}", "prompt": "say {"ab" * i} {i}"}}\n' for i in range(6)))
     (path.parent / "held_out.jsonl").write_text(
         "".join(f'{{"id": "h{i}", "prompt": "tell {i} {"xy" * i}"}}\n' for i in range(4))
     )
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml.safe_dump(values))
     return path
 
 

@@ -31,7 +31,7 @@ STEADY_STEPS = 24
 out = Console()
 note = Console(stderr=True)
 
-Recipe = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
+RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)
 ]
@@ -80,13 +80,13 @@ class FittedTable:
         width = options.max_width
         texts = [[_text(column.header), *cells] for column, cells in zip(self.columns, self._cells(), strict=True)]
         full = [max(_longest(text.plain.split("\n")) for text in own) for own in texts]
-        least = [
+        narrowest = [
             max(_longest(own[0].plain.split()), *(_longest(_pieces(text, column.no_wrap)) for text in own))
             for column, own in zip(self.columns, texts, strict=True)
         ]
         gap = 2 if sum(full) + 2 * (len(full) - 1) <= width else 1
         room = width - gap * (len(full) - 1)
-        if sum(least) > room or _is_tall(widths := _widths(least, full, room), texts):
+        if sum(narrowest) > room or _is_tall(widths := _widths(narrowest, full, room), texts):
             yield from self._blocks(width)
             return
         made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
@@ -154,9 +154,9 @@ def _pieces(text: Text, whole_lines: bool) -> list[str]:
     return text.plain.split("\n") if whole_lines else text.plain.split()
 
 
-def _widths(least: Sequence[int], full: Sequence[int], room: int) -> list[int]:
-    """Widths between `least` and `full` of every column that together take at most `room`, shared evenly."""
-    widths, spare = list(least), room - sum(least)
+def _widths(narrowest: Sequence[int], full: Sequence[int], room: int) -> list[int]:
+    """Widths between `narrowest` and `full` of every column that together take at most `room`, shared evenly."""
+    widths, spare = list(narrowest), room - sum(narrowest)
     while spare > 0 and (narrow := [i for i, width in enumerate(widths) if width < full[i]]):
         each = max(1, spare // len(narrow))
         for i in narrow[:spare]:

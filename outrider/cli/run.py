@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from outrider.checkpoint import manifest_of
 from outrider.cli import console
 from outrider.cli.console import (
     JsonTo,
     Overrides,
-    Recipe,
+    RunFile,
     SkipBad,
     counted,
     lasting,
@@ -23,6 +22,9 @@ from outrider.cli.console import (
     write_json,
 )  # fmt: skip
 from outrider.cli.stages import Printer
+from outrider.errors import ConfigError
+from outrider.export.reading import import_folder
+from outrider.loading import describe
 from outrider.measure import tasks
 from outrider.runs import stages
 from outrider.targets.load import load_target
@@ -31,33 +33,33 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print
 
 
 def run(
-    recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False, dry_run: DryRun = False
+    file: RunFile, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False, dry_run: DryRun = False
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
     if dry_run:
-        preview(recipe, _skipping(overrides, skip_bad), json_to=json_to)
+        preview(file, _skipping(overrides, skip_bad), json_to=json_to)
         return
-    report = stages.run(recipe, _skipping(overrides, skip_bad), reporter=Printer())
+    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer())
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
 
-def prepare(recipe: Recipe, overrides: Overrides = None, skip_bad: SkipBad = False, dry_run: DryRun = False) -> None:
+def prepare(file: RunFile, overrides: Overrides = None, skip_bad: SkipBad = False, dry_run: DryRun = False) -> None:
     """Let the target answer the prompts; goes on where it was stopped."""
-    _stage("prepare", recipe, _skipping(overrides, skip_bad), dry_run)
+    _stage("prepare", file, _skipping(overrides, skip_bad), dry_run)
 
 
-def train(recipe: Recipe, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Train the drafter on the target's answers; goes on where it was stopped."""
-    _stage("train", recipe, overrides or [], dry_run)
+    _stage("train", file, overrides or [], dry_run)
 
 
-def _stage(stage: stages.Stage, recipe: Path, overrides: list[str], dry_run: bool) -> None:
+def _stage(stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool) -> None:
     if dry_run:
-        preview(recipe, overrides, [stage])
+        preview(file, overrides, [stage])
     else:
-        stages.run(recipe, overrides, stages=[stage], reporter=Printer())
+        stages.run(file, overrides, stages=[stage], reporter=Printer())
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
@@ -66,10 +68,10 @@ def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
 
 
 def preview(
-    recipe: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None, json_to: str | None = None
+    file: Path, overrides: list[str], only: Sequence[stages.Stage] | None = None, json_to: str | None = None
 ) -> None:  # fmt: skip
     """Print what a run will do."""
-    show(stages.plan(recipe, overrides, stages=only), json_to)
+    show(stages.plan(file, overrides, stages=only), json_to)
 
 
 def show(lines: Sequence[stages.Line], json_to: str | None) -> None:
@@ -88,21 +90,32 @@ def _shown(line: stages.Line) -> str:
 
 
 def calibrate(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a drafter with a confidence head.", show_default=False)],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a drafter with a confidence head, or a published one's id.", show_default=False)
+    ],
     prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts that it was not trained on.")] = "stdlib",
     count: Annotated[int, typer.Option(min=2, help="Prompts; half of them are scaled on, the others judged on.")] = 200,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
     shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
+    out: Annotated[Path | None, typer.Option(help="New checkpoint, of a published drafter: that stays as it is.")] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Scale confidences by what is accepted on held-out prompts, and print their error before and after."""
     place_of_json(json_to)
-    name = target or manifest_of(checkpoint)["target"]["name"]
+    source = describe(checkpoint)
+    if (name := target or source.target) is None:
+        raise ConfigError(f"{checkpoint} does not name its target; name it with --target")
+    if (source.format is None) != (out is None):
+        wanted = "changed itself: leave out --out" if out else "not changed: name a new checkpoint with --out"
+        raise ConfigError(f"{checkpoint} is {'a checkpoint' if out else 'published'}, and is {wanted}")
     drawn = list(tasks.prompts(prompts, count, seed=1))
+    loaded = load_target(name)
+    if out is not None:
+        import_folder(source.folder, out, loaded, source.format, source.kind)
     found = stages.calibrate(
-        checkpoint, load_target(name), prompts, drawn, max_new_tokens=max_new_tokens, temperature=temperature,
+        out or source.folder, loaded, prompts, drawn, max_new_tokens=max_new_tokens, temperature=temperature,
         shifting=shifts, reporter=Printer(),
     )  # fmt: skip
     write_json(json_to, asdict(found))

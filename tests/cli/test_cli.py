@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from rich.console import Console
-from tiny import DRAFTER, write_recipe
+from tiny import DRAFTER, write_run_file
 from torch import Tensor
 
 from outrider import cli, demo, generate
@@ -77,7 +77,7 @@ def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the tiny recipe was run to its end."""
     place = tmp_path_factory.mktemp("made")
-    write_recipe(place / "tiny.yaml", folder)
+    write_run_file(place / "tiny.yaml", folder)
     before, argv = Path.cwd(), sys.argv
     os.chdir(place)
     sys.argv = ["outrider", "run", "tiny.yaml"]
@@ -129,7 +129,7 @@ def test_the_probe_asks_for_whole_drafts(folder: Path, talker: TransformersTarge
             asked.extend(budget.tolist())
             return Draft.empty(len(state.rows), state.device)
 
-    settings, _ = load(write_recipe(tmp_path / "tiny.yaml", folder))
+    settings, _ = load(write_run_file(tmp_path / "tiny.yaml", folder))
     probe = stages._probe(settings, talker, check(settings, ["prepare", "train"]))
     assert probe(SimpleNamespace(drafter=Asked)) == {"probe_tokens_per_step": 1.0}
     assert max(asked) == 3
@@ -152,7 +152,7 @@ def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatc
 
 def test_the_stages_one_by_one_are_the_run(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches a verb that does more, less or other than its share of `run`; weights are compared bit for bit."""
-    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "tiny.yaml", folder)
     assert outrider("prepare", "tiny.yaml").code == 0
     assert not (tmp_path / "runs/tiny/checkpoint").exists()
     assert outrider("train", "tiny.yaml").code == 0
@@ -180,7 +180,7 @@ def test_a_training_stopped_by_ctrl_c_says_so_and_goes_on(
     made: Path, folder: Path, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a traceback, exit code 0, or another result after the same command."""
-    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "tiny.yaml", folder)
     assert outrider("prepare", "tiny.yaml").code == 0
     real, steps = trainer.optimise, []
 
@@ -207,7 +207,7 @@ def test_ctrl_c_while_answering_is_130_too(
     """Catches a traceback where no stage catches the signal itself; the answers there are stay."""
     from outrider.data import regenerate
 
-    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "tiny.yaml", folder)
     real = regenerate._answers
 
     def interrupted(*given: Any) -> Iterator[Any]:
@@ -228,7 +228,7 @@ def test_ctrl_c_while_answering_is_130_too(
 
 def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches --skip-bad that skips in silence, and a bad row that is skipped without it."""
-    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "tiny.yaml", folder)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"id": "torn", "prom')
     done = outrider("prepare", "tiny.yaml", "prepare.count=9")
@@ -244,7 +244,7 @@ def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_p
 
 def test_show_gives_every_value_and_its_origin(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches a value without an origin, and a table that hides one."""
-    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "tiny.yaml", folder)
     done = outrider("show", "tiny.yaml", "train.lr=3e-4", "--json", "shown.json")
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "shown.json").read_text())
@@ -510,7 +510,7 @@ def test_prompt_sets_come_from_a_folder(folder: Path, tmp_path: Path, outrider: 
         "min_first_ngrams": 0.0,
         "temperatures": [0.0],
     }
-    write_recipe(tmp_path / "sets.yaml", folder, drafter="ngram", train=None, evaluate=measured)
+    write_run_file(tmp_path / "sets.yaml", folder, drafter="ngram", train=None, evaluate=measured)
     done = outrider("evaluate", "sets.yaml", "--data", sets, "--json", "found.json")
     assert done.code == 0, done.err
     found = json.loads(Path("found.json").read_text())
@@ -537,10 +537,10 @@ def test_decode_takes_a_checkpoint(made: Path, folder: Path, outrider: Outrider)
 
 def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches tracebacks, exit code 0, and messages that do not name the key; 2 is a wrong setting, 1 is wrong data."""
-    write_recipe(tmp_path / "tiny.yaml", folder)
-    write_recipe(tmp_path / "bare.yaml", folder, train=None, evaluate=None)
-    write_recipe(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
-    write_recipe(tmp_path / "deep.yaml", folder, drafter=DRAFTER | {"taps": [1, 40]})
+    write_run_file(tmp_path / "tiny.yaml", folder)
+    write_run_file(tmp_path / "bare.yaml", folder, train=None, evaluate=None)
+    write_run_file(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
+    write_run_file(tmp_path / "deep.yaml", folder, drafter=DRAFTER | {"taps": [1, 40]})
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("target: [demo\n")
     decode = ("decode", "--target", folder)
@@ -588,8 +588,8 @@ def test_a_message_with_brackets_is_shown_whole(outrider: Outrider, tmp_path: Pa
 @pytest.mark.parametrize("recipe", ["counting", "misspelt"])
 def test_a_run_refuses_before_it_prepares(recipe: str, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches hours of answers before a later section turns out to be wrong."""
-    write_recipe(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
-    write_recipe(tmp_path / "misspelt.yaml", folder, train={"loss": {"klt": 1.0}})
+    write_run_file(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
+    write_run_file(tmp_path / "misspelt.yaml", folder, train={"loss": {"klt": 1.0}})
     done = outrider("run", f"{recipe}.yaml")
     assert done.code == 2
     assert not (tmp_path / "runs" / recipe / "answers").exists()
@@ -609,7 +609,7 @@ def test_a_place_for_the_json_is_looked_for_before_it_is_measured(
 
 def test_two_drafters_of_one_kind_both_have_their_rows(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches a second drafter of the same kind taking the first one's place in silence."""
-    write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate={
+    write_run_file(tmp_path / "tiny.yaml", folder, train=None, evaluate={
         "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "min_first_ngrams": 0.0,
         "temperatures": [0.0],
         "baselines": ["ngram", {"kind": "ngram", "tree": "frequency"}, str(made / "runs/tiny/checkpoint")],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from tiny import write_recipe
+from tiny import write_run_file
 
 from outrider import cli
 
@@ -111,12 +111,13 @@ def _without_clocks(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe(place: Path, folder: Path, prepared: Path | None = None) -> Path:
-    """A folder with a run file of enough prompts and steps that a stage has many moments, and with answers of another one."""
+    """A folder with a run file of enough prompts and steps that a stage has many moments, and with answers of another
+    one."""
     place.mkdir()
     if prepared is not None:
         shutil.copytree(prepared / "runs", place / "runs")
     train = {"steps": 12, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every": 1, "save_every": 2}
-    write_recipe(place / "tiny.yaml", folder, evaluate=None, train=train)
+    write_run_file(place / "tiny.yaml", folder, evaluate=None, train=train)
     return place
 
 

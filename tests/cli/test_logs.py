@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny import write_recipe
+from tiny import write_run_file
 from verbs import outrider_with
 
 from outrider.cli import console, stages
@@ -21,7 +21,7 @@ def log(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(console, "note", Console(stderr=True, width=300))
     file = (tmp_path / "log.txt").open("w")
     monkeypatch.setattr(console, "out", Console(file=file, width=300))
-    return write_recipe(tmp_path / "tiny.yaml", folder)
+    return write_run_file(tmp_path / "tiny.yaml", folder)
 
 
 def lines(log: Path) -> list[str]:
@@ -66,7 +66,8 @@ def test_what_was_resumed_is_said(log: Path) -> None:
 
 
 def test_the_pace_is_that_of_this_process_and_the_last_acceptance_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tokens of an earlier run counted as written now, and acceptance that is shown at every twentieth step only."""
+    """Catches tokens of an earlier run counted as written now, and acceptance that is shown at every twentieth step
+    only."""
     now = 0.0
     monkeypatch.setattr(stages.time, "monotonic", lambda: now)
     note = stages._Notes("expected ")

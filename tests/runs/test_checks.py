@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from tiny import DRAFTER, write_recipe
+from tiny import DRAFTER, write_run_file
 from verbs import outrider_with
 
 from outrider.data import hash_files
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_found_before_the_target_loads(
     monkeypatch.setattr(stages, "target_of", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setitem(sys.modules, "torchao", None)
     (tmp_path / "models").mkdir()
-    file = changed(write_recipe(tmp_path / "tiny.yaml", folder), **change)
+    file = changed(write_run_file(tmp_path / "tiny.yaml", folder), **change)
     if change.get("train", "") is None:
         file = changed(file, evaluate__baselines=[])
     for act in (run, plan):
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_found_before_the_target_loads(
 
 def test_training_alone_looks_for_the_prompts_that_it_ends_with(folder: Path, tmp_path: Path) -> None:
     """Catches a missing evaluation file that is found at the end of the training."""
-    file = write_recipe(tmp_path / "tiny.yaml", folder)
+    file = write_run_file(tmp_path / "tiny.yaml", folder)
     run(file, stages=["prepare"])
     (tmp_path / "held_out.jsonl").unlink()
     with pytest.raises(OutriderError, match=r"no such file: .*held_out\.jsonl"):
@@ -93,7 +93,7 @@ def test_a_preview_says_what_will_be_done_and_writes_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a dry run that makes a folder or a file, or that counts other than the run does."""
-    write_recipe(tmp_path / "tiny.yaml", folder, usual_minutes={"train": 3})
+    write_run_file(tmp_path / "tiny.yaml", folder, usual_minutes={"train": 3})
     before = tree(tmp_path)
     for verb in ("run", "prepare"):
         assert outrider_with(verb, "tiny.yaml", "--dry-run", "prepare.count=4") == 0
@@ -119,7 +119,7 @@ def test_a_training_that_is_extended_says_what_the_learning_rate_does(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches `train.steps` raised that is refused, and a schedule that changes without a word."""
-    write_recipe(tmp_path / "tiny.yaml", folder, evaluate=None)
+    write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None)
     assert outrider_with("run", "tiny.yaml") == 0
     capsys.readouterr()
     assert outrider_with("train", "tiny.yaml", "train.steps=8") == 0
@@ -131,7 +131,7 @@ def test_a_training_that_is_extended_says_what_the_learning_rate_does(
 
 def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(folder: Path, tmp_path: Path) -> None:
     """Catches answers of an earlier, larger count that go on being trained on, and answers that are written again."""
-    file = write_recipe(tmp_path / "tiny.yaml", folder)
+    file = write_run_file(tmp_path / "tiny.yaml", folder)
     texts = {}
     for name, count in (("a", 4), ("b", 2), ("c", 6), ("d", None)):
         given = [f"name={name}", f"prepare.count={json.dumps(count)}", f"prepare.folder={tmp_path}/answers"]
@@ -144,7 +144,7 @@ def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(folder: 
 
 def test_answers_whose_prompts_are_gone_still_train(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Catches a run that can't be trained any more because its prompts were moved, and one that does not say so."""
-    file = write_recipe(tmp_path / "tiny.yaml", folder)
+    file = write_run_file(tmp_path / "tiny.yaml", folder)
     run(file, stages=["prepare"])
     (tmp_path / "prompts.jsonl").unlink()
     run(file, stages=["train"])

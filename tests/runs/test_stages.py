@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny import write_recipe
+from tiny import write_run_file
 
 import outrider
 from outrider.errors import ConfigError
@@ -37,7 +37,7 @@ def test_a_run_file_is_one_call(
 ) -> None:
     """Catches a stage that only the command line has, one that prints, and a plan whose count is never reached."""
     monkeypatch.chdir(tmp_path)
-    file, heard = write_recipe(tmp_path / "tiny.yaml", folder), Recorder()
+    file, heard = write_run_file(tmp_path / "tiny.yaml", folder), Recorder()
     report = outrider.run(file, ["evaluate.prompts=1"], reporter=heard)
     assert report is not None and {row.drafter for row in report.rows} == {"ngram", "dspark"}
     assert report == outrider.Report.load(tmp_path / "runs/tiny")
@@ -54,7 +54,7 @@ def test_a_run_file_is_one_call(
 def test_a_stage_that_is_named_must_be_in_the_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a stage that is left out in silence, and one that is found missing after others have worked."""
     monkeypatch.chdir(tmp_path)
-    file = write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate=None)
+    file = write_run_file(tmp_path / "tiny.yaml", folder, train=None, evaluate=None)
     with pytest.raises(ConfigError, match="tiny.yaml has no `train:` section"):
         outrider.run(file, stages=["prepare", "train"])
     assert not (tmp_path / "runs").exists()

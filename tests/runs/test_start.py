@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from published import LAYOUTS, Sizes
-from tiny import make_folder, write_recipe
+from tiny import make_folder, write_run_file
 
 from outrider import checkpoint, load_target, run
 from outrider.errors import ConfigError, OutriderError
@@ -42,7 +42,7 @@ def written(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
 
     def write(drafter: Any, **sections: Any) -> Path:
-        return write_recipe(tmp_path / "mine.yaml", home / "target", drafter=drafter, **({"train": TRAIN} | sections))
+        return write_run_file(tmp_path / "mine.yaml", home / "target", drafter=drafter, **({"train": TRAIN} | sections))
 
     return write
 
