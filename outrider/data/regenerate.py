@@ -77,6 +77,12 @@ def prepare(
     return path
 
 
+def most_tokens(conversations: Iterable[Conversation], config: Config) -> int:
+    """Tokens that the answers to these conversations have at most: every user turn is answered."""
+    turns = (sum(message["role"] == "user" for message in one.messages) for one in conversations)
+    return sum(min(count * config.max_new_tokens, config.length) if config.regenerate else config.length for count in turns)
+
+
 def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
     """How many of these conversations have an answer in the folder; another process may be writing more."""
     try:

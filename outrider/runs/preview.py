@@ -54,7 +54,7 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     there = conversations.available(config)
     of = "" if there is None or there == used else f" of {there:,}"
     done = regenerate.answered(settings.answers, inputs.asked, config)
-    tokens = (used - done) * (config.max_new_tokens if config.regenerate else config.length)
+    tokens = regenerate.most_tokens(inputs.asked, config) if done < used else 0
     yield Line("prepare", f"from {config.conversations}", f"{used:,}{of} prompts")
     if inputs.skipped.reasons:
         yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")

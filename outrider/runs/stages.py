@@ -98,7 +98,7 @@ def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
 def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
-    most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
+    most = regenerate.most_tokens(asked, config)
     plan = events.Preparing(
         total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, folder=settings.answers,

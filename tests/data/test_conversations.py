@@ -14,6 +14,7 @@ from tiny import make_tokenizer
 from outrider import demo
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, available, read
+from outrider.data.regenerate import most_tokens
 from outrider.data.rendering import prompt_tokens, render, template_hash
 from outrider.errors import DataError
 from outrider.measure import tasks
@@ -126,6 +127,13 @@ def test_every_row_is_used_unless_a_count_is_given(tmp_path: Path) -> None:
     assert len(read_all(path, count=7)) == 7
     assert available(Config(conversations=str(path), count=7)) == 1200
     assert available(Config(conversations="org/rows", count=7)) is None
+
+
+def test_every_turn_is_counted_in_what_will_be_written() -> None:
+    """Catches a plan of one answer for a talk of three turns, and one beyond the length of a text."""
+    talks = [Conversation("a", [USER]), Conversation("b", [USER, REPLY, USER, REPLY, USER])]
+    assert most_tokens(talks, Config(max_new_tokens=10)) == 40
+    assert most_tokens(talks, Config(max_new_tokens=10, length=25)) == 35
 
 
 def test_a_missing_file_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ FEW = {
     "run": (
         "prepare.max_new_tokens=16", "prepare.length=96", "train.epochs=1", "drafter.layers=1", "drafter.rank=8",
         "drafter.block=3", "evaluate.prompts=2", "evaluate.max_new_tokens=12", "evaluate.min_first_ngrams=0",
+        "evaluate.repeats=0",
     ),
     "decode": ("--max-new-tokens", "8"),
 }  # fmt: skip

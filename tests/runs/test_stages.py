@@ -41,14 +41,14 @@ def test_a_run_file_is_one_call(
     report = outrider.run(file, ["evaluate.prompts=1"], reporter=heard)
     assert report is not None and {row.drafter for row in report.rows} == {"ngram", "dspark"}
     assert report == outrider.Report.load(tmp_path / "runs/tiny")
-    assert {plan: own[-1] for plan, own in heard.updates.items()} == {"Preparing": 6, "Training": 4, "Evaluating": 1}
+    assert {plan: own[-1] for plan, own in heard.updates.items()} == {"Preparing": 6, "TrainingPlan": 4, "Evaluating": 1}
     assert [plan.total for plan in heard.plans] == [6, 4, 1]
     assert [type(result) for result in heard.results] == [Prepared, Trained, Evaluated]
     assert capsys.readouterr().out == ""
     # and what is there is not done again
     again = Recorder()
     assert outrider.run(file, stages=["prepare", "train"], reporter=again) is None
-    assert again.updates == {"Preparing": [], "Training": []} and again.plans[0].done == 6
+    assert again.updates == {"Preparing": [], "TrainingPlan": []} and again.plans[0].done == 6
 
 
 def test_a_stage_that_is_named_must_be_in_the_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
