@@ -1,4 +1,5 @@
-"""Outrider: speculative decoding made practical.  A drafter rides ahead, the target decides, the output is the target's own."""
+"""Outrider: speculative decoding made practical.  A drafter rides ahead, the target decides, the output is the target's
+own."""
 
 from __future__ import annotations
 

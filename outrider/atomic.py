@@ -32,7 +32,9 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path, error: type[Exception], caught: tuple[type[Exception], ...] = (OSError,)) -> Iterator[Path]:
+def new_folder(
+    folder: Path, error: type[Exception], caught: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[Path]:
     """Yields NAME.part to write into, which then becomes `folder`; after an error nothing is left.
 
     Raises `error` where the folder exists, and in place of the exceptions in `caught`.

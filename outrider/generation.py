@@ -67,29 +67,31 @@ def generate(
     target: Target | str | Path, prompts: Prompt | Iterable[Prompt], drafter: DrafterLike | None = None, *,
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
-    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16,
+    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
+    slots: int = 16,
     shared_noise: bool = True,
 ) -> list[Generation]:  # fmt: skip
-    """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked for.
+    """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked
+    for.
 
-    target, drafter: a name or a folder is loaded as by `load_target` and `load_drafter`, in every call; load them yourself
-    for more than one.
+    target, drafter: a name or a folder is loaded as by `load_target` and `load_drafter`, in every call; load them
+    yourself for more than one.
     prompts: one or many of text, token ids (a list, a tensor [S] or [B, S], or what a tokenizer returns, of which the
     padding is left out), or chat messages.
-    A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share the
-    batch, further ones wait.
+    A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share
+    the batch, further ones wait.
     temperature, top_p, top_k, seed: as in `Sampling`, which has more settings; give these or `sampling`.
-    sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
-    its end tokens.
-    policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where plain steps
-    are faster; `fixed`, all that the drafter offers; `by_confidence`; or one of your own.
-    verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with allow_lossy=True,
-    `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose `distance` is the distance of a
-    lossy one's texts from the target's distribution.
-    shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then fixes
-    the noise alone, as it does under `block` and the lossy ones.
-    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
-    before anything is computed.
+    sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of
+    that but its end tokens.
+    policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where
+    plain steps are faster; `fixed`, all that the drafter offers; `by_confidence`; or one of your own.
+    verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
+    allow_lossy=True, `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose
+    `distance` is the distance of a lossy one's texts from the target's distribution.
+    shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
+    fixes the noise alone, as it does under `block` and the lossy ones.
+    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
+    never match, before anything is computed.
     """
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
     target = as_target(target)
@@ -111,7 +113,8 @@ def stream(
     target: Target | str | Path, prompts: Prompt | Iterable[Prompt], drafter: DrafterLike | None = None, *,
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
-    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16,
+    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
+    slots: int = 16,
     shared_noise: bool = True,
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
@@ -130,13 +133,15 @@ def stream(
 
 
 def serve(
-    target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *, policy: str | Policy | None = None,
-    judge: str | SamplingJudge = "standard", slots: int = 16, shared_noise: bool = True, state: DecodeState | None = None,
+    target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *,
+    policy: str | Policy | None = None,
+    judge: str | SamplingJudge = "standard", slots: int = 16, shared_noise: bool = True,
+    state: DecodeState | None = None,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.
 
-    `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities of a
-    step are the judge's: `judge.new_text[progress.row]`.
+    `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities
+    of a step are the judge's: `judge.new_text[progress.row]`.
     """
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:
@@ -160,7 +165,9 @@ def batch(
     if other is not None and other.requests:
         raise ConfigError("this judge serves another batch; make one for each batch with policies.named.judge")
     is_shared = shared_noise and judge.rule is None
-    state = DecodeState(slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared)
+    state = DecodeState(
+        slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared
+    )
     judge.serves = weakref.ref(state)
     return state
 
@@ -169,7 +176,8 @@ def requests(
     target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str] = (),
     streamed: bool = True,
 ) -> list[Request]:  # fmt: skip
-    """What `generate` makes of its arguments, checked.  Texts that are not streamed, nor searched, are decoded at their end."""
+    """What `generate` makes of its arguments, checked.  Texts that are not streamed, nor searched, are decoded at their
+    end."""
     if whole("max_new_tokens", max_new_tokens) < 0:
         raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if sampling is not None:
@@ -200,7 +208,9 @@ def _resolved(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampli
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
     if sampling.min_new_tokens > max_new_tokens > 0:
-        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
+        raise ConfigError(
+            f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it"
+        )
     sampling.check(target.spec.vocabulary)
     if isinstance(sampling.grammar, Grammar):
         sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
@@ -220,7 +230,9 @@ def _sampling(
         raise ConfigError(f"{names} and sampling are both given; set {names} in the Sampling, or leave sampling out")
     if temperature is None and (top_p, top_k) != (None, None):
         given = " and ".join(name for name in ("top_p", "top_k") if name in settings)
-        raise ConfigError(f"{given} without a temperature changes nothing; give temperature too, such as temperature=1.0")
+        raise ConfigError(
+            f"{given} without a temperature changes nothing; give temperature too, such as temperature=1.0"
+        )
     return Sampling(**settings)
 
 
@@ -230,11 +242,14 @@ def as_target(target: T | str | Path) -> T | TransformersTarget:
 
 
 def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
-    """The drafter itself, or the one of this name, loaded.  Raises as `load_drafter`, DrafterError for one that can't fit."""
+    """The drafter itself, or the one of this name, loaded.  Raises as `load_drafter`, DrafterError for one that can't
+    fit."""
     if isinstance(drafter, str | Path):
         return load_drafter(drafter, target)
     if not isinstance(drafter, Drafter):
-        raise ConfigError(f"drafter must be a drafter, a kind such as 'ngram', or a folder, got {drafter!r}; see load_drafter")
+        raise ConfigError(
+            f"drafter must be a drafter, a kind such as 'ngram', or a folder, got {drafter!r}; see load_drafter"
+        )
     _refuse_unfitting(drafter, target.spec)
     return drafter
 
@@ -242,7 +257,8 @@ def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
 def as_drafters(
     drafters: DrafterLike | Iterable[DrafterLike] | Mapping[str, DrafterLike], target: Target
 ) -> dict[str, Drafter]:
-    """One drafter or several by name; a kind or a folder without one is called as it is given.  Raises as `as_drafter`."""
+    """One drafter or several by name; a kind or a folder without one is called as it is given.  Raises as
+    `as_drafter`."""
     if isinstance(drafters, Mapping):
         return {str(name): as_drafter(each, target) for name, each in drafters.items()}
     several = [drafters] if isinstance(drafters, DrafterLike) else list(drafters)

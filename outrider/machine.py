@@ -1,8 +1,9 @@
 """The speed of this machine: number types, kernels, threads.  Measured once and stored on disk.
 
-One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor torch
-says which.  So matrix products of every type are timed once (under a second), and ways of doing the same thing are timed
-against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions, settings and threads.
+One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor
+torch says which.  So matrix products of every type are timed once (under a second), and ways of doing the same thing
+are timed against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions,
+settings and threads.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def matmul_times() -> MatmulTimes:
 def fastest(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
     """Name of the fastest way: the first one, unless another is `margin` times as fast.  Timed once per machine.
 
-    question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways: called only
-    where the answer is not known yet.
+    question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways:
+    called only where the answer is not known yet.
     """
     found = _cached(question, lambda: {way: {"ms": ms} for way, ms in _best_times(ways()).items()})
     ms = {way: own["ms"] for way, own in found.items()}
@@ -119,7 +120,8 @@ def set_up_process() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc hold on to what is freed: tensors of megabytes come and go in every step, and each new page costs a fault.
+    """Have malloc hold on to what is freed: tensors of megabytes come and go in every step, and each new page costs a
+    fault.
 
     Measured on the demo's training: 32 thousand faults a step become 4 thousand, a tenth of its CPU time.
     """
@@ -136,7 +138,8 @@ def release_freed_memory() -> None:
 
 
 def set_up_threads() -> int:
-    """Give torch no more threads than this container's share of the cores, where that multiplies faster; returns how many.
+    """Give torch no more threads than this container's share of the cores, where that multiplies faster; returns how
+    many.
 
     OMP_NUM_THREADS wins.
     """
@@ -174,13 +177,17 @@ def describe(device: torch.device | str = "cpu") -> str:
 
 def cache_folder() -> Path:
     """Where all that can be made again is stored: $OUTRIDER_CACHE, or the user's cache folder."""
-    root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    root = (
+        os.environ.get("OUTRIDER_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    )
     return Path(root).expanduser()
 
 
 @contextmanager
 def keeping(path: Path) -> Iterator[Path]:
-    """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's alone.
+    """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's
+    alone.
 
     In a folder of its own, so that several processes may do so at once.
     """
@@ -194,7 +201,9 @@ def keeping(path: Path) -> Iterator[Path]:
 def identity() -> tuple[object, ...]:
     """What speed depends on: processor, torch, its settings, threads."""
     mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    chosen = {name: value for name, value in os.environ.items() if name.startswith(("ONEDNN_", "DNNL_", "MKL_ENABLE", "KMP_"))}
+    chosen = {
+        name: value for name, value in os.environ.items() if name.startswith(("ONEDNN_", "DNNL_", "MKL_ENABLE", "KMP_"))
+    }
     capability = torch.backends.cpu.get_cpu_capability()
     machine = (platform.machine(), cpu_name(), cpu_flags(), capability, mkldnn, sorted(chosen.items()), cpu_share())
     return (torch.__version__, torch.get_num_threads(), *machine)
@@ -331,7 +340,8 @@ def _training_step(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _best_times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each way's fastest run; run in turn, so that other load slows all ways; long ones run fewer times."""
+    """Milliseconds of each way's fastest run; run in turn, so that other load slows all ways; long ones run fewer
+    times."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(MAX_REPEATS):
         for way, run in ways.items():

@@ -1,10 +1,12 @@
-"""Linear layers whose weights are stored in the order in which a few rows read them, where that is measured to be faster.
+"""Linear layers whose weights are stored in the order in which a few rows read them, where that is measured to be
+faster.
 
-torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs, and fast on
-others.  The alternatives are oneDNN's packed weights, and `panels`: a small kernel of our own (`outrider.kernels`), where there
-is a C++ compiler.  Panels read every weight once for up to a dozen rows, store weights whose values are exactly bfloat16
-in half the bytes, and sum each output in one order whatever the number of rows.  All are timed on a few of the model's own
-layers.  The packed copy takes as much memory as the weights, or half of it.
+torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs, and
+fast on others.  The alternatives are oneDNN's packed weights, and `panels`: a small kernel of our own
+(`outrider.kernels`), where there is a C++ compiler.  Panels read every weight once for up to a dozen rows, store
+weights whose values are exactly bfloat16 in half the bytes, and sum each output in one order whatever the number of
+rows.  All are timed on a few of the model's own layers.  The packed copy takes as much memory as the weights, or half
+of it.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def pack(model: nn.Module) -> None:
 
 @contextmanager
 def enabled(*ways: Way) -> Iterator[None]:
-    """While this is open, layers with packed weights use them in this thread; those of other `ways`, if given, do not."""
+    """While this is open, layers with packed weights use them in this thread; those of other `ways`, if given, do
+    not."""
     token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
@@ -93,7 +96,8 @@ def as_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
-    """The panels of these layers as one tensor; each layer's are views of it afterwards, so that memory holds them once."""
+    """The panels of these layers as one tensor; each layer's are views of it afterwards, so that memory holds them
+    once."""
     parts = [_weights[layer].weight for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
@@ -108,12 +112,16 @@ def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
 
 def stored(model: nn.Module) -> int:
     """Bytes of packed weights that a pass reads while `enabled` is open."""
-    return sum(_weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights)
+    return sum(
+        _weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights
+    )
 
 
 def way_of(model: nn.Module) -> Way:
     """How most of its linear layers multiply while `enabled` is open."""
-    found = Counter(_weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights)
+    found = Counter(
+        _weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights
+    )
     return found.most_common(1)[0][0] if found else "plain"
 
 
@@ -137,7 +145,11 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _fits(layer: nn.Linear) -> bool:
     # a quantised weight's copy would be float32 again, four times what it takes
-    if type(layer.weight) is not nn.Parameter or layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
+    if (
+        type(layer.weight) is not nn.Parameter
+        or layer.weight.dtype != torch.float32
+        or layer.weight.device.type != "cpu"
+    ):
         return False
     own = vars(layer).get("forward")
     # ours is packed again once its weight has changed; another's `forward` stays
@@ -181,9 +193,13 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
     shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
     there = ways()
     sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
-    sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or [layers[0].weight]
+    sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or [
+        layers[0].weight
+    ]
     # tied to another's weight, a layer may be wider than it says
-    inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in {own.shape[1] for own in sample}}
+    inputs = {
+        (rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in {own.shape[1] for own in sample}
+    }
 
     def multiply(way: Way, weights: Sequence[Tensor]) -> None:
         for rows in SAMPLE_ROWS:

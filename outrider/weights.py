@@ -28,7 +28,8 @@ def rounded(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Names of weights that are floating-point where `own` is not, or the other way; a mask may be stored as integers."""
+    """Names of weights that are floating-point where `own` is not, or the other way; a mask may be stored as
+    integers."""
     return [
         name for name, weight in weights.items()
         if weight.is_complex() or weight.is_floating_point() != own[name].is_floating_point()
@@ -41,7 +42,8 @@ def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def stale_map(model: nn.Module) -> str | None:
-    """What is wrong with a reduced vocabulary's two maps, which must agree and lie within the target's tokens; else None."""
+    """What is wrong with a reduced vocabulary's two maps, which must agree and lie within the target's tokens; else
+    None."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(head, "d2t"):
         return None

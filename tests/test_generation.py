@@ -49,7 +49,8 @@ def test_a_drafter_may_be_a_kind_or_a_folder(target: TransformersTarget, checkpo
         assert whole(stream(target, PROMPT, given, max_new_tokens=12, policy="fixed")) == plain.tokens
         assert whole(serve(target, asked(target, PROMPT, 12, None), given)) == plain.tokens
     named, loaded = (
-        generate(target, PROMPT, given, max_new_tokens=12, policy="fixed") for given in ("ngram", load_drafter("ngram", target))
+        generate(target, PROMPT, given, max_new_tokens=12, policy="fixed")
+        for given in ("ngram", load_drafter("ngram", target))
     )
     assert named == loaded
 
@@ -85,7 +86,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_drafter_is_refused_at_once(target: TransformersTarget, given: Any, error: Any, message: str) -> None:
+def test_what_is_no_drafter_is_refused_at_once(
+    target: TransformersTarget, given: Any, error: Any, message: str
+) -> None:
     """Catches an AttributeError from inside the loop, and an error that comes with the first token."""
     for call in (generate, stream):
         with pytest.raises(error, match=re.escape(message)):
@@ -101,7 +104,9 @@ def test_tensors_are_prompts_whatever_side_they_are_padded_on(target: Transforme
         batch = BatchEncoding(rows)
         assert [found.tokens for found in generate(target, batch, "ngram", max_new_tokens=5)] == wanted
     assert generate(target, torch.tensor(texts[0]), "ngram", max_new_tokens=5)[0].tokens == wanted[0]
-    assert [found.tokens for found in generate(target, torch.tensor([texts[0]] * 2), max_new_tokens=5)] == [wanted[0]] * 2
+    assert [found.tokens for found in generate(target, torch.tensor([texts[0]] * 2), max_new_tokens=5)] == [
+        wanted[0]
+    ] * 2
 
 
 def test_settings_by_themselves_are_those_of_sampling(target: TransformersTarget) -> None:
@@ -122,7 +127,10 @@ def test_settings_by_themselves_are_those_of_sampling(target: TransformersTarget
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": 1.0, "seed": 3, "sampling": Sampling()}, "temperature and seed and sampling are both given; set"),
+        (
+            {"temperature": 1.0, "seed": 3, "sampling": Sampling()},
+            "temperature and seed and sampling are both given; set",
+        ),
         ({"top_p": 0.9}, "top_p without a temperature changes nothing; give temperature too"),
         ({"top_k": 5, "seed": 1}, "top_k without a temperature"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),

@@ -112,7 +112,8 @@ def test_imports_and_help_need_no_torch() -> None:
     order = [found["help"].index(f"│ {verb} ") for verb in first]
     assert order == sorted(order)
     for verb in (
-        "init", "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
+        "init", "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report",
+        "watch", "export",
         "import", "verify-export", "deploy", "tune", "show", "drafters", "tasks", "formats", "corpus", "doctor",
     ):  # fmt: skip
         assert verb in found["help"]

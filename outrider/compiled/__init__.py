@@ -1,7 +1,7 @@
 """One function, compiled ahead of time for this CPU and stored on disk, so that later processes only load it.
 
-torch.export traces the function with sizes left open, inductor compiles it with the weights frozen in the order in which its
-kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
+torch.export traces the function with sizes left open, inductor compiles it with the weights frozen in the order in
+which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
 another size.  Without a C++ compiler there is no fast path, and nothing else is lost.
 """
 
@@ -37,13 +37,16 @@ MOST_BYTES = 2**31
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
-BUILDS: dict[str, dict[str, Any]] = {"libraries": {}, "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}}
+BUILDS: dict[str, dict[str, Any]] = {
+    "libraries": {},
+    "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
+}
 """Where inductor's matrix products come from: torch's libraries, or C++ that it writes for each shape."""
 
 
 def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Ways to compile this model, with inductor's settings.  Where its layers are packed in panels, only one: with our kernel,
-    and with weights that are not copied."""
+    """Ways to compile this model, with inductor's settings.  Where its layers are packed in panels, only one: with our
+    kernel, and with weights that are not copied."""
     if prepacked.way_of(model) != "panels":
         return BUILDS
     number = {layer: n for n, layer in enumerate(prepacked.in_panels(model))}
@@ -83,7 +86,9 @@ class Graph:
             if self.weights:
                 self.package.load_constants(self.weights, check_full_update=True, user_managed=True)
         except Exception as error:  # native code of another program: whatever it raises, the plain path goes on
-            raise NotCompiled(f"{path} can't be loaded ({first_line(error)[:300]}); delete it and compile again") from error
+            raise NotCompiled(
+                f"{path} can't be loaded ({first_line(error)[:300]}); delete it and compile again"
+            ) from error
 
     def _weights(self, traced: nn.Module) -> dict[str, Tensor]:
         """Weights for the package: the module's, and panels as they are in memory."""
@@ -121,7 +126,8 @@ class Runnable(Protocol):
 
 
 class Compiled:
-    """The graph of one model's step.  It is traced with several slots and tokens, and serves any number of both, 1 too."""
+    """The graph of one model's step.  It is traced with several slots and tokens, and serves any number of both, 1
+    too."""
 
     name = "step"
     traced: Any
@@ -171,7 +177,8 @@ class Compiled:
             if path is not None:
                 path.unlink(missing_ok=True)
             raise NotCompiled(
-                f"compiled logits differ from plain ones by {difference:.1e}, allowed are {allowed:.1e}; its steps stay plain"
+                f"compiled logits differ from plain ones by {difference:.1e}, allowed are {allowed:.1e}; its steps "
+                "stay plain"
             )
         if is_on_cpu and not self._pays(graph):
             raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
@@ -252,7 +259,8 @@ class Compiled:
         raise NotCompiled("this step is compiled only on a CPU; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
-        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; they are then contiguous."""
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; they are then
+        contiguous."""
         if self.graph is None or not cache.layers:
             return False
         if self._checked_for() is not cache:
@@ -288,7 +296,8 @@ class Compiled:
         raise NotImplementedError
 
     def compare(self, graph: Runnable) -> tuple[float, float]:
-        """Largest difference of a logit from the plain path's, and the largest that rounding explains; tries sizes of 1."""
+        """Largest difference of a logit from the plain path's, and the largest that rounding explains; tries sizes of
+        1."""
         raise NotImplementedError
 
 
@@ -299,31 +308,46 @@ def _run_all(run: Callable[..., Any], trials: Sequence[tuple[Any, ...]]) -> None
 
 
 def build_package(
-    path: Path, function: nn.Module, example: tuple[Any, ...], dims: Any, options: Mapping[str, Any] = BUILDS["libraries"]
+    path: Path,
+    function: nn.Module,
+    example: tuple[Any, ...],
+    dims: Any,
+    options: Mapping[str, Any] = BUILDS["libraries"],
 ) -> float:
-    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be done.
+    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be
+    done.
 
     options: one of `BUILDS`.
-    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the structure of the arguments.  The compiled
-    function writes to the same arguments as the module.
+    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the structure of the arguments.  The
+    compiled function writes to the same arguments as the module.
     """
     if not has_compiler():
         raise NotCompiled("there is no C++ compiler here; install g++ for the fast path; without it steps stay plain")
     began = time.perf_counter()
     try:
         # inductor packs weights for oneDNN itself
-        with machine.keeping(path) as part, torch.no_grad(), prepacked.enabled("panels"), prepacked.as_buffers(function):
+        with (
+            machine.keeping(path) as part,
+            torch.no_grad(),
+            prepacked.enabled("panels"),
+            prepacked.as_buffers(function),
+        ):
             # tensors made in inference mode can't be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # it prints whole what it can't trace, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
             known = _weights_of(function)
-            lifted = [name for name in exported.constants if name not in known and not name.endswith(f".{prepacked.PANELS}")]
+            lifted = [
+                name for name in exported.constants if name not in known and not name.endswith(f".{prepacked.PANELS}")
+            ]
             is_outside = not options.get(HOLDS_WEIGHTS, True) and not lifted
             if not is_outside:
                 _refuse_large(function)
-            configs |= {HOLDS_WEIGHTS: not is_outside, "aot_inductor.metadata": {"weights": "outside"} if is_outside else {}}
+            configs |= {
+                HOLDS_WEIGHTS: not is_outside,
+                "aot_inductor.metadata": {"weights": "outside"} if is_outside else {},
+            }
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
     except NotCompiled:
         raise
@@ -357,7 +381,10 @@ def dense(tensor: Tensor, *shape: int) -> Tensor:
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by all of their names."""
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _version(weights: Sequence[Tensor]) -> int:

@@ -35,7 +35,8 @@ def noise_keys(streams: Streams, depths: int) -> Tensor:
 
 
 def real(new: int, counts: Tensor, width: int) -> Tensor:
-    """Mask of a block of `width` slots over `new` taps, of which counts[b] are real, and itself: [B, width, all] bool."""
+    """Mask of a block of `width` slots over `new` taps, of which counts[b] are real, and itself: [B, width, all]
+    bool."""
     columns = torch.arange(new + width, device=counts.device)
     return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
@@ -52,7 +53,8 @@ class CompiledBlock(Compiled):
     def run(
         self, taps: Tensor, state: DecodeState, counts: Sequence[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A block a slot after taps [R, C, T, H] of which counts[b] are real, in a pass of `cache` that is open afterwards.
+        """A block a slot after taps [R, C, T, H] of which counts[b] are real, in a pass of `cache` that is open
+        afterwards.
 
         Returns nodes [R, N], the distributions that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
@@ -125,7 +127,9 @@ class _Traced(nn.Module):
         self.draft = model
         whole: Any = getattr(self.draft.backbone.target, "model", None)
         # else their weights would not be in its key, nor frozen as the others are
-        self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
+        self.ends = nn.ModuleList(
+            [whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else []
+        )
 
     def block(
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor],
@@ -178,7 +182,8 @@ class Drawn(_Traced):
         self.register_buffer("tokens", torch.arange(self.draft.backbone.target.spec.vocabulary), persistent=False)
 
     def noise(self, state: DecodeState) -> list[Tensor]:
-        """Temperatures [R], and keys of the noise [R, K]: computing them inside the graph would take minutes to compile."""
+        """Temperatures [R], and keys of the noise [R, K]: computing them inside the graph would take minutes to
+        compile."""
         assert state.judge.temperature is not None
         return [state.judge.temperature.to(state.device), noise_keys(state.streams, len(self.chain))]
 

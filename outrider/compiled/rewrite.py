@@ -1,7 +1,8 @@
-"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, attention is done by our kernel.
+"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, attention is done by our
+kernel.
 
-A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise once.
-Results are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
+A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise
+once. Results are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
     """Rewrite a graph of aten operators in which panels are multiplied by `outrider::multiply`; inductor calls it.
 
-    panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are named
-    by these numbers, see `numbers_of`.
+    panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are
+    named by these numbers, see `numbers_of`.
     """
     _attend(graph)
     _join(graph, panels)

@@ -1,7 +1,9 @@
-"""Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++ compiler.
+"""Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
+compiler.
 
 `multiply`, for weights in panels (see `prepacked`), and `attend`.  Both are operators of torch for eager code; compiled
-packages call them by their C names.  They are written with the compiler's own vectors: its flags say how wide these are.
+packages call them by their C names.  They are written with the compiler's own vectors: its flags say how wide these
+are.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def panel_width() -> int:
 def panels(weight: Tensor) -> Tensor:
     """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs contiguous.
 
-    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
+    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower
+    bits.
     """
     width = panel_width()
     rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
@@ -104,7 +107,8 @@ def panels(weight: Tensor) -> Tensor:
 
 
 def on_large_pages(values: Tensor) -> Tensor:
-    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
+    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is
+    read."""
     size = values.numel() * values.itemsize
     if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return values.contiguous()

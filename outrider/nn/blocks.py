@@ -1,7 +1,7 @@
 """Attention with injected context in every layer, rotary positions, norm and MLP; masks of drafted blocks.
 
-B sequences, C context rows, Q query rows, H hidden size, h heads, d head size.  Parameter names follow the released DFlash and
-DSpark checkpoints.
+B sequences, C context rows, Q query rows, H hidden size, h heads, d head size.  Parameter names follow the released
+DFlash and DSpark checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Attend(Protocol):
     """Attention as a layer calls it; the caller of the layer decides what is attended to."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values may be stored.
+        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values may be
+        stored.
 
         Layers are counted through all modules of a model.  sinks as in `attention`.
         """
@@ -36,7 +37,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     """
     if sinks is not None:
         mask = q.new_zeros(1, 1, 1, k.shape[2]) if mask is None else mask
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        mask = (
+            torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        )
         mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
         mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
         k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
@@ -55,7 +58,8 @@ def attending(mask: Tensor | None, cache: Any = None) -> Attend:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with its weight in the input's dtype: under autocast they differ, and torch would leave its fused kernel."""
+    """torch's, with its weight in the input's dtype: under autocast they differ, and torch would leave its fused
+    kernel."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps=eps)
@@ -82,7 +86,9 @@ class Attention(nn.Module):
     gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
     """
 
-    def __init__(self, hidden: int, shape: LayerSizes, width: int | None = None, qk_norm: bool = True, gated: bool = False):
+    def __init__(
+        self, hidden: int, shape: LayerSizes, width: int | None = None, qk_norm: bool = True, gated: bool = False
+    ):
         """width: size of the rows it reads, where they are not of the hidden size that it writes.
 
         Raises DrafterError for heads that don't fit together.
@@ -130,7 +136,8 @@ class MLP(nn.Module):
 
 
 class ContextLayer(nn.Module):
-    """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input norm."""
+    """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input
+    norm."""
 
     def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool = True, input_norm: bool = True):
         super().__init__()
@@ -151,8 +158,8 @@ class ContextLayer(nn.Module):
 
 
 class PairLayer(nn.Module):
-    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads [embedding; feature], each with its own norm; the
-    residual is the feature's."""
+    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads [embedding; feature], each with its own norm;
+    the residual is the feature's."""
 
     def __init__(
         self, hidden: int, shape: LayerSizes, norm_before_residual: bool, qk_norm: bool = True, gated: bool = False
@@ -209,9 +216,9 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor) -> Tensor:
     """Attention mask of drafted blocks in training: [B, 1, A * block, length + A * block] bool.
 
-    A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself, never to
-    another block.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block attends to itself alone.
-    block: its input slots.
+    A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself,
+    never to another block.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block attends to
+    itself alone. block: its input slots.
     """
     before = torch.arange(length, device=anchors.device) < anchors[..., None]
     own = documents.gather(1, anchors)[..., None] == documents[:, None]

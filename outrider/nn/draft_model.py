@@ -1,7 +1,7 @@
 """What a trainable method promises: a Batch in, Predictions out, a Drafter to serve with.
 
-It says what to predict and where, never which loss.  Every method reduces to rows of (draft logits, target logits, weight,
-depth), so any loss works with any method and acceptance by depth is computed once for all.
+It says what to predict and where, never which loss.  Every method reduces to rows of (draft logits, target logits,
+weight, depth), so any loss works with any method and acceptance by depth is computed once for all.
 
 B sequences, S tokens, T taps, H hidden size, V vocabulary, M predicted rows, m rows of one chunk.
 """
@@ -75,7 +75,8 @@ class Predictions(Protocol):
     labels: Tensor
     """[M] int64, the token that followed."""
     weight: Tensor
-    """[M] float32: 0 where nothing is learnt, else what the method's paper gives this depth; a run may choose other weights."""
+    """[M] float32: 0 where nothing is learnt, else what the method's paper gives this depth; a run may choose other
+    weights."""
     depth: Tensor
     """[M] int64, 0 = first drafted token."""
     block: Tensor
@@ -107,7 +108,8 @@ class DraftModel(nn.Module, ABC):
         """Called once, before the first step, to take from the data what needs no training.  counts [V] int64."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced vocabulary."""
+        """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced
+        vocabulary."""
         return {}
 
     @property
@@ -151,10 +153,11 @@ def picked(values: Tensor, at: Tensor) -> Tensor:
 
 
 def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens that drafts from positions `at` [B, A] predict, from `at` + `first` on, and which are learnt.
+    """Positions of the tokens that drafts from positions `at` [B, A] predict, from `at` + `first` on, and which are
+    learnt.
 
-    Both [B, A, D].  A token is learnt if it is one to learn, of the same text, and so are those of all depths before; where
-    there is none, its position is the last.
+    Both [B, A, D].  A token is learnt if it is one to learn, of the same text, and so are those of all depths before;
+    where there is none, its position is the last.
     """
     length = batch.tokens.shape[1]
     wanted = at[..., None] + first + torch.arange(depths, device=at.device)
@@ -164,7 +167,8 @@ def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor,
 
 
 def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Up to `most` live positions a text, drawn without replacement: [B, A] ascending, and which are live.  live [B, n]."""
+    """Up to `most` live positions a text, drawn without replacement: [B, A] ascending, and which are live.  live [B,
+    n]."""
     # on the CPU, whose random state a checkpoint stores
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
     best = chance.topk(min(most, live.shape[1]), dim=1)
@@ -186,14 +190,15 @@ class Drawn(NamedTuple):
 
 
 def draw(batch: Batch, most: int, first: int, depths: int) -> Drawn:
-    """Up to `most` positions a text from which there is something to learn, drawn without replacement; see `labelled`."""
+    """Up to `most` positions a text from which there is something to learn, drawn without replacement; see
+    `labelled`."""
     every = torch.arange(batch.tokens.shape[1] - first, device=batch.tokens.device).expand(len(batch.tokens), -1)
     at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most)
     labels_at, learnt = labelled(batch, at, first, depths)
     return Drawn(at, live, labels_at, learnt & live[..., None])
 
 
-# ── pairs of a position's feature and the next token; see `nn.memory` ───────────────────────────────────────────────────
+# ── pairs of a position's feature and the next token; see `nn.memory` ─────────────────────────────────────────────────
 
 
 def pair_mask(documents: Tensor) -> Tensor:
@@ -219,7 +224,8 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
     wrong = [tap for tap in taps if not 0 <= tap < spec.layers]
     if wrong:
         raise DrafterError(
-            f"taps {tuple(taps)} reach past layer {spec.layers - 1} of {spec.name} ({spec.layers} layers, counted from 0); "
+            f"taps {tuple(taps)} reach past layer {spec.layers - 1} of {spec.name} ({spec.layers} layers, counted from "
+            "0); "
             f"choose taps from 0 to {spec.layers - 1}"
         )
     if not taps or list(taps) != sorted(set(taps)):
@@ -236,13 +242,14 @@ MaskToken = NonNegativeInt | Literal["learnt"] | None
 def with_mask(config: C, target: Target) -> C:
     """The config with the mask token filled in, so that a checkpoint names it.
 
-    It is the token asked for, checked; else the tokenizer's mask token, or one that is not in any text; else, or where asked
-    for, a learnt vector.
+    It is the token asked for, checked; else the tokenizer's mask token, or one that is not in any text; else, or where
+    asked for, a learnt vector.
     """
     asked: MaskToken = config.mask_token  # type: ignore[attr-defined]
     if isinstance(asked, int) and asked >= target.spec.vocabulary:
         raise DrafterError(
-            f"mask_token {asked} is not a token of {target.spec.name}, which has {target.spec.vocabulary}; choose a lower one"
+            f"mask_token {asked} is not a token of {target.spec.name}, which has {target.spec.vocabulary}; choose a "
+            "lower one"
         )
     offered = (asked, target.mask_token, target.spec.unused, LEARNT)
     return config.model_copy(update={"mask_token": next(token for token in offered if token is not None)})
@@ -262,7 +269,8 @@ class MaskedModule(nn.Module):
             self.mask = nn.Parameter(torch.randn(self.target.spec.hidden) * 0.02)
 
     def words(self, tokens: Tensor, masks: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Embeddings of tokens [..., n] and of masks after them, [..., n + masks, H]; in the target's type unless given."""
+        """Embeddings of tokens [..., n] and of masks after them, [..., n + masks, H]; in the target's type unless
+        given."""
         if self.mask_token is not None:
             return self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.mask_token)).to(dtype=dtype)
         words = self.target.embed(tokens).to(dtype=dtype)
@@ -271,7 +279,8 @@ class MaskedModule(nn.Module):
 
 @torch.no_grad()
 def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[int], target: Target) -> None:
-    """Begin every draft layer with the weights of a target layer, for those that both have; the draft's other weights stay.
+    """Begin every draft layer with the weights of a target layer, for those that both have; the draft's other weights
+    stay.
 
     Raises DrafterError where their number, or the shape of a weight, does not fit.
     """
@@ -288,7 +297,8 @@ def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[i
             name = wrong[0] if wrong else next(iter(mine))
             found = tuple(theirs[name].shape) if name in theirs else "missing"
             raise DrafterError(
-                f"layer {index} of {target.spec.name} can't be copied: {name} is {tuple(mine[name].shape)} in the draft and "
+                f"layer {index} of {target.spec.name} can't be copied: {name} is {tuple(mine[name].shape)} in the "
+                "draft and "
                 f"{found} in the target; give the draft the target's heads, kv_heads, head_dim and intermediate, "
                 "or leave init_from_layers out"
             )

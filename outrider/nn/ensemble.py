@@ -1,12 +1,13 @@
 """Drafters that share one draft: each proposes, and each observes what became of its own nodes.
 
-A part observes a step as if it were alone: its own draft with those of its nodes that were accepted, and the next token as
-the correction.  What others drafted after that it observes as a second step, a chain that was accepted whole.  So it may hold
-caches by its own nodes, and misses no token.  A part with `watches = True` reads any draft and observes the step as it was.
+A part observes a step as if it were alone: its own draft with those of its nodes that were accepted, and the next token
+as the correction.  What others drafted after that it observes as a second step, a chain that was accepted whole.  So it
+may hold caches by its own nodes, and misses no token.  A part with `watches = True` reads any draft and observes the
+step as it was.
 
 Parts must draw independently of each other, or a younger sibling's q is not what it was drawn from once the elder was
-rejected: every part has noise of its own, nested parts too.  In slots with a seed all draw the target's noise; their nodes
-are deterministic to the acceptance rule.
+rejected: every part has noise of its own, nested parts too.  In slots with a seed all draw the target's noise; their
+nodes are deterministic to the acceptance rule.
 
 B live slots, N drafted nodes, T taps.
 """
@@ -45,7 +46,9 @@ class Ensemble(Drafter):
     def __init__(self, drafters: Sequence[Drafter], limit: int):
         """Raises ConfigError for a drafter with a probe, which belongs to a pass over its own draft alone."""
         if any(drafter.probe_rows for drafter in drafters):
-            raise ConfigError("a drafter that puts a probe into the target's pass can't be part of another; use it alone")
+            raise ConfigError(
+                "a drafter that puts a probe into the target's pass can't be part of another; use it alone"
+            )
         self.drafters, self.limit = tuple(drafters), limit
         self.taps = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
         self.hidden = next((drafter.hidden for drafter in drafters if drafter.hidden is not None), None)
@@ -68,14 +71,18 @@ class Ensemble(Drafter):
         if max(budget.tolist()):
             draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
             draft = Draft.checked(draft, len(state.rows)).first(budget)
-            # as in the loop, no decision may use a confidence that knows the token; node numbers are those of this draft
+            # as in the loop, no decision may use a confidence that knows the token; node numbers are those of this
+            # draft
             known = draft.confidence if self.drafters[part].confidence_before_draw else None
             draft = replace(draft, confidence=known, origin=None)
         memory.drafts[part] = draft
         return draft
 
-    def join(self, memory: EnsembleMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None) -> Draft:
-        """The union of all drafts so far with what a part proposed, or with what its caller left of that; see `merged`."""
+    def join(
+        self, memory: EnsembleMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None
+    ) -> Draft:
+        """The union of all drafts so far with what a part proposed, or with what its caller left of that; see
+        `merged`."""
         union, node_maps = merged(union, deterministic(own, seeded), most)
         if own.origin is not None:
             number = own.origin.tolist()
@@ -86,8 +93,8 @@ class Ensemble(Drafter):
     def tell(
         self, memory: EnsembleMemory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
-        """Have every part observe the step.  Returns for each part, by slot: its verified nodes as indices in `draft`, and its
-        accepted nodes, from the anchor down.
+        """Have every part observe the step.  Returns for each part, by slot: its verified nodes as indices in `draft`,
+        and its accepted nodes, from the anchor down.
         """
         found = []
         verified = _verified(draft)
@@ -95,7 +102,8 @@ class Ensemble(Drafter):
             own = memory.drafts.pop(part, None) or Draft.empty(len(state.rows), state.device)
             joined = memory.node_maps.pop(part, None) or [{} for _ in state.rows]
             node_maps = [
-                {n: at[number] for n, number in ours.items() if number in at} for ours, at in zip(joined, verified, strict=True)
+                {n: at[number] for n, number in ours.items() if number in at}
+                for ours, at in zip(joined, verified, strict=True)
             ]
             paths = [_followed(own, node_maps[b], accepted.paths[b], b) for b in range(len(state.rows))]
             found.append((node_maps, paths))
@@ -163,13 +171,20 @@ def _tell(
             rest[b] = others
     if [len(found) for found in node_maps] != own.live:  # without what was not verified
         verified = [list(found) for found in node_maps]
-        own, paths = own.only(verified), [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)]
+        own, paths = (
+            own.only(verified),
+            [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)],
+        )
     own_scores = _scored(scores, [[0, *(index + 1 for index in found.values())] for found in node_maps])
-    drafter.observe(memory, state.replaced(tokens=tokens), own, Accepted(paths, following, accepted.invalid), own_scores)
+    drafter.observe(
+        memory, state.replaced(tokens=tokens), own, Accepted(paths, following, accepted.invalid), own_scores
+    )
     if rest:
         slots = list(rest)
         ids = [[draft.ids[b][n] for n in rest[b][1:]] for b in slots]
-        ended = Accepted([list(range(len(own))) for own in ids], [accepted.next_tokens[b] for b in slots], [0] * len(slots))
+        ended = Accepted(
+            [list(range(len(own))) for own in ids], [accepted.next_tokens[b] for b in slots], [0] * len(slots)
+        )
         own_scores = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
         chain = Draft.chain(padded(ids, 0, draft.tokens.device), torch.tensor([len(own) for own in ids]))
         drafter.observe(memory, state.replaced(rows=[state.rows[b] for b in slots]), chain, ended, own_scores)

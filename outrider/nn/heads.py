@@ -1,7 +1,7 @@
 """Small heads on drafted states: a correction from the tokens before, a confidence, a vocabulary of fewer tokens.
 
-DSpark: semi-autoregressive drafting (arXiv 2607.05147).  K slots of a block, H hidden size, r rank, V vocabulary, D of it
-that a draft may hold.  Parameter names follow the released checkpoints.
+DSpark: semi-autoregressive drafting (arXiv 2607.05147).  K slots of a block, H hidden size, r rank, V vocabulary, D of
+it that a draft may hold.  Parameter names follow the released checkpoints.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """Probability that slot k is accepted once the slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
-    Known before slot k is drawn.  Shifts and temperatures keep the order within a slot; see `outrider.training.calibrate`.
+    Known before slot k is drawn.  Shifts and temperatures keep the order within a slot; see
+    `outrider.training.calibrate`.
     """
 
     defaults = ("shifts", "temperatures")
@@ -115,7 +116,8 @@ class ReducedHead(nn.Module):
         super().__init__()
         if not 0 < size <= target.spec.vocabulary:
             raise DrafterError(
-                f"a draft vocabulary of {size} does not fit {target.spec.name}, which has {target.spec.vocabulary} tokens; "
+                f"a draft vocabulary of {size} does not fit {target.spec.name}, which has {target.spec.vocabulary} "
+                "tokens; "
                 f"choose 1 to {target.spec.vocabulary}"
             )
         self.target = target
@@ -168,7 +170,8 @@ class VocabularyModel(DraftModel):
 
 
 class PrefixGRU(nn.Module):
-    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its names of weights.  g state size."""
+    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its names of weights.  g state
+    size."""
 
     def __init__(self, size: int, state: int):
         super().__init__()
@@ -223,7 +226,7 @@ class ResidualBlock(nn.Module):
         return residual + nn.functional.silu(self.linear(x))
 
 
-# ── the rank of the target's choice in a draft's distribution (SpecBlock, arXiv 2605.07243) ───────────────────────────────────
+# ── the rank of the target's choice in a draft's distribution (SpecBlock, arXiv 2605.07243) ───────────────────────────
 
 RANKS = (1, 4, 10)
 """The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
@@ -266,7 +269,8 @@ def ordinal_targets(classes: int = CLASSES) -> Tensor:
 
 
 def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
-    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0), p predicted.
+    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0), p
+    predicted.
 
     The entropy has no gradient; without it 0 is what a perfect head gets.
     """

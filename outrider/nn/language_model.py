@@ -40,7 +40,8 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
 
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:
-    """Tokens of a text that the model can read and still draft `length` more.  Raises ConfigError where there are none."""
+    """Tokens of a text that the model can read and still draft `length` more.  Raises ConfigError where there are
+    none."""
     left = model.spec.context - length
     if left < 1:
         raise ConfigError(
@@ -70,7 +71,7 @@ def read_one(model: TransformersTarget, cache: SlotCache, rows: Sequence[int], t
     return logits
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TokenRows(DetachedRows):

@@ -30,9 +30,9 @@ from outrider.targets.protocol import Target
 class FeatureBuffer:
     """The target's features of every slot's tokens that the drafter has not read yet, in order.
 
-    A feature and the next token are a pair, which drafters like EAGLE read (Li et al. 2401.15077): pair i holds the taps of
-    position i and token i + 1, has rotary position i, and is known once that token is, so the newest one ends in the anchor.
-    A draft from pair i predicts token i + 2 first.
+    A feature and the next token are a pair, which drafters like EAGLE read (Li et al. 2401.15077): pair i holds the
+    taps of position i and token i + 1, has rotary position i, and is known once that token is, so the newest one ends
+    in the anchor. A draft from pair i predicts token i + 2 first.
     """
 
     MAX_PASSES = 256
@@ -105,8 +105,11 @@ class FeatureBuffer:
         padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
         return padded, [len(own) for own in found]
 
-    def take_with_tokens(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
-        """Take all pairs but the last `leave`: taps [B, C, T, H], tokens [B, C], right-padded, and how many are real."""
+    def take_with_tokens(
+        self, rows: Sequence[int], state: DecodeState, leave: int = 0
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Take all pairs but the last `leave`: taps [B, C, T, H], tokens [B, C], right-padded, and how many are
+        real."""
         begins = [self.read[row] + 1 for row in rows]
         taps, counts = self.take(rows, [max(0, self.count(row) - leave) for row in rows])
         spans = zip(rows, begins, counts, strict=True)
@@ -140,7 +143,9 @@ class FeatureDrafter(Drafter, ABC):
         self.limit, self.most = limit, most
         self.taps, self.hidden = model.taps, model.target.spec.hidden
 
-    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+    def admit(
+        self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         memory.features.admit(rows, self.model.target_states(scores), lengths)
         self.catch_up(memory, rows, state)
 
@@ -272,7 +277,9 @@ class Lookup(RequestDrafter[Text], ABC):
         found = [self._read(memory, state, row).propose(state.tokens[row], most) for row, most in slots]
         return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
-    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+    def observe(
+        self, memory: list[Text | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
+    ) -> None:
         """Others find what was committed at once, even if the text ends here."""
         if self.tries.shared:
             for row in state.rows:

@@ -1,18 +1,19 @@
 """Drafters that feed their own output back: EAGLE's heads (arXiv 2401.15077, 2406.16858, 2503.01840) and MTP.
 
-A step module reads pairs, at rotary position i the target's feature of position i and token i + 1, with causal attention over
-earlier pairs, and predicts token i + 2.  Drafting goes on from there: the drafted token with the module's own output instead
-of the feature, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens are forgotten with the draft, since
-their features were predictions.
+A step module reads pairs, at rotary position i the target's feature of position i and token i + 1, with causal
+attention over earlier pairs, and predicts token i + 2.  Drafting goes on from there: the drafted token with the
+module's own output instead of the feature, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens
+are forgotten with the draft, since their features were predictions.
 
-With several modules, module m reads token i + 1 + m and, instead of the feature, the output of module m - 1 for the token
-before (DeepSeek-V3, arXiv 2412.19437).  So every module reads every token of a text but its first m + 1, and drafted tokens
-are read by all modules that predict from them.  After the last module its own output is fed back.
+With several modules, module m reads token i + 1 + m and, instead of the feature, the output of module m - 1 for the
+token before (DeepSeek-V3, arXiv 2412.19437).  So every module reads every token of a text but its first m + 1, and
+drafted tokens are read by all modules that predict from them.  After the last module its own output is fed back.
 
-Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  In step s the rollout of position
-i attends to what it does when served: pairs up to i of its own text, and its own steps 1 to s.
+Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  In step s the rollout of
+position i attends to what it does when served: pairs up to i of its own text, and its own steps 1 to s.
 
-B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, h heads, d head size, E drafted nodes read.
+B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, h heads, d head size, E drafted nodes
+read.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class RecurrentConfig(LayerConfig):
     length: PositiveInt = 5
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
-    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn siblings."""
+    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn
+    siblings."""
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
@@ -60,7 +62,8 @@ class RecurrentConfig(LayerConfig):
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Weight of a step in training relative to the step before: step s weighs decay ** s."""
     anchors: PositiveInt | None = None
-    """Most rollouts trained per text and step; all unless given.  Fewer save time in the head, most of a step's work."""
+    """Most rollouts trained per text and step; all unless given.  Fewer save time in the head, most of a step's
+    work."""
 
 
 class RecurrentModel(DraftModel):
@@ -84,7 +87,8 @@ class RecurrentModel(DraftModel):
 
     @abstractmethod
     def step(self, module: int, words: Tensor, features: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        """words, features [B, n, H] to the next step's features, [B, n, H].  cos_sin: as the method of that name returns it."""
+        """words, features [B, n, H] to the next step's features, [B, n, H].  cos_sin: as the method of that name
+        returns it."""
 
     def predict(self, batch: Batch) -> UnrolledRows:
         return UnrolledRows(self, batch, self.features(self.target_states(batch)))
@@ -93,7 +97,7 @@ class RecurrentModel(DraftModel):
         return RecurrentDrafter(self)
 
 
-# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Memory(FeatureMemory):
@@ -148,7 +152,9 @@ class RecurrentDrafter(PairDrafter):
         for module in range(model.num_modules):
             if module:  # the output of the module before for the token before
                 features = torch.cat([before[module - 1], found[-1][:, :-1]], 1)
-            found.append(model.step(module, words, features, cos_sin, attending(_mask(model, cache, module, at), cache)))
+            found.append(
+                model.step(module, words, features, cos_sin, attending(_mask(model, cache, module, at), cache))
+            )
         cache.append(counts)
         read = [b for b, count in enumerate(counts) if count]
         memory.outputs[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
@@ -206,7 +212,8 @@ class Rollout:
 
 
 def _mask(model: RecurrentModel, cache: SlotCache, module: int, at: Tensor, tree: Draft | None = None) -> Tensor | None:
-    """Attention mask of the open pass's last n rows, at positions `at` [R or 1, n]: additive [R or 1, 1, n, end]; None: all.
+    """Attention mask of the open pass's last n rows, at positions `at` [R or 1, n]: additive [R or 1, 1, n, end]; None:
+    all.
 
     The pass is over all nodes of a tree, or over pairs.  The first m pairs are unknown to module m.
     """
@@ -223,14 +230,14 @@ def _mask(model: RecurrentModel, cache: SlotCache, module: int, at: Tensor, tree
     return mask.masked_fill(unknown, -torch.inf) if module else mask
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class UnrolledRows(SharedLabels):
     """Predictions of rollouts from every position of a batch: K rows a rollout, row s labelled with token i + 2 + s.
 
-    Step s reads token i + 1 + s and the output of step s - 1, in step 0 the target's feature of position i; the gradient goes
-    through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.
+    Step s reads token i + 1 + s and the output of step s - 1, in step 0 the target's feature of position i; the
+    gradient goes through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.
     """
 
     def __init__(self, model: RecurrentModel, batch: Batch, features: Tensor):
@@ -238,7 +245,11 @@ class UnrolledRows(SharedLabels):
         config = model.config
         live, _, rows = rollouts(batch, config.ttt, config.anchors, config.decay)
         # a deeper module reads the output of the one before it at every position
-        at = foremost(live) if model.num_modules == 1 else torch.arange(live.shape[1], device=live.device).expand_as(live)
+        at = (
+            foremost(live)
+            if model.num_modules == 1
+            else torch.arange(live.shape[1], device=live.device).expand_as(live)
+        )
         states = unrolled(model, batch, features, at)[live.gather(1, at)]
         super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
 
@@ -268,10 +279,12 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) 
 
 
 class Unrolled:
-    """Attention of unrolled steps.  A layer's first call is over the pairs; each later call is the rollouts' next step."""
+    """Attention of unrolled steps.  A layer's first call is over the pairs; each later call is the rollouts' next
+    step."""
 
     def __init__(self, documents: Tensor, every: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
-        """documents [B, S] as in `Batch`; positions of pairs, `every` [B, n], and of rollouts, `at` [B, A]; limits by layer."""
+        """documents [B, S] as in `Batch`; positions of pairs, `every` [B, n], and of rollouts, `at` [B, A]; limits by
+        layer."""
         self.documents, self._every, self._at, self._limits = documents, every, at, limits
         # fetched once: every layer and step asks
         self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (every, at)]

@@ -18,7 +18,8 @@ from outrider.decoding.state import DecodeState, Scores
 class RemoteDrafter(Drafter):
     """`drafter`, whose weights are on `device`, for a target on another device.
 
-    Taps, tokens and settings are sent to the drafter, its draft is sent back; logits and hidden states stay with the target.
+    Taps, tokens and settings are sent to the drafter, its draft is sent back; logits and hidden states stay with the
+    target.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device):
@@ -32,7 +33,9 @@ class RemoteDrafter(Drafter):
     def allocate(self, cache: Cache) -> Any:
         return self.drafter.allocate(cache)
 
-    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+    def admit(
+        self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         self.drafter.admit(memory, rows, self._here(state), self._taps_of(scores), lengths)
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:

@@ -1,6 +1,7 @@
 """Predictions whose heads run chunk by chunk on a detached copy of the states.
 
-So logits over a large vocabulary never exist whole; `backward` sends their gradient through the rest of the model at once.
+So logits over a large vocabulary never exist whole; `backward` sends their gradient through the rest of the model at
+once.
 
 M rows, H hidden size, V vocabulary.
 """
@@ -36,14 +37,16 @@ class Labelled(NamedTuple):
     def blocks(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor) -> Labelled:
         """As `of` for blocks of K rows, row k of each of depth k.  text [P]; at and weight [P, K]."""
         depths, row = at.shape[1], torch.arange(at.numel(), device=at.device)
-        return cls.of(batch, text.repeat_interleave(depths), at.flatten(), weight.flatten(), row % depths, row // depths)
+        return cls.of(
+            batch, text.repeat_interleave(depths), at.flatten(), weight.flatten(), row % depths, row // depths
+        )
 
 
 def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, Labelled]:
     """Blocks of K rows after the positions of a batch where there is something to learn, at most `most` a text.
 
-    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which positions, [B, S - 2] bool, positions of the
-    labels, [P, K], and the rows.
+    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which positions, [B, S - 2] bool, positions
+    of the labels, [P, K], and the rows.
     """
     at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=batch.tokens.device).expand(len(batch.tokens), -1)
     labels_at, learnt = labelled(batch, at, 2, depths)

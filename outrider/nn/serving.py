@@ -20,7 +20,8 @@ from outrider.targets.protocol import Target
 
 
 class Sampler:
-    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution, which is q.
+    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution,
+    which is q.
 
     Banned tokens have probability 0; which are banned depends on the tokens drawn before.
     """
@@ -70,7 +71,8 @@ def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
 
 
 def tree(
-    first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int, parents: Sequence[int],
+    first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int,
+    parents: Sequence[int],
     replacement: bool = False,
 ) -> Draft:  # fmt: skip
     """The likeliest paths at temperature 0, `parents` with drawn nodes else.  first [B, V], logits after the anchor."""
@@ -94,7 +96,12 @@ class Branching:
         self.limit = len(self.parents) or config.length
 
     def draft(
-        self, first: Tensor, read_one: Callable[[Tensor], Tensor], expand: trees.Expand, budget: Tensor, state: DecodeState
+        self,
+        first: Tensor,
+        read_one: Callable[[Tensor], Tensor],
+        expand: trees.Expand,
+        budget: Tensor,
+        state: DecodeState,
     ) -> Draft:
         """read_one as in `chain`, expand as in `tree`."""
         if self.width == 1:

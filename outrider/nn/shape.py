@@ -20,7 +20,8 @@ PLAIN = {"rope_type": "default"}
 
 
 class LayerConfig(Base):
-    """Settings of every drafter with decoder layers of its own.  Sizes that are not given are those of the target's layers."""
+    """Settings of every drafter with decoder layers of its own.  Sizes that are not given are those of the target's
+    layers."""
 
     heads: PositiveInt | None = None
     """Attention heads per layer."""
@@ -33,11 +34,11 @@ class LayerConfig(Base):
     rms_norm_eps: PositiveFloat | None = None
     """Number added to the mean square in every norm."""
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies.  Unless given, the target's, with its rope_scaling; longrope and other kinds of scaling
-    that depend on the length of the text are left out."""
+    """Base of the rotary frequencies.  Unless given, the target's, with its rope_scaling; longrope and other kinds of
+    scaling that depend on the length of the text are left out."""
     rope_scaling: dict[str, Any] | None = None
-    """Rotary scaling, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its numbers; default
-    for none.  With a rope_theta it is none unless given."""
+    """Rotary scaling, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its numbers;
+    default for none.  With a rope_theta it is none unless given."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     """Share of a head, above 0 to 1, that is rotated by position; the rest is not."""
     device: str | None = None
@@ -78,7 +79,8 @@ def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
     missing = [name for name in SIZES if name not in given and name != "rope_scaling"]
     if missing and spec.sizes is None:
         raise DrafterError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and the config of {spec.name} does not say "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and the config of {spec.name} does "
+            "not say "
             "how large its layers are; set them under drafter"
         )
     sizes = LayerSizes(**(({} if spec.sizes is None else _taken(spec.sizes, given)) | given))
@@ -88,7 +90,8 @@ def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
 
 
 def left_out(sizes: LayerSizes) -> str | None:
-    """The target's kind of rotary scaling, such as longrope, that a drafter's layers can't have; None where they can."""
+    """The target's kind of rotary scaling, such as longrope, that a drafter's layers can't have; None where they
+    can."""
     kind = (sizes.rope_scaling or PLAIN)["rope_type"]
     return None if kind in (*STRETCHES, "default") else kind
 

@@ -1,9 +1,9 @@
 """How a drafter that reads its own tokens drafts a tree: a beam of the likeliest paths, or siblings of a fixed shape.
 
-Both go down level by level and ask the drafter for one thing: the logits after nodes that it has not read yet (`Expand`).  The
-beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are
-deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al.
-2402.12374).  What differs: every prefix of the nodes is the draft of that budget, so a policy may cut
+Both go down level by level and ask the drafter for one thing: the logits after nodes that it has not read yet
+(`Expand`).  The beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes
+are deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen
+et al. 2402.12374).  What differs: every prefix of the nodes is the draft of that budget, so a policy may cut
 anywhere.
 
 B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes read in one level.
@@ -28,18 +28,19 @@ Path = tuple[int, ...]
 Expand = Callable[[Draft, int], Tensor]
 """(tree, new) to the logits [B, new, V] after the last `new` nodes of `tree`.
 
-`tree` holds every node read so far in the order of the calls, the new ones at its end and all of one depth, 0 in the first
-call and one more in each.  So keys or hidden states may be stored from call to call and looked up by `tree.parents`, or the
-whole tree read again under `tree.rows()`.  Leaves are never read.
+`tree` holds every node read so far in the order of the calls, the new ones at its end and all of one depth, 0 in the
+first call and one more in each.  So keys or hidden states may be stored from call to call and looked up by
+`tree.parents`, or the whole tree read again under `tree.rows()`.  Leaves are never read.
 """
 
 
 def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
     """The likeliest paths, without any noise.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
-    At every depth the `width` likeliest nodes are read and offer their `width` best tokens each; of all that is offered in
-    `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A child is never likelier
-    than its parent and of equals the shallower comes first, so every prefix is a tree, and the best of its size.
+    At every depth the `width` likeliest nodes are read and offer their `width` best tokens each; of all that is offered
+    in `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A child is never
+    likelier than its parent and of equals the shallower comes first, so every prefix is a tree, and the best of its
+    size.
     """
     most = int(budget.max())
     # whatever is deeper or ranks lower has that many ancestors or betters before it, and is cut in any case
@@ -62,7 +63,9 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
     scores, tokens, parents = (torch.cat(level, 1) for level in zip(*offered, strict=True))
     _, order = _ranked(scores, most)
     # new index of each candidate; one that does not stay has no children
-    index = torch.zeros_like(tokens).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    index = torch.zeros_like(tokens).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     above = parents.gather(1, order)
     parents = index.gather(1, above.clamp(min=0)).where(above >= 0, -1)
     return Draft(tokens.gather(1, order), parents, budget.clamp(max=order.shape[1]))
@@ -87,10 +90,11 @@ def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
 
 
 def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
-    """Parents of the tree to draw: up to `nodes` nodes, `width` children a node, `depth` levels; the most promising first.
+    """Parents of the tree to draw: up to `nodes` nodes, `width` children a node, `depth` levels; the most promising
+    first.
 
-    The choice depends on no token.  A node costs 1, and 2 more for every elder sibling: the first child is about as likely to
-    be accepted as its parent, a second child as one two levels further down (as dflash's siblings).
+    The choice depends on no token.  A node costs 1, and 2 more for every elder sibling: the first child is about as
+    likely to be accepted as its parent, a second child as one two levels further down (as dflash's siblings).
     """
     found: list[int] = []
     queue = [(1, 0, -1, 1)]
@@ -105,13 +109,15 @@ def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
 
 
 def sampled(
-    first: Tensor, expand: Expand, budget: Tensor, state: DecodeState, *, parents: Sequence[int], replacement: bool = False
+    first: Tensor, expand: Expand, budget: Tensor, state: DecodeState, *, parents: Sequence[int],
+    replacement: bool = False,
 ) -> Draft:  # fmt: skip
     """Draw every node of a fixed tree.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
-    Siblings come from the same q each, or `replacement` False from what their elders left of it; where nothing is left, at
-    temperature 0 above all, a sibling is the likeliest token that no elder took; it is deterministic, and its q is one-hot.
-    Slots with a seed share the target's own noise in every branch, and so draw what the target would, or nearly.
+    Siblings come from the same q each, or `replacement` False from what their elders left of it; where nothing is left,
+    at temperature 0 above all, a sibling is the likeliest token that no elder took; it is deterministic, and its q is
+    one-hot. Slots with a seed share the target's own noise in every branch, and so draw what the target would, or
+    nearly.
     """
     q: dict[int, Tensor] = {}
 
@@ -135,7 +141,10 @@ def _siblings(
     """
     streams, q = state.streams, state.judge.distribution(logits)[:, above]
     ranks = torch.tensor([above[:i].count(parent) for i, parent in enumerate(above)])
-    parent_of, tokens = torch.tensor(above, device=q.device), torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    parent_of, tokens = (
+        torch.tensor(above, device=q.device),
+        torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device),
+    )
     taken = torch.zeros_like(logits, dtype=torch.bool)
     for rank in range(1 + int(ranks.max())):
         at = (ranks == rank).nonzero()[:, 0].to(q.device)
@@ -166,8 +175,8 @@ def _grown(
 ) -> Tensor:  # fmt: skip
     """Tokens [B, N] of a fixed tree, level by level.
 
-    choose: (logits [B, W, V] after the level above's inner nodes, depth, nodes, of which of the W each is the child) to the
-    tokens of these nodes.
+    choose: (logits [B, W, V] after the level above's inner nodes, depth, nodes, of which of the W each is the child) to
+    the tokens of these nodes.
     """
     tokens = torch.zeros(len(first), len(parents), dtype=torch.int64, device=first.device)
     logits, tree, order = first[:, None], Draft.empty(len(first), first.device), [-1]
@@ -186,8 +195,8 @@ def _grown(
 class RankTree:
     """A fixed tree by ranks: every node is a choice of the logits after its parent, and every prefix is a draft.
 
-    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice after the
-    first.
+    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice after
+    the first.
     """
 
     def __init__(self, paths: tuple[Path, ...]):
@@ -219,7 +228,8 @@ _cut = functools.lru_cache(256)(RankTree)
 
 
 def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:
-    """Every node is its rank's choice of the logits after its parent; no noise.  first [B, V], logits after the anchor."""
+    """Every node is its rank's choice of the logits after its parent; no noise.  first [B, V], logits after the
+    anchor."""
 
     def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
         ranks = tree.ranks[nodes]
@@ -251,7 +261,9 @@ def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
     return paths
 
 
-def of_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
+def of_lists(
+    tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> Draft:
     """Deterministic trees of unequal size, one a slot, in lists."""
     ids, sizes = padded(tokens, 0, device), torch.tensor([len(own) for own in tokens], dtype=torch.int64)
     if all(list(own) == list(range(-1, len(own) - 1)) for own in parents):

@@ -1,4 +1,5 @@
-"""The parts of a model: its sizes, its trunk, its layers, its output layer, and what it does to embeddings and logits."""
+"""The parts of a model: its sizes, its trunk, its layers, its output layer, and what it does to embeddings and
+logits."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "ma
 
 
 def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers, hidden size and context of the part that reads text.  Raises TargetError where the config names no layers."""
+    """Layers, hidden size and context of the part that reads text.  Raises TargetError where the config names no
+    layers."""
     config = model.config.get_text_config(decoder=True)
     layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
@@ -114,26 +116,33 @@ def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
 
 @torch.inference_mode()
 def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
-    """The factor on embeddings before the first layer, the transform of the output layer's values, and the logits [S, V].
+    """The factor on embeddings before the first layer, the transform of the output layer's values, and the logits [S,
+    V].
 
     target: a TransformersTarget whose parts are found.
     """
     tokens = torch.tensor([text], device=target.device)
     words: list[Tensor] = []
-    record = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
+    record = hooks.of_this_thread(
+        lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"])
+    )
     hook = target._decoder_layers[0].register_forward_pre_hook(record, with_kwargs=True)
     with target._catching(()) as caught:
         logits = target.model(input_ids=tokens, use_cache=False).logits
     hook.remove()
     if not bool((logits < torch.inf).all()):
         raise TargetError(
-            f"{target.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 overflows, and "
+            f"{target.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 "
+            "overflows, and "
             "look for weights that are not finite"
         )
-    finish = head_transform(target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config())
+    finish = head_transform(
+        target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config()
+    )
     if finish is None:
         logging.getLogger(__name__).warning(
-            "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
+            "%s changes its logits after the output layer in a way that is not known here: drafters that use the "
+            "target's "
             "head guess worse; the output is the target's all the same", target.spec.name,
         )  # fmt: skip
     scale = _ratio(target._embedding(tokens), words[0])  # None where they differ by more than a factor

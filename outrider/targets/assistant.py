@@ -1,4 +1,5 @@
-"""Gemma 4's assistant as transformers loads it: a small model without keys of its own, which attends to the target's."""
+"""Gemma 4's assistant as transformers loads it: a small model without keys of its own, which attends to the
+target's."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ def shared_layers(model: Any, target: Target) -> dict[str, int]:
     assert theirs is not None
     cache: Any = target.allocate(1, 2)
     target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
-    kinds = getattr(theirs.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"] * target.spec.layers
+    kinds = (
+        getattr(theirs.config.get_text_config(decoder=True), "layer_types", None)
+        or ["full_attention"] * target.spec.layers
+    )
     found = {}
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
         storing = [index for index in cache.layers if kinds[index] == kind]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Limit(NamedTuple):
-    """How far back a layer attends: to the last `size` positions, its own included, or to its own chunk of `size` positions."""
+    """How far back a layer attends: to the last `size` positions, its own included, or to its own chunk of `size`
+    positions."""
 
     kind: Literal["window", "chunk"]
     size: int
@@ -54,14 +55,17 @@ class PassLayout(NamedTuple):
         return (offset < 0) | (inside & tree_mask.gather(-1, index.expand(-1, tree_mask.shape[1], -1)))
 
     def limit_mask(self, limit: Limit, depths: Tensor) -> Tensor:
-        """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not from its column."""
+        """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not from its
+        column."""
         offset, index = self._offsets()
         query_positions = self.positions(depths)
         key_positions = torch.where(offset < 0, self.columns, query_positions[:, None].gather(-1, index))
         query_positions = query_positions[:, :, None]
         if limit.kind == "window":
             return key_positions > query_positions - limit.size
-        return key_positions.div(limit.size, rounding_mode="floor") == query_positions.div(limit.size, rounding_mode="floor")
+        return key_positions.div(limit.size, rounding_mode="floor") == query_positions.div(
+            limit.size, rounding_mode="floor"
+        )
 
     def _offsets(self) -> tuple[Tensor, Tensor]:
         """Offset of every column from its row's start, [R, 1, end], and the same clamped to the pass."""
@@ -81,7 +85,8 @@ def span(indices: Sequence[int]) -> slice | None:
 
 
 class TracedCache:
-    """The cache that layers are given while a pass is traced: it writes after each row's start and reads up to the end."""
+    """The cache that layers are given while a pass is traced: it writes after each row's start and reads up to the
+    end."""
 
     is_compileable = False
 
@@ -92,7 +97,9 @@ class TracedCache:
         self.rows = torch.arange(layout.starts.shape[0], device=layout.starts.device)[:, None]
         self.columns = layout.positions(torch.arange(layout.width, device=layout.starts.device))
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         buffers = self.buffers[layer_idx]
         for buffer, states in zip(buffers, (keys, values), strict=True):
             buffer[self.rows, :, self.columns] = states.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Keys and values of every slot in one buffer a layer: append a pass, keep one path of it, forget the rest.
 
-A slot's tokens fill columns 0, 1, ... without holes.  Its length says what is valid, and to forget is to lower that number.
-A pass writes its rows after each slot's length; `keep` moves the accepted ones together and counts them in.  Layers with a
-window store all keys too: their mask hides what is too far back, so a tree, a cut and a slot that is used again are the same
-to all layers.
+A slot's tokens fill columns 0, 1, ... without holes.  Its length says what is valid, and to forget is to lower that
+number. A pass writes its rows after each slot's length; `keep` moves the accepted ones together and counts them in.
+Layers with a window store all keys too: their mask hides what is too far back, so a tree, a cut and a slot that is used
+again are the same to all layers.
 
 Recurrent layers have a state instead of keys; see `states`.
 
@@ -28,7 +28,8 @@ VIEWS = 64
 
 
 class SlotCache:
-    """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache does.
+    """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache
+    does.
 
     Buffers are made when a layer first writes, in the shape that layer needs.
     """
@@ -36,8 +37,8 @@ class SlotCache:
     is_compileable = False
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
-        """layers: how many are likely to store keys and values of one shape.  undo: tokens of a slot that `cut` can take back
-        without loss where layers are recurrent; each costs a copy of the slot's states."""
+        """layers: how many are likely to store keys and values of one shape.  undo: tokens of a slot that `cut` can
+        take back without loss where layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
         self.length = length
@@ -69,8 +70,8 @@ class SlotCache:
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """What each slot has read, where the target says what a pass reads: by `reads`."""
         self.prompts = [0] * slots
-        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0 after
-        the first verified pass."""
+        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0
+        after the first verified pass."""
         self.long = [False] * slots
         """Whether a slot was read as a text longer than the context of the first training."""
         self._reads: list[list[int]] | None = None
@@ -150,22 +151,27 @@ class SlotCache:
         """The open pass reads tokens [R, n]: those that stay are remembered in `texts`."""
         self._reads = tokens.tolist()
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-        """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end, d]."""
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end,
+        d]."""
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._buffer(keys), self._buffer(values)
         buffers = self._layers[layer_idx]
         return self._write(buffers[0], keys), self._write(buffers[1], values)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """Write this layer's keys of a sparse attention's index [R, n, d]; returns all up to the longest, [R, end, d]."""
+        """Write this layer's keys of a sparse attention's index [R, n, d]; returns all up to the longest, [R, end,
+        d]."""
         keys = keys.unsqueeze(1)
         if layer_idx not in self._indexers:
             self._indexers[layer_idx] = self._buffer(keys)
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n the length of the longest of them."""
+        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n the length of the longest of
+        them."""
         longest = max(self.lengths[row] for row in rows)
         indices = [self.buffer_rows[row] for row in rows]
         keys, values = (buffer[span(indices) or indices][:, :, :longest] for buffer in self._layers[layer])
@@ -184,16 +190,24 @@ class SlotCache:
     def mask(self, tree_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [R or 1, 1, Q, end] of the open pass.
 
-        tree_mask [R or 1, Q, n] bool: which of the pass's own tokens each query attends to; None is causal order, Q = n.
-        Every query attends to all that its slot held before the pass.
+        tree_mask [R or 1, Q, n] bool: which of the pass's own tokens each query attends to; None is causal order, Q =
+        n. Every query attends to all that its slot held before the pass.
         """
         return additive(self._bool_mask(tree_mask), dtype)
 
     def masks(
-        self, tree_mask: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Limit | None], depths: Tensor | None = None
+        self,
+        tree_mask: Tensor | None,
+        dtype: torch.dtype,
+        limits: Mapping[str, Limit | None],
+        depths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """A mask as above for every kind of layer, within that kind's limit.  depths as in `positions`."""
-        if tree_mask is None and self.is_even and all(limit is None or limit.kind == "window" for limit in limits.values()):
+        if (
+            tree_mask is None
+            and self.is_even
+            and all(limit is None or limit.kind == "window" for limit in limits.values())
+        ):
             return {kind: self._chain_mask(dtype, limit) for kind, limit in limits.items()}
         mask, depths = self._bool_mask(tree_mask), self._order if depths is None else depths
         return {
@@ -202,8 +216,8 @@ class SlotCache:
         }
 
     def _chain_mask(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
-        """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all widths
-        and lengths; a chunk of a prompt makes its own."""
+        """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all
+        widths and lengths; a chunk of a prompt makes its own."""
         width, start = self.width, self._starts[0]
         if width > SHARED_MASK_WIDTH:
             return self._new_chain_mask(start, width, dtype, limit)
@@ -215,7 +229,9 @@ class SlotCache:
     def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
         query_positions = torch.arange(width, device=self.device)[:, None]
         key_positions = torch.arange(-start, width, device=self.device)
-        mask = (key_positions <= query_positions) & (True if limit is None else key_positions > query_positions - limit.size)
+        mask = (key_positions <= query_positions) & (
+            True if limit is None else key_positions > query_positions - limit.size
+        )
         return additive(mask[None], dtype)
 
     def _bool_mask(self, tree_mask: Tensor | None) -> Tensor:
@@ -227,7 +243,8 @@ class SlotCache:
         return self._layout.mask(tree_mask)
 
     def positions(self, depths: Tensor | None = None) -> Tensor:
-        """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
+        """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is
+        0..n-1."""
         depths = self._order if depths is None else depths
         return depths + self._starts[0] if self.is_even else self._layout.positions(depths)
 
@@ -268,14 +285,16 @@ class SlotCache:
             if straight < len(path):
                 self._move(row, [start + 1 + node for node in path[straight:]], start + 1 + straight)
         if self._reads is not None:
-            self._reads = [[read[0], *(read[node + 1] for node in path)] for read, path in zip(self._reads, paths, strict=True)]
+            self._reads = [
+                [read[0], *(read[node + 1] for node in path)] for read, path in zip(self._reads, paths, strict=True)
+            ]
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
         """Forget what a slot holds after its first `length` tokens.
 
-        Where layers are recurrent it goes back to the last length up to there whose states are remembered, at worst to 0:
-        `lengths` says which, and what is missing must be read again.
+        Where layers are recurrent it goes back to the last length up to there whose states are remembered, at worst to
+        0: `lengths` says which, and what is missing must be read again.
         """
         if length < self.lengths[row]:
             self.lengths[row] = self.states.cut(row, length)
@@ -296,7 +315,12 @@ class SlotCache:
         return self.states.read((layer_idx, "recurrent", state_idx), self.rows, self._starts)
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: object
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_kwargs: object,
     ) -> Tensor:
         """Inputs so far followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
         before = self.get_conv_state(layer_idx, state_idx)
@@ -306,7 +330,9 @@ class SlotCache:
         self.states.work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
         return joined
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> Tensor:
         self.states.work[layer_idx, "recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -324,7 +350,8 @@ class SlotCache:
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _buffer(self, states: Tensor) -> Tensor:
-        """A layer's keys or values, [slots, h, length, d]: part of a stack, so that a path is moved in all layers at once."""
+        """A layer's keys or values, [slots, h, length, d]: part of a stack, so that a path is moved in all layers at
+        once."""
         key = states.shape[1], states.shape[3], states.dtype
         if not self._spare.get(key):
             shape = self.stacked, self.slots, key[0], self.length, key[1]

@@ -40,18 +40,22 @@ def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new
     if own != target.spec.vocabulary:
         raise DrafterError(
             f"small_model {name!r} has a vocabulary of {own}, the target {target.spec.name!r} one of "
-            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's tokenizer"
+            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's "
+            "tokenizer"
         )
     return lm.eval()
 
 
 def qwen3(
-    target: Target, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, rope_theta: float,
+    target: Target, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int,
+    rope_theta: float,
     tied: bool,
 ) -> Qwen3Config:  # fmt: skip
     """A Qwen3 of these sizes, of the target's vocabulary and context.  tied: one matrix is embedding and head."""
     if heads % kv_heads:
-        raise DrafterError(f"small_model.new: heads {heads} is not a multiple of kv_heads {kv_heads}; choose one that is")
+        raise DrafterError(
+            f"small_model.new: heads {heads} is not a multiple of kv_heads {kv_heads}; choose one that is"
+        )
     if head_dim % 2:
         raise DrafterError(f"small_model.new: head_dim {head_dim} is odd; rotary positions need an even one")
     return Qwen3Config(
@@ -63,7 +67,8 @@ def qwen3(
 
 
 def named(name: str, target: Target) -> Any:
-    """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the target's."""
+    """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the
+    target's."""
     name = folder(name)
     try:
         with no_bars():
@@ -101,14 +106,16 @@ def architecture_of(lm: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """The transform of the output layer's values, and whether texts packed in one row are read as if each stood alone."""
+    """The transform of the output layer's values, and whether texts packed in one row are read as if each stood
+    alone."""
     tokens, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, lm.get_output_embeddings()
     alone = torch.cat([states(lm, part) for part in tokens.split((7, 5), 1)], 1)
     logits = lm(input_ids=tokens[:, :7], use_cache=False).logits
     finish = head_transform(head(alone[:, :7]), logits, lm.config.get_text_config())
     if finish is None:
         raise DrafterError(
-            f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it can't be "
+            f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it "
+            "can't be "
             "trained; choose a model of another family"
         )
     position_ids = torch.cat([torch.arange(7), torch.arange(5)])[None]
@@ -121,7 +128,8 @@ def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
 
 @contextmanager
 def keeping_computed(model: nn.Module) -> Iterator[None]:
-    """What is computed once, such as rotary frequencies, follows its module to another device, but not to another type."""
+    """What is computed once, such as rotary frequencies, follows its module to another device, but not to another
+    type."""
     computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
     before = [module._buffers[name] for module, name in computed]
     yield

@@ -1,4 +1,5 @@
-"""A chunk of several slots' prompts as one pass, or as several where padding them to one length costs or is not allowed."""
+"""A chunk of several slots' prompts as one pass, or as several where padding them to one length costs or is not
+allowed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A pass captured once for each of a few sizes and replayed: a CUDA graph saves the launches of hundreds of kernels.
 
-A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  No row that is read
-attends to padding.  A size is captured when it first comes; a replay reads its arguments where the capture read them, and
-writes keys and values into the same buffers.
+A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  No row that is
+read attends to padding.  A size is captured when it first comes; a replay reads its arguments where the capture read
+them, and writes keys and values into the same buffers.
 
 R rows of a pass, n tokens a row.
 """
@@ -22,7 +22,8 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Tokens a row that are captured; above them multiples of the last."""
 COLUMNS = 256
 MAX_CAPTURES = 48
-"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a second."""
+"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a
+second."""
 
 Outputs = Sequence[Tensor | list[Tensor]]
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
@@ -59,7 +60,8 @@ class CudaGraphs:
     """Passes of one traced function, called by `forward` as a package is."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
-        """traced: of tokens, depths, tree_mask, starts, columns, taps, asked and buffers; it must not look at their values."""
+        """traced: of tokens, depths, tree_mask, starts, columns, taps, asked and buffers; it must not look at their
+        values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
 
@@ -74,7 +76,13 @@ class CudaGraphs:
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _wide_mask(tree_mask, wide), starts, taps
+        given = (
+            pad(tokens, (0, wide - width)),
+            pad(depths, (0, wide - width)),
+            _wide_mask(tree_mask, wide),
+            starts,
+            taps,
+        )
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
         key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
         if key not in self.captures:
@@ -92,7 +100,9 @@ class CudaGraphs:
         fixed = tuple(argument.clone() for argument in given)
         columns = torch.arange(end, device=fixed[0].device)
         *before, taps = fixed
-        asked = torch.arange(fixed[0].shape[1], device=fixed[0].device).expand_as(fixed[0])  # every token's logits, always
+        asked = torch.arange(fixed[0].shape[1], device=fixed[0].device).expand_as(
+            fixed[0]
+        )  # every token's logits, always
         replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, asked, list(buffers)))
         return _Capture(fixed, replay, flat(outputs))
 
@@ -103,7 +113,8 @@ def _layout(buffer: Tensor) -> _Layout:
 
 
 def _wide_mask(tree_mask: Tensor, wide: int) -> Tensor:
-    """tree_mask [R, n, n] for `wide` tokens a row: tokens that are added attend to themselves, no other attends to them."""
+    """tree_mask [R, n, n] for `wide` tokens a row: tokens that are added attend to themselves, no other attends to
+    them."""
     more = wide - tree_mask.shape[-1]
     if not more:
         return tree_mask

@@ -1,8 +1,9 @@
 """Which part of a text later tokens may still change, read off a tokenizer's decoder.
 
 The steps of a decoder that are known here turn each token into text by itself, but for the first of a text (Metaspace,
-WordPiece, Strip), half characters (ByteLevel) and runs of byte tokens (ByteFallback).  Of a decoder with any other step, of a
-tokenizer written in Python, and of one that does more than its decoder says, nothing is known: texts come whole, at their end.
+WordPiece, Strip), half characters (ByteLevel) and runs of byte tokens (ByteFallback).  Of a decoder with any other
+step, of a tokenizer written in Python, and of one that does more than its decoder says, nothing is known: texts come
+whole, at their end.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ SENTENCEPIECE = re.compile(r"(Replace )?(ByteFallback )?(Fuse (Strip )?)?")
 """The steps of SentencePiece's models, in their order."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 CLEANED = " 'nvr"
-"""Letters after which the clean-up of spaces may still change a text; it replaces " .", " ' ", " n't", " 've", " 're" and the
-like."""
+"""Letters after which the clean-up of spaces may still change a text; it replaces " .", " ' ", " n't", " 've", " 're"
+and the like."""
 
 
 def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = True) -> Detokenizer:
-    """How this tokenizer's ids become text.  vocabulary: ids that a model may emit, which can be more than have a name."""
+    """How this tokenizer's ids become text.  vocabulary: ids that a model may emit, which can be more than have a
+    name."""
     decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return _unknown(tokenizer, Detokenizer(decode))
@@ -81,7 +83,8 @@ def _is_all(tokenizer: PreTrainedTokenizerFast, decode: functools.partial[str], 
 
 def _unknown(tokenizer: Any, found: Detokenizer) -> Detokenizer:
     logging.getLogger(__name__).warning(
-        "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are not affected",
+        "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are not "
+        "affected",
         type(tokenizer).__name__,
     )
     return found

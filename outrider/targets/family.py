@@ -1,7 +1,7 @@
 """How a family of models is called, learnt from the loaded model itself; there is no list of names.
 
-Which masks it takes, how far each kind of layer attends, whether it takes positions, which modules have a recurrent state.
-What is found here is a guess until `selftest` has proven it.
+Which masks it takes, how far each kind of layer attends, whether it takes positions, which modules have a recurrent
+state. What is found here is a guess until `selftest` has proven it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Family:
     """What a model takes, and what it does."""
 
     masks: Masks
-    """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them itself."""
+    """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them
+    itself."""
     limits: Mapping[str, Limit | None]
     """Kinds of attention among its layers, and how far they attend."""
     cache: str
@@ -73,7 +74,9 @@ class Family:
         rows = len(cache.rows)  # some families refuse one mask for all rows
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
         # padding may reach past the context
-        return self.arguments(cache, masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None)
+        return self.arguments(
+            cache, masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
+        )
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
         """The same from masks by kind of layer, and positions where the model takes them."""
@@ -87,8 +90,11 @@ class Family:
         return given
 
 
-def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None) -> Family:
-    """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in steps.
+def learn(
+    model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None
+) -> Family:
+    """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in
+    steps.
 
     masks: which it takes, where that is known; the others as in Family.
     """

@@ -1,8 +1,8 @@
 """What a model's generation_config asks of greedy decoding, as `model.generate(do_sample=False)` reads it.
 
-Keys that `Sampling` knows become its settings, which drafters know too.  With a key that it does not know, all are done by
-transformers' own processors, in transformers' order.  A key that makes it other than greedy decoding of one text is refused by
-name; keys about the draw, the cache or an assistant do not change greedy output.
+Keys that `Sampling` knows become its settings, which drafters know too.  With a key that it does not know, all are done
+by transformers' own processors, in transformers' order.  A key that makes it other than greedy decoding of one text is
+refused by name; keys about the draw, the cache or an assistant do not change greedy output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ IDLE: Mapping[str, tuple[Any, ...]] = {
 """Keys that make `generate` other than greedy decoding of one text, and the values that do not."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "sequence_bias": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
+    "sequence_bias": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "remove_invalid_values": (False,),
     "exponential_decay_length_penalty": (), "begin_suppress_tokens": (), "renormalize_logits": (False,),
 }  # fmt: skip
@@ -55,7 +56,8 @@ def greedy_sampling(
     for key, idle in IDLE.items():
         if key in asked and asked[key] not in idle:
             raise ConfigError(
-                f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; {INSTEAD}"
+                f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; "
+                f"{INSTEAD}"
             )
     asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
     text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
@@ -98,7 +100,9 @@ def _config_errors(key: str, value: Any) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"the target's generation_config.{key} {value!r} can't be read ({error}); {INSTEAD}") from error
+        raise ConfigError(
+            f"the target's generation_config.{key} {value!r} can't be read ({error}); {INSTEAD}"
+        ) from error
 
 
 SETTINGS: Mapping[str, Callable[[Any, _Text, Sampling], dict[str, Any]]] = {
@@ -122,7 +126,9 @@ def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
 
 
 TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
-    "sequence_bias": lambda value: itertools.chain(*(value if isinstance(value, Mapping) else (words for words, _ in value))),
+    "sequence_bias": lambda value: itertools.chain(
+        *(value if isinstance(value, Mapping) else (words for words, _ in value))
+    ),
     "forced_bos_token_id": lambda value: [value],
     "forced_eos_token_id": lambda value: [value] if isinstance(value, int) else value,
 }
@@ -132,13 +138,17 @@ OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
 
 
 def _by_processors(model: Any, asked: Mapping[str, Any], text: _Text) -> Sampling:
-    found = {key: value for key, value in asked.items() if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)}
+    found = {
+        key: value for key, value in asked.items() if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)
+    }
 
     def made(keys: Mapping[str, Any]) -> list[Processor]:
         config = GenerationConfig(max_length=len(text.prompt) + text.max_new_tokens)
         vars(config).update(keys, _eos_token_tensor=torch.tensor(text.ends, device=text.device) if text.ends else None)
         length, device = len(text.prompt), text.device
-        return list(model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device))
+        return list(
+            model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device)
+        )
 
     for key, value in found.items():  # one by one, so that the wrong one is named
         with _config_errors(key, value):

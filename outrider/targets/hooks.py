@@ -1,7 +1,7 @@
 """Inputs and outputs of modules during a pass, recorded for that pass alone.
 
-Hooks stay on a module once they are there, however often it is loaded.  They write for the pass that is open in their own
-thread (its context), so passes of one model may run in parallel.
+Hooks stay on a module once they are there, however often it is loaded.  They write for the pass that is open in their
+own thread (its context), so passes of one model may run in parallel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def catching(modules: Iterable[nn.Module]) -> AbstractContextManager[dict[nn.Mod
 
 
 def replacing(module: nn.Module, values: Tensor) -> AbstractContextManager[object]:
-    """While this is open, the last rows of this watched module's output in this thread are replaced by these [B, P, H]."""
+    """While this is open, the last rows of this watched module's output in this thread are replaced by these [B, P,
+    H]."""
     return during(_replaced, (module, values))
 
 

@@ -19,8 +19,10 @@ from outrider.targets.sizes import layer_sizes, unused_row
 def spec_of(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
     (layers, hidden, context), words = sizes(model), output_layer(model).weight.shape[0]
     return TargetSpec(
-        name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words, context,
-        str(model.dtype).removeprefix("torch."), None if tokenizer is None else hash_tokenizer(tokenizer), hash_weights(model),
+        name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words,
+        context,
+        str(model.dtype).removeprefix("torch."), None if tokenizer is None else hash_tokenizer(tokenizer),
+        hash_weights(model),
         quantised=quantised.precision(model), sizes=layer_sizes(model.config), unused=unused_row(tokenizer, words),
     )  # fmt: skip
 
@@ -43,7 +45,8 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
 
 def hash_weights(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not matter."""
+    """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not
+    matter."""
     digest = hashlib.sha256()
     for name, whole in sorted(model.state_dict().items()):
         for part, weight in quantised.parts(name, whole):

@@ -36,15 +36,15 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
-    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own where
-    its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
-    the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
-    to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose method would
-    round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
-    compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
-    stays plain.
-    Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
-    activations, keys or values; ConfigError for an unknown `quantize`.
+    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own
+    where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
+    the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
+    handed to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose
+    method would round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
+    compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once),
+    False stays plain.
+    Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
+    quantises activations, keys or values; ConfigError for an unknown `quantize`.
     """
     if quantize is not None:
         quantised.library(quantize)
@@ -79,17 +79,22 @@ def load_target(
         if reason:
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
     except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        advice = "give `demo`, a folder with config.json and safetensors, or a Hugging Face id (which needs the network once)"
-        if isinstance(error, ImportError | RuntimeError):  # such as a quantisation's library or device that is not there
+        advice = "give `demo`, a folder with config.json and safetensors, or a Hugging Face id (needs the network once)"
+        if isinstance(
+            error, ImportError | RuntimeError
+        ):  # such as a quantisation's library or device that is not there
             advice = "install what it names, use a device that has it, or take the checkpoint unquantised"
         raise TargetError(f"can't load target {name!r}: {first_line(error)}; {advice}") from error
     if found["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(found["missing_keys"])
         raise TargetError(
-            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or take the checkpoint "
+            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or take the "
+            "checkpoint "
             "of a whole causal LM"
         )
-    if device_map is None and model.device != torch.empty(0, device=device).device:  # some quantised models can't be moved
+    if (
+        device_map is None and model.device != torch.empty(0, device=device).device
+    ):  # some quantised models can't be moved
         model = model.to(device)
     return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
 

@@ -1,8 +1,8 @@
 """A miniature of a model: every switch and every kind of layer of its config, only with small sizes and limits.
 
-What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test tries a miniature of a
-few narrow layers in float64, which would take minutes with the model; and windows, chunks and the context of the first training
-are so short in it that a text of a few tokens crosses them.
+What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test tries a
+miniature of a few narrow layers in float64, which would take minutes with the model; and windows, chunks and the
+context of the first training are so short in it that a text of a few tokens crosses them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LAYERS = (
     "num_encoder_layers", "num_blocks", "depth",
 )  # fmt: skip
 NUMBERS = (
-    "moe_layers", "only_layers", "source_layers", "cross_attention_layers", "scaling_layers", "_ids", "_idxs", "_indexes",
+    "moe_layers", "only_layers", "source_layers", "cross_attention_layers", "scaling_layers", "_ids", "_idxs",
+    "_indexes",
 )  # fmt: skip
 """Lists of the numbers of layers."""
 HEADS = (
@@ -47,14 +48,18 @@ STATES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("num_heads", "head
 """Heads of a state, their size, and how many times as wide as the hidden state they are together."""
 SMALL = {
     "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "d_inner": 96,
-    "d_ff": 96, "ffn_hidden_size": 96, "moe_intermediate_size": 32, "feed_forward_size": 96, "intermediate_size_mlp": 96,
-    "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "expert_ffn_hidden_size": 32, "block_ff_dim": 96,
-    "dense_intermediate_size": 96, "mlp_dim": 96, "share_expert_dim": 32, "moe_hidden_size": 64, "router_hidden_size": 32,
+    "d_ff": 96, "ffn_hidden_size": 96, "moe_intermediate_size": 32, "feed_forward_size": 96,
+    "intermediate_size_mlp": 96,
+    "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "expert_ffn_hidden_size": 32,
+    "block_ff_dim": 96,
+    "dense_intermediate_size": 96, "mlp_dim": 96, "share_expert_dim": 32, "moe_hidden_size": 64,
+    "router_hidden_size": 32,
     "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_topk": 2, "moe_k": 2, "n_group": 2, "num_expert_group": 2, "topk_group": 1, "zero_expert_num": 2,
     "q_lora_rank": 32, "kv_lora_rank": 32, "mamba_n_groups": 1, "n_groups": 1, "mamba_ngroups": 1, "mamba_d_state": 16,
-    "ssm_state_size": 16, "state_size": 16, "chunk_size": 16, "mamba_chunk_size": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "ssm_state_size": 16, "state_size": 16, "chunk_size": 16, "mamba_chunk_size": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16, "encoder_hash_byte_group_vocab": 512, "lru_width": 64, "image_size": 56,
     "audio_vocab_size": VOCABULARY,
 }  # fmt: skip
@@ -65,7 +70,8 @@ NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype",
 
 
 def build(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small random model of the same class and switches, float64 where the family knows it; None where none can be built."""
+    """A small random model of the same class and switches, float64 where the family knows it; None where none can be
+    built."""
     dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
     for dtype, narrow in itertools.product(dtypes, (True, False)):
         try:
@@ -143,7 +149,9 @@ def _fewer_layers(found: dict[str, Any]) -> None:
         count = found.get(key)
         if not isinstance(count, int):
             continue
-        lists = {name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count}
+        lists = {
+            name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count
+        }
         kinds = [value for name, value in found.items() if name.endswith("_types") and isinstance(value, list | tuple)]
         named = [value for name, value in found.items() if name.endswith(("_period", "_pattern", "_interval"))]
         periods = [value for value in named if isinstance(value, int) and value <= count]
@@ -170,7 +178,8 @@ def _until_all_found(values: Sequence[Any]) -> int:
 
 
 def _narrower(found: dict[str, Any], narrow: bool) -> None:
-    """Few heads of the same size in the same groups, and hidden states as much narrower as there are fewer heads, or more."""
+    """Few heads of the same size in the same groups, and hidden states as much narrower as there are fewer heads, or
+    more."""
     before, factor = dict(found), None
     for many, few in HEADS:
         heads, shared = before.get(many), before.get(few)

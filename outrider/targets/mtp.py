@@ -1,4 +1,5 @@
-"""Modules that a target ships to predict one token further each (MTP), as transformers builds them.  (arXiv 2412.19437.)
+"""Modules that a target ships to predict one token further each (MTP), as transformers builds them.  (arXiv
+2412.19437.)
 
 They run step by step with the caller's attention, so that a draft may be longer than there are modules, or a tree.
 
@@ -102,7 +103,8 @@ class NativeModules:
 
     def _strange(self, number: int, reason: str) -> DrafterError:
         return DrafterError(
-            f"module {number} of {self.target.spec.name} can't be run here: {reason}; set native to no and train modules of "
+            f"module {number} of {self.target.spec.name} can't be run here: {reason}; set native to no and train "
+            "modules of "
             "your own"
         )
 
@@ -119,7 +121,8 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
         if wanted:
             raise DrafterError(
                 f"{target.spec.name} ships no modules that transformers knows: its config has no num_mtp_layers "
-                "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set native "
+                "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set "
+                "native "
                 "to no and train modules of your own"
             )
         return None
@@ -133,11 +136,13 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
         problem = (
             f"the config of {target.spec.name} speaks of {count} modules, but transformers can't load them from "
-            f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): {first_line(error)}"
+            f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): "
+            f"{first_line(error)}"
         )
         if wanted:
             raise DrafterError(
-                f"{problem}; load the target from its whole checkpoint, or set native to no and train modules of your own"
+                f"{problem}; load the target from its whole checkpoint, or set native to no and train modules of your "
+                "own"
             ) from error
         logging.getLogger(__name__).warning("%s; modules of our own begin untrained in their place", problem)
         return None
@@ -179,11 +184,16 @@ KINDS = {"mimo_v2_flash": ("sliding_attention", "dense")}
 @functools.cache
 def _teach_names() -> None:
     """Let transformers know the names that it does not."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
     from transformers.core_model_loading import WeightRenaming
 
     more = [WeightRenaming(source_patterns=rf"\.{own}\.", target_patterns=f".{name}.") for own, name in NAMES.items()]
-    register_checkpoint_conversion_mapping("MtpModel", [*more, *get_checkpoint_conversion_mapping("MtpModel")], overwrite=True)
+    register_checkpoint_conversion_mapping(
+        "MtpModel", [*more, *get_checkpoint_conversion_mapping("MtpModel")], overwrite=True
+    )
 
 
 @contextmanager
@@ -206,7 +216,8 @@ def filled_in(text: Any, count: int) -> Iterator[None]:
 
 
 def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
-    """How far each module of an MtpModel's config attends.  Raises DrafterError for layers that are not plain attention."""
+    """How far each module of an MtpModel's config attends.  Raises DrafterError for layers that are not plain
+    attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     strange = sorted(set(kinds[:count]) - {"full_attention", "sliding_attention"})
@@ -215,7 +226,9 @@ def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
             f"the modules of {config.model_type} have layers of {', '.join(strange)}; only full_attention and "
             "sliding_attention can be run here; set native to no and train modules of your own"
         )
-    return tuple(Limit("window", config.sliding_window) if kind == "sliding_attention" else None for kind in kinds[:count])
+    return tuple(
+        Limit("window", config.sliding_window) if kind == "sliding_attention" else None for kind in kinds[:count]
+    )
 
 
 def attention(

@@ -1,8 +1,8 @@
 """Slots whose past is in a cache of the family's own kind, of which only is known how one pass hands it to the next.
 
-Some families store more than keys, values and states: compressed blocks, matrices, classes that refuse any cache but their
-own.  There every pass of a slot works on a copy.  If only a part of it is accepted, that part is read again before the next
-pass: a step that rejects costs one pass more, and no family is refused for its kind of cache.
+Some families store more than keys, values and states: compressed blocks, matrices, classes that refuse any cache but
+their own.  There every pass of a slot works on a copy.  If only a part of it is accepted, that part is read again
+before the next pass: a step that rejects costs one pass more, and no family is refused for its kind of cache.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class OwnCache:
 
 @torch.inference_mode()
 def past_name(model: PreTrainedModel) -> str | None:
-    """Under which name a pass gives back what the next takes; None where there is no such thing, or it can't be asked."""
+    """Under which name a pass gives back what the next takes; None where there is no such thing, or it can't be
+    asked."""
     taken = inspect.signature(model.forward).parameters
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:

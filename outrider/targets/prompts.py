@@ -41,7 +41,8 @@ def listed(given: Any) -> list[Prompt]:
 
 
 def single(given: Any) -> Prompt:
-    """One prompt, which may be an array, what a tokenizer returned, or one message.  Raises DataError for anything else."""
+    """One prompt, which may be an array, what a tokenizer returned, or one message.  Raises DataError for anything
+    else."""
     plain = _plain(given)
     if isinstance(plain, str):
         return plain
@@ -58,7 +59,9 @@ def single(given: Any) -> Prompt:
     return list(map(int, items))
 
 
-def ids_of(prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None) -> list[int]:
+def ids_of(
+    prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None
+) -> list[int]:
     """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
     media: ids that stand for images, videos or sound.  Otherwise as `TransformersTarget.encode`, with its errors.
@@ -85,9 +88,13 @@ def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
         raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
     options = {} if thinking is None else {"enable_thinking": thinking}
     try:
-        tokens = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **options)
+        tokens = tokenizer.apply_chat_template(
+            given, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+        )
     except TemplateError as error:
-        raise DataError(f"the target's chat template refuses these messages: {error}; ask with roles that it knows") from error
+        raise DataError(
+            f"the target's chat template refuses these messages: {error}; ask with roles that it knows"
+        ) from error
     return list(tokens)
 
 

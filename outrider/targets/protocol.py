@@ -93,7 +93,8 @@ class Target(decoding.Target, Protocol):
         """Decoder layer `index`, counted from 0; its weights are for reading."""
 
     def read(self, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
+        """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a
+        cache."""
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         """How a prompt is continued where no `Sampling` is given: greedily, with what the model itself asks for."""
@@ -120,8 +121,11 @@ class SkipsLayers(Protocol):
     def skippable(self) -> Skip:
         """All that may be left out.  Raises TargetError where nothing may."""
 
-    def skipping(self, skip: Skip, cache: Any, rows: Sequence[int]) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them after what these slots hold, without `skip`.
+    def skipping(
+        self, skip: Skip, cache: Any, rows: Sequence[int]
+    ) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them after what these slots hold, without
+        `skip`.
 
         One call goes on where the last ended.  Afterwards model and slots are what they were before, errors included.
         """

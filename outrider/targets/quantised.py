@@ -1,12 +1,15 @@
-"""Linear layers with their weights in int8: a quarter of float32's memory.  The output is then that of the quantised model.
+"""Linear layers with their weights in int8: a quarter of float32's memory.  The output is then that of the quantised
+model.
 
-torchao's weight-only int8, symmetric, one scale for every row of a weight.  Embedding, norms and output layer stay as they are,
-because drafters borrow the two ends; so does what is not an `nn.Linear`, such as fused experts.  Products run in the type of
-the activations, so that a pass of many rows differs from single rows by rounding alone, as it does without quantisation.
+torchao's weight-only int8, symmetric, one scale for every row of a weight.  Embedding, norms and output layer stay as
+they are, because drafters borrow the two ends; so does what is not an `nn.Linear`, such as fused experts.  Products run
+in the type of the activations, so that a pass of many rows differs from single rows by rounding alone, as it does
+without quantisation.
 
 int8-dynamic, which rounds activations too, is refused.  A token's result does not depend on its neighbours there, but a
-value that rounding moved by 1e-7 falls on the other side of a step of 1/127: the logits of single steps of the demo target and
-of a pass over the same tokens differ by 0.2, at values of up to 15, where those of float32 and int8 differ by 1e-5.
+value that rounding moved by 1e-7 falls on the other side of a step of 1/127: the logits of single steps of the demo
+target and of a pass over the same tokens differ by 0.2, at values of up to 15, where those of float32 and int8 differ
+by 1e-5.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from outrider.errors import ConfigError, TargetError, first_line
 
 MODES = ("int8",)
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
-"""Methods whose checkpoints are read as whole weights, on these devices, or on all where none is named.  As they are meant to
-run they round activations, and in the first one's own way a pass of several tokens is not that of single ones."""
+"""Methods whose checkpoints are read as whole weights, on these devices, or on all where none is named.  As they are
+meant to run they round activations, and in the first one's own way a pass of several tokens is not that of single
+ones."""
 ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "mxfp8", "nvfp4", "bitsandbytes_8bit")
 """Methods that round activations wherever they run."""
 
@@ -34,7 +38,9 @@ ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", 
 def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
     """Quantise the linear layers of `model` in place, but for those in `keep`.  Raises what `library` does."""
     api = library(mode)
-    chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not whole for whole in keep)]
+    chosen = [
+        part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not whole for whole in keep)
+    ]
     if not chosen:
         raise ConfigError(
             f"quantize={mode!r} has no effect on {type(model).__name__}, which has no linear layers; leave it out"
@@ -43,14 +49,19 @@ def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ())
     for layer in doubles:  # torchao reads float32 at most
         layer.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
     with torch.no_grad():
-        api.quantize_(model, api.Int8WeightOnlyConfig(), filter_fn=lambda part, _: any(part is layer for layer in chosen))
+        api.quantize_(
+            model, api.Int8WeightOnlyConfig(), filter_fn=lambda part, _: any(part is layer for layer in chosen)
+        )
     for layer in doubles:
         made: Any = layer.weight
-        layer.weight = nn.Parameter(type(made)(made.qdata, made.scale, made.block_size, torch.float64), requires_grad=False)
+        layer.weight = nn.Parameter(
+            type(made)(made.qdata, made.scale, made.block_size, torch.float64), requires_grad=False
+        )
 
 
 def library(mode: str) -> Any:
-    """torchao's quantisation.  Raises ConfigError for a mode that there is not, TargetError where torchao is missing."""
+    """torchao's quantisation.  Raises ConfigError for a mode that there is not, TargetError where torchao is
+    missing."""
     if mode == "int8-dynamic":
         raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds weights alone")
     if mode not in MODES:
@@ -80,8 +91,8 @@ def precision(model: nn.Module) -> str | None:
 def whole_weights(config: Any, name: str, device: torch.device, device_map: Any = None) -> Any:
     """What to hand to transformers so that a quantised checkpoint is read as whole weights; None to read it as it is.
 
-    config: the checkpoint's.  Looks at no weight.  Raises TargetError for a method that transformers does not know, that
-    rounds activations, or whose library or device is not there.
+    config: the checkpoint's.  Looks at no weight.  Raises TargetError for a method that transformers does not know,
+    that rounds activations, or whose library or device is not there.
     """
     given = _given(config)
     method = _method(given)
@@ -89,8 +100,10 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
         return None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise TargetError(
-            f"{name} is quantised with {method!r}, which transformers does not know, so that it would take the stored numbers "
-            f"for the weights; take the checkpoint unquantised, or quantised with {', '.join(sorted(DEQUANTISED))} or torchao"
+            f"{name} is quantised with {method!r}, which transformers does not know, so that it would take the stored "
+            "numbers "
+            f"for the weights; take the checkpoint unquantised, or quantised with {', '.join(sorted(DEQUANTISED))} or "
+            "torchao"
         )
     if method not in DEQUANTISED:
         _refuse_activations(given, name)
@@ -99,7 +112,8 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
             quantiser.validate_environment(device_map=device_map, weights_only=True)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             raise TargetError(
-                f"{name} is quantised with {method!r}, which can't be read here: {first_line(error)}; install what it names, "
+                f"{name} is quantised with {method!r}, which can't be read here: {first_line(error)}; install what it "
+                "names, "
                 "use a device that has it, or take the checkpoint unquantised"
             ) from error
         return None
@@ -115,7 +129,8 @@ def check(model: Any, name: str) -> None:
     generation = getattr(model, "generation_config", None)
     if getattr(generation, "cache_implementation", None) == "quantized" or given.get("kv_cache_scheme"):
         raise TargetError(
-            f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in groups, "
+            f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in "
+            "groups, "
             "so a rejected token changes its neighbours and can't be taken back exactly; take that setting out of "
             "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
         )
@@ -130,7 +145,9 @@ def _refuse_activations(given: Mapping[str, Any], name: str, weights: Iterable[T
         or any(isinstance(group, Mapping) and group.get("input_activations") for group in groups)
         or any(getattr(weight, key, None) is not None for weight in weights for key in _OF_ACTIVATIONS)
     ):
-        raise TargetError(f"{name} quantises activations: {_DYNAMIC}; take a weight-only quantisation, such as quantize='int8'")
+        raise TargetError(
+            f"{name} quantises activations: {_DYNAMIC}; take a weight-only quantisation, such as quantize='int8'"
+        )
 
 
 def values(weight: Tensor) -> Tensor:
@@ -160,7 +177,8 @@ def parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
 
 
 _DYNAMIC = (
-    "rounded activations turn the rounding of a pass of several tokens into whole steps of int8, so that its tokens are not "
+    "rounded activations turn the rounding of a pass of several tokens into whole steps of int8, so that its tokens "
+    "are not "
     "those of decoding one by one"
 )
 

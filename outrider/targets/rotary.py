@@ -1,9 +1,10 @@
-"""Rotary factors that depend on how long a text is: every token gets those that `generate` gives it, whoever shares its pass.
+"""Rotary factors that depend on how long a text is: every token gets those that `generate` gives it, whoever shares its
+pass.
 
-transformers takes the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of a pass,
-for all of its rows.  Here each token has the length of text that decides: within a prompt the prompt's length, after it the
-token's own.  Cached keys stay as they were computed; where `generate` reads a text again, once it is longer
-than the context of the first training, it is read again here too.
+transformers takes the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of a
+pass, for all of its rows.  Here each token has the length of text that decides: within a prompt the prompt's length,
+after it the token's own.  Cached keys stay as they were computed; where `generate` reads a text again, once it is
+longer than the context of the first training, it is read again here too.
 
 R rows of a pass, n tokens a row.
 """
@@ -56,7 +57,8 @@ def learn_rotary(model: PreTrainedModel) -> Rotary | None:
         return None
     if len(originals) > 1:
         raise TargetError(
-            f"{type(model).__name__} has rotary factors that change at several lengths, {sorted(originals)}; use transformers' "
+            f"{type(model).__name__} has rotary factors that change at several lengths, {sorted(originals)}; use "
+            "transformers' "
             "own generate for it"
         )
     for module in modules:
@@ -79,7 +81,9 @@ def _original(module: Any, kind: str | None) -> int:
     return int(module.original_max_seq_len)
 
 
-def _by_tokens(module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _by_tokens(
+    module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """The module's `forward`, with the factors that each token's own length of text decides."""
     lengths = _deciding.get()
     if lengths is None:

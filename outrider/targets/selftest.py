@@ -1,9 +1,9 @@
 """What a model can do, found by doing it on random tokens and comparing with passes that have no cache at all.
 
-Asked first: are the logits of a text the same twice, and independent of what follows?  The difference between passes of other
-lengths and rows is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across every
-limit, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths; on slots of unequal and of
-equal length.  The first failure decides the mode; a model whose single steps or texts fail is refused.
+Asked first: are the logits of a text the same twice, and independent of what follows?  The difference between passes of
+other lengths and rows is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across
+every limit, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths; on slots of
+unequal and of equal length.  The first failure decides the mode; a model whose single steps or texts fail is refused.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SelfTest:
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between passes without a cache of other lengths and rows, but at least 16 units of rounding
-    and 64 of float32."""
+    """Five times the difference between passes without a cache of other lengths and rows, but at least 16 units of
+    rounding and 64 of float32."""
 
 
 @torch.inference_mode()
@@ -83,10 +83,11 @@ def selftest(target: Any) -> SelfTest:
 
 @torch.inference_mode()
 def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
-    """What was found for models like this one, with what rounding explains in this one; None where this one does not agree.
+    """What was found for models like this one, with what rounding explains in this one; None where this one does not
+    agree.
 
-    text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: its beginning, and
-    then the rest of it as a draft.
+    text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: its
+    beginning, and then the rest of it as a draft.
     """
     half = len(text) // 2
     try:
@@ -141,7 +142,12 @@ def rounding(target: Any, logits: Tensor) -> float:
 def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
     """Random texts [rows][count] without special tokens."""
     configs = target.model.config, target.model.config.get_text_config(decoder=True)
-    named = [value for config in configs for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))]
+    named = [
+        value
+        for config in configs
+        for key, value in vars(config).items()
+        if key.endswith(("_token_id", "_token_index"))
+    ]
     special = {word for value in named for word in (value if isinstance(value, list | tuple) else [value])}
     words = torch.tensor([word for word in range(target.spec.vocabulary) if word not in special])
     noise = torch.Generator().manual_seed(7)
@@ -176,11 +182,14 @@ class _Trial:
 
     def whole(self, *texts: list[int]) -> Tensor:
         """Logits [R, S, V] of one pass over rows of equal length without a cache."""
-        logits: Tensor = self.target.model(input_ids=torch.tensor(texts, device=self.target.device), use_cache=False).logits
+        logits: Tensor = self.target.model(
+            input_ids=torch.tensor(texts, device=self.target.device), use_cache=False
+        ).logits
         return logits
 
     def _allowed(self) -> float:
-        """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of rounding."""
+        """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of
+        rounding."""
         texts = [text[: self.length + 4] for text in self.texts]
         with refusing(self.target.model):
             whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
@@ -191,7 +200,9 @@ class _Trial:
             raise TargetError(refusal(self.target.model, "it is random: the same text has other logits in every pass"))
         floor = max(_max_difference(part, whole[: len(part)]) for part in shorter)
         if not floor <= most:
-            raise TargetError(refusal(self.target.model, "it is not causal: what follows a text changes the logits before it"))
+            raise TargetError(
+                refusal(self.target.model, "it is not causal: what follows a text changes the logits before it")
+            )
         try:
             batched = _max_difference(whole, self.whole(*texts)[0])
         except BROKEN:
@@ -211,7 +222,8 @@ class _Trial:
             self.target.prefill(cache, [row], head, [len(text) - 1])
 
     def _verify(self, cache: Any, texts: list[list[int]], draft: Draft) -> float:
-        """Verify `draft` after these texts; the largest difference of a row from a whole pass over the text and its path."""
+        """Verify `draft` after these texts; the largest difference of a row from a whole pass over the text and its
+        path."""
         logits = self._logits(cache, texts, draft)
         rows: list[tuple[list[int], Tensor]] = []
         for b, text in enumerate(texts):
@@ -220,7 +232,9 @@ class _Trial:
                 paths.append([*paths[parent + 1], token])
             rows += zip(paths, logits[b], strict=True)
         # the longest first: a pass over it has the logits of all its beginnings
-        return max(_max_difference(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0])))
+        return max(
+            _max_difference(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0]))
+        )
 
     def _logits(self, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
         anchor = torch.tensor([text[-1] for text in texts], device=self.target.device)
@@ -251,7 +265,8 @@ class _Trial:
         return worst
 
     def text(self) -> float:
-        """What `generate` writes after a prompt that ends before every limit and after one that ends past them, in one batch.
+        """What `generate` writes after a prompt that ends before every limit and after one that ends past them, in one
+        batch.
 
         Returns by how much the likeliest token's logit is above that of the token written.
         """
@@ -264,7 +279,9 @@ class _Trial:
         for at in range(count):
             texts = [text[: len(prompt) + at] for text, prompt in zip(written, prompts, strict=True)]
             logits = self._logits(cache, texts, Draft.empty(2, self.target.device))[:, 0]
-            wanted = torch.tensor([text[len(begun)] for text, begun in zip(written, texts, strict=True)], device=logits.device)
+            wanted = torch.tensor(
+                [text[len(begun)] for text, begun in zip(written, texts, strict=True)], device=logits.device
+            )
             worst = max(worst, float((logits.max(-1).values - logits.gather(-1, wanted[:, None])[:, 0]).max()))
             cache.keep([[], []])
         return worst

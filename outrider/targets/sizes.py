@@ -1,6 +1,7 @@
 """Sizes and rotary positions of a model's decoder layers, from its config alone.
 
-Where layers differ, those of the last layer that attends to the whole text are taken: a drafter's layers attend to it too.
+Where layers differ, those of the last layer that attends to the whole text are taken: a drafter's layers attend to it
+too.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def unused_row(tokenizer: Any, rows: int) -> int | None:
 
 
 def _whole_text_layer(text: Any) -> Any:
-    """The config of the last layer that attends to the whole text, in families whose layers have configs of their own."""
+    """The config of the last layer that attends to the whole text, in families whose layers have configs of their
+    own."""
     layers = getattr(text, "per_layer_config", None)
     if not layers:
         return text

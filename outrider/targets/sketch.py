@@ -54,7 +54,8 @@ class Sketch:
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
-    """A target's sketch: `demo`, a folder that may hold a config.json alone, or a Hugging Face id.  No weights are read.
+    """A target's sketch: `demo`, a folder that may hold a config.json alone, or a Hugging Face id.  No weights are
+    read.
 
     Raises TargetError where its config can't be reached or read.
     """
@@ -67,7 +68,8 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         text, (tokenizer, _) = config.get_text_config(decoder=True), load_tokenizer(path, **options)
         spec = TargetSpec(
             name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
-            getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."), None, "",
+            getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."),
+            None, "",
             sizes=layer_sizes(config), unused=unused_row(tokenizer, text.vocab_size),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AttributeError) as error:

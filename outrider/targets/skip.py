@@ -1,10 +1,12 @@
 """A model without some of its sublayers: while a set is left out, stand-ins run in place of their modules.
 
-They run only in the thread that leaves the set out; passes of other threads run the modules themselves, `model.generate` too.
+They run only in the thread that leaves the set out; passes of other threads run the modules themselves,
+`model.generate` too.
 
-The child of a decoder layer that writes to the cache is its attention; its MLP is the one other child with weight matrices.
-An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its input on.
-A family whose layer without both is anything but the identity is refused: what it adds up would not be its residual stream.
+The child of a decoder layer that writes to the cache is its attention; its MLP is the one other child with weight
+matrices. An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its
+input on. A family whose layer without both is anything but the identity is refused: what it adds up would not be its
+residual stream.
 """
 
 from __future__ import annotations
@@ -107,8 +109,8 @@ def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
 def learn(target: Any) -> Sublayers:
     """Find the sublayers by watching one pass, and try the model without them.  target: a TransformersTarget.
 
-    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be identified, a layer that is not
-    the identity without them.
+    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be identified, a layer
+    that is not the identity without them.
     """
     if target.family.is_recurrent:
         raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
@@ -121,7 +123,9 @@ def learn(target: Any) -> Sublayers:
 
 def _refused(target: Any, reason: str) -> TargetError:
     kind = target.model.config.model_type
-    return TargetError(f"{target.spec.name} ({kind}) can't run without some of its layers: {reason}; choose another drafter")
+    return TargetError(
+        f"{target.spec.name} ({kind}) can't run without some of its layers: {reason}; choose another drafter"
+    )
 
 
 @torch.inference_mode()
@@ -227,7 +231,8 @@ def listed(layers: Iterable[int]) -> str:
 
 @torch.inference_mode()
 def refuse_failing(target: Target, skip: Skip) -> None:
-    """Read two tokens without these sublayers.  Raises DrafterError where another layer needs what one of them writes."""
+    """Read two tokens without these sublayers.  Raises DrafterError where another layer needs what one of them
+    writes."""
     cache = target.allocate(1, 4)
     try:
         with able(target).skipping(skip, cache, [0]) as read:

@@ -1,7 +1,7 @@
 """The states of recurrent layers, a row a slot, and those of a pass of which it is not known yet how much is accepted.
 
-A pass in steps notes the states after every position, and `append` stores those after the last accepted token in the slot.
-A few are remembered a slot, where a cache must take back what it appended; `cut` goes back to one.
+A pass in steps notes the states after every position, and `append` stores those after the last accepted token in the
+slot. A few are remembered a slot, where a cache must take back what it appended; `cut` goes back to one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The target's step as one compiled graph: the same modules, the same hooks, traced once.
 
-Sizes stay open: slots, tokens a row, columns that are read, the cache's length.  It is traced with several of each, since
-tracing makes a size of 1 a case of its own; what comes out serves 1 as well, which is tried whenever a graph is taken.
+Sizes stay open: slots, tokens a row, columns that are read, the cache's length.  It is traced with several of each,
+since tracing makes a size of 1 a case of its own; what comes out serves 1 as well, which is tried whenever a graph is
+taken.
 
 R rows of a pass, n tokens a row, K of them whose logits are asked for, h heads, L cache length.
 """
@@ -50,7 +51,8 @@ class CompiledStep(Compiled):
         family = self.target.family
         if family.masks == "none" or family.follows_one_path:
             raise NotCompiled(
-                f"{self.target.spec.name}'s family takes no masks, or has a recurrent state or a cache of its own; its steps "
+                f"{self.target.spec.name}'s family takes no masks, or has a recurrent state or a cache of its own; its "
+                "steps "
                 "stay plain"
             )
         if family.rotary is not None:
@@ -96,8 +98,16 @@ class CompiledStep(Compiled):
         cache, tokens = self._pass(*EXAMPLE)
         given = self._arguments(tokens, cache, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
-        width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        of_rows, taps, of_buffers = {**r, 1: width}, {0: Dim("taps", min=2, max=2**10)}, [{**r, 2: length} for _ in given[-1]]
+        width, end, length = (
+            Dim("width", min=2, max=WIDEST),
+            Dim("end", min=3, max=2**20),
+            Dim("length", min=4, max=2**20),
+        )
+        of_rows, taps, of_buffers = (
+            {**r, 1: width},
+            {0: Dim("taps", min=2, max=2**10)},
+            [{**r, 2: length} for _ in given[-1]],
+        )
         asked = {**r, 1: Dim("asked", min=2, max=WIDEST)}
         dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, asked, of_buffers
         return _Traced(self.target, cache.layers), given, dims
@@ -156,13 +166,20 @@ class CompiledStep(Compiled):
         return worst, self.target.selftest.allowed
 
     def _arguments(
-        self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...], last: Sequence[int] | None = None
+        self,
+        tokens: Tensor,
+        cache: SlotCache,
+        tree: Tree | None,
+        taps: tuple[int, ...],
+        last: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; tokens whose logits are wanted;
-        buffers."""
+        """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; tokens whose logits are
+        wanted; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = _numbers(taps or (0,), tokens.device)
-        asked = _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
+        asked = (
+            _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
+        )
         own = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
         return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
 
@@ -189,11 +206,12 @@ class _Traced(nn.Module):
         self.target, self.layers = target, layers
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor, asked: Tensor,
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
+        asked: Tensor,
         buffers: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of layers
-        `taps` [T]: [R, n, T, H]."""
+        """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of
+        layers `taps` [T]: [R, n, T, H]."""
         target, layout = self.target, PassLayout(starts, columns, tokens.shape[1])
         mask, dtype = layout.mask(tree_mask), target.model.dtype
         masks = {

@@ -1,7 +1,7 @@
 """Any Hugging Face causal LM as a Target: distribution, taps, slots.  What it can do is tested at load.
 
-Logits are the model's own, so scales and soft-caps are in them.  Taps and the final hidden state are caught by hooks on the
-decoder layers and on the output head, which every family has.
+Logits are the model's own, so scales and soft-caps are in them.  Taps and the final hidden state are caught by hooks on
+the decoder layers and on the output head, which every family has.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class TransformersTarget:
         with refusing(model):
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
         self._trunk = trunk(model)
-        self.spec = replace(spec_of(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash)
+        self.spec = replace(
+            spec_of(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash
+        )
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
         with refusing(model):
@@ -90,7 +92,8 @@ class TransformersTarget:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text: those of the model's generation_config as it is now, unless others were set here."""
+        """Token ids that end a text: those of the model's generation_config as it is now, unless others were set
+        here."""
         return ends_of(self.model) if self._ends is None else self._ends
 
     @ends.setter
@@ -98,7 +101,8 @@ class TransformersTarget:
         self._ends = ends
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's generation_config.
+        """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's
+        generation_config.
 
         Raises ConfigError for a key of it that can't be followed exactly.
         """
@@ -134,7 +138,8 @@ class TransformersTarget:
         return quantised.plain(self._decoder_layers[index])
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
-        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss.
+        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without
+        loss.
 
         An OwnCache where the family stores what slots can't hold.
         """
@@ -147,7 +152,8 @@ class TransformersTarget:
     def prefill(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
-        """Read one chunk [R, S], right-padded, after what each slot holds.  `logits` [R, 1, V] follow the last real token."""
+        """Read one chunk [R, S], right-padded, after what each slot holds.  `logits` [R, 1, V] follow the last real
+        token."""
         # padding must not enter a state, and on a CPU it costs time
         most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
         shares = chunks.shares(lengths, most)
@@ -202,7 +208,8 @@ class TransformersTarget:
         # embeddings in every layer need token ids, which a probe's rows do not have
         if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
             raise TargetError(
-                f"{self.spec.name} takes no probe: its passes take no mask by row, follow one path, or depend on the length of "
+                f"{self.spec.name} takes no probe: its passes take no mask by row, follow one path, or depend on the "
+                "length of "
                 "the text or on token ids in every layer; draft without one"
             )
         slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
@@ -225,7 +232,8 @@ class TransformersTarget:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
+        """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a
+        cache."""
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
         found: tuple[Tensor, Tensor | None] = self._each(self._hidden, tokens, cache, None, taps)
@@ -247,7 +255,8 @@ class TransformersTarget:
             )
         if self.family.past is not None:
             raise TargetError(
-                f"{self.spec.name} stores texts in a cache of its own kind, so no sublayer of it can be left out; choose "
+                f"{self.spec.name} stores texts in a cache of its own kind, so no sublayer of it can be left out; "
+                "choose "
                 "another drafter"
             )
         return self._sublayers.all
@@ -281,9 +290,9 @@ class TransformersTarget:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
         Ids may stand in an array, or as a tokenizer returns them.
-        thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
-        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that the template
-        refuses, or what is not a prompt.
+        thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores
+        it. Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that
+        the template refuses, or what is not a prompt.
         """
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, self._media, thinking)
 
@@ -328,9 +337,15 @@ class TransformersTarget:
         return out, caught
 
     def _each(
-        self, run: Callable[..., Any], tokens: Tensor, cache: SlotCache, tree: Tree | None = None, taps: tuple[int, ...] = ()
+        self,
+        run: Callable[..., Any],
+        tokens: Tensor,
+        cache: SlotCache,
+        tree: Tree | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Any:
-        """Run all rows of the open pass at once; one by one where their lengths differ and the family can't take that."""
+        """Run all rows of the open pass at once; one by one where their lengths differ and the family can't take
+        that."""
         # a state alone does not depend on its row's length
         is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
         if self.family.takes_uneven_rows or cache.is_even or is_state:
@@ -344,14 +359,16 @@ class TransformersTarget:
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
 
     def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
-        """Catches the outputs of these layers and the input of the output layer in the passes that run while it is open."""
+        """Catches the outputs of these layers and the input of the output layer in the passes that run while it is
+        open."""
         layers = [self._decoder_layers[layer] for layer in taps]
         for layer in layers:
             hooks.watch_output(layer)
         return hooks.catching([self._model_head, *layers])
 
     def _trusted(self, known: Trust | None, text: list[int], logits: Tensor) -> SelfTest:
-        """What is known of models like this one, where it agrees on the logits of a text; else the result of a self-test."""
+        """What is known of models like this one, where it agrees on the logits of a text; else the result of a
+        self-test."""
         found = known and known.found and agreed(self, known.found, text, logits)
         found = found or tested(self)
         reason = f" ({found.failed})" if found.failed else ""
@@ -359,7 +376,8 @@ class TransformersTarget:
         log.info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
         if self.family.past is not None:
             log.warning(
-                "%s stores of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; exact, "
+                "%s stores of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; "
+                "exact, "
                 "and slow", self.spec.name,
             )  # fmt: skip
         return found

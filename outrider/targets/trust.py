@@ -1,7 +1,7 @@
 """What a family of models can do: tested once on a small model of the same config, and stored on disk.
 
-The result depends on class, config, attention, type, versions and our own code, never on the weights; so it is stored in
-`$OUTRIDER_CACHE/selftest` under these.  The model itself is then only checked for agreement.
+The result depends on class, config, attention, type, versions and our own code, never on the weights; so it is stored
+in `$OUTRIDER_CACHE/selftest` under these.  The model itself is then only checked for agreement.
 """
 
 from __future__ import annotations
@@ -114,7 +114,14 @@ def _place(model: PreTrainedModel) -> Path:
         *code(draft, sys.modules[type(model).__module__]),
         *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
-    asked = torch.__version__, transformers.__version__, type(model).__qualname__, kernels, str(model.dtype), model.device.type
+    asked = (
+        torch.__version__,
+        transformers.__version__,
+        type(model).__qualname__,
+        kernels,
+        str(model.dtype),
+        model.device.type,
+    )
     settings = json.dumps(config, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(b"".join([repr(asked).encode(), settings, *sources]))
     return machine.cache_folder() / "selftest" / f"{digest.hexdigest()[:32]}.json"

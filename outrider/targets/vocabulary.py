@@ -1,8 +1,8 @@
 """Two vocabularies: which tokens they share, and a text of one's tokens in those of the other.
 
-Tokens are compared by the bytes they add to a text, whatever alphabet a tokenizer writes them in: GPT-2's letters for bytes,
-SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is translated by its bytes as well, never by `decode`, which may
-clean up spaces, strip the first one, or show half a character as a question mark.
+Tokens are compared by the bytes they add to a text, whatever alphabet a tokenizer writes them in: GPT-2's letters for
+bytes, SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is translated by its bytes as well, never by
+`decode`, which may clean up spaces, strip the first one, or show half a character as a question mark.
 
 A mistake here costs drafted tokens, never the target's distribution: drawn tokens and q are in the target's own ids.
 
@@ -41,8 +41,10 @@ class Vocabulary:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise DrafterError(
-                f"{name!r} has {'no' if tokenizer is None else 'a slow'} tokenizer; to draft across vocabularies both models "
-                "need a fast one (tokenizer.json): load the target by name or folder, and choose a small model that has one"
+                f"{name!r} has {'no' if tokenizer is None else 'a slow'} tokenizer; to draft across vocabularies both "
+                "models "
+                "need a fast one (tokenizer.json): load the target by name or folder, and choose a small model that "
+                "has one"
             )
         self.name, self.size = name, size
         self.pieces: list[bytes | None] = [None] * size
@@ -63,7 +65,9 @@ class Vocabulary:
         count = len(whole) - len(bare)
         self.begin: list[int] = next((whole[:n] for n in range(count + 1) if whole[n : n + len(bare)] == bare), [])
         """Ids that the tokenizer puts before every text."""
-        self.filler = next((found for found in (_within(tokenizer.bos_token_id, size), self.end) if found is not None), 0)
+        self.filler = next(
+            (found for found in (_within(tokenizer.bos_token_id, size), self.end) if found is not None), 0
+        )
         """Takes the place of an empty text."""
 
     @property
@@ -115,7 +119,9 @@ class SharedVocabulary:
         shared = _shared_ids(own, target)
         self.count = len(shared)
         self.vocabulary = target.size
-        self.own_ids, self.target_ids = torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+        self.own_ids, self.target_ids = (
+            torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+        )
         """[K] ids of the drafting model, and the target's."""
         self.by_target = {other: one for one, other in shared}
         self._own = torch.zeros(target.size, dtype=torch.int64, device=device)
@@ -166,8 +172,8 @@ def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
 class Transcript:
     """A text that comes in one vocabulary's tokens and is translated into another's.
 
-    It is encoded again from a few tokens before its end, and goes on where the old and the new encoding both begin a token.
-    Tokens that end inside a character are held back until it is whole.
+    It is encoded again from a few tokens before its end, and goes on where the old and the new encoding both begin a
+    token. Tokens that end inside a character are held back until it is whole.
     """
 
     def __init__(self, source: Vocabulary, reader: Vocabulary):
@@ -206,7 +212,8 @@ class Transcript:
             self._extend(new)
 
     def continued(self, ids: Sequence[int]) -> list[int]:
-        """The source's tokens for the text of these ids of the reader after `text`; the end of a text is a token of both."""
+        """The source's tokens for the text of these ids of the reader after `text`; the end of a text is a token of
+        both."""
         before_end = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
         added = b"".join(self._reader.pieces[token] or b"" for token in before_end)
         found = continuation(self._source, self.text, self.incomplete_bytes, added)
@@ -238,10 +245,11 @@ Spans = Sequence[tuple[int, int]]
 
 
 def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
-    """The first offset from token `first` on where a token begins in both: its index among the old and among the new ones.
+    """The first offset from token `first` on where a token begins in both: its index among the old and among the new
+    ones.
 
-    The new encoding's own first token does not count, since it is split as at the beginning of a text; nor does one that
-    begins inside a character, which the token before it has a part of.
+    The new encoding's own first token does not count, since it is split as at the beginning of a text; nor does one
+    that begins inside a character, which the token before it has a part of.
     """
     if first == 0:
         return 0, 0
@@ -253,8 +261,8 @@ def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
 def continuation(target: Vocabulary, before: str, known: bytes, added: bytes) -> list[int]:
     """The target's ids of the bytes `added` after the text `before`, without the `known` bytes at their beginning.
 
-    Empty where it begins otherwise, or where the target's encoding has no token that begins at the seam or does not give the
-    same bytes back.  Half a character at the end is left out.
+    Empty where it begins otherwise, or where the target's encoding has no token that begins at the seam or does not
+    give the same bytes back.  Half a character at the end is left out.
     """
     text = _readable(added)
     wanted = text.encode()[len(known) :]
@@ -299,7 +307,8 @@ class Overlap(NamedTuple):
     """Of the target's probability, on average over the positions of a sample text."""
 
     def __str__(self) -> str:
-        return f"{self.tokens} shared tokens, {self.share:.0%} of the target's; they hold {self.mass:.1%} of its probability"
+        held = f"they hold {self.mass:.1%} of its probability"
+        return f"{self.tokens} shared tokens, {self.share:.0%} of the target's; {held}"
 
 
 def overlap(shared: SharedVocabulary, p: Tensor) -> Overlap:
@@ -321,6 +330,8 @@ Die Straße führt über den Fluss. La forêt était déjà loin. El niño lleg�
 def sample_distributions(vocabulary: Vocabulary, target: Target) -> Tensor:
     """The target's distributions [1, S, V] at the positions of the sample text, at temperature 1."""
     ids = [token for token in vocabulary.encode(SAMPLE).ids if token < vocabulary.size]
-    tokens = torch.tensor([[*vocabulary.begin, *ids][: target.spec.context] or [vocabulary.filler]], device=target.device)
+    tokens = torch.tensor(
+        [[*vocabulary.begin, *ids][: target.spec.context] or [vocabulary.filler]], device=target.device
+    )
     hidden, _ = target.read(tokens, ())
     return target.head(hidden).float().softmax(-1)
