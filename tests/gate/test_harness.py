@@ -228,26 +228,22 @@ def test_tasks_are_run_twice_and_compared(
 
 def other_drafter(name: str, target: TransformersTarget, **settings: Any) -> Drafter:
     """A drafter that changes what the target says while it drafts: a fault of the drafted run alone."""
-    return Meddling(load_drafter(name, target, **settings), target)
+    drafter, head = load_drafter(name, target, **settings), target.model.get_output_embeddings()
+    whole = head.weight.detach().clone()
 
+    class Meddling(type(drafter)):  # type: ignore[misc]
+        """Bends the target's head from its first draft to its end."""
 
-class Meddling:
-    """An n-gram drafter that bends the target's head from its first draft to its end."""
+        def propose(self, memory: Any, state: Any, budget: Any) -> Any:
+            head.weight.copy_(whole.roll(1, 0))
+            return super().propose(memory, state, budget)
 
-    def __init__(self, inner: Any, target: TransformersTarget):
-        self.inner, self.head = inner, target.model.get_output_embeddings()
-        self.whole = self.head.weight.detach().clone()
+        def free(self, memory: Any, rows: Any) -> None:
+            head.weight.copy_(whole)
+            super().free(memory, rows)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def propose(self, memory: Any, state: Any, budget: Any) -> Any:
-        self.head.weight.copy_(self.whole.roll(1, 0))
-        return self.inner.propose(memory, state, budget)
-
-    def free(self, memory: Any, rows: Any) -> None:
-        self.head.weight.copy_(self.whole)
-        self.inner.free(memory, rows)
+    drafter.__class__ = Meddling
+    return drafter
 
 
 def test_answers_that_differ_are_shown(tasks: Path, folder: Path) -> None:
