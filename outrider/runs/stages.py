@@ -163,8 +163,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
         )  # fmt: skip
     metrics = metrics_of(place)
     probed = next((row["probe_tokens_per_step"] for row in reversed(metrics) if "probe_tokens_per_step" in row), None)
-    learnt = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
-    reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), learnt, probed))
+    logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
+    reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
         # other prompts than the measured ones, where the task has enough of them
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
