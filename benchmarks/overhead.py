@@ -1,15 +1,15 @@
-"""What a step costs besides the models, and what the law costs on a large vocabulary.
+"""What a step costs besides the models, and what the distribution costs on a large vocabulary.
 
     python benchmarks/overhead.py [--batches 1,16] [--new 64] [--out FILE]
 
-Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands for it):
-masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path and over compiled
-steps, each batch's drafters by turns.
+Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands
+for it): masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path and
+over compiled steps, each batch's drafters by turns.
 
-Law: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q, beside one
-float32 softmax over the logits [B, N+1, V]; greedy acceptance beside one argmax.  Medians of rounds in which all take turns.
-Peak memory is what resident memory grows by at its highest, beyond the p that is returned, in units of [B, N, V] float32; the
-few [B, V] tensors of the last draw are a part of it, a thirty-second each.
+Distribution: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q,
+beside one float32 softmax over the logits [B, N+1, V]; greedy acceptance beside one argmax.  Medians of rounds in which
+all take turns. Peak memory is what resident memory grows by at its highest, beyond the p that is returned, in units of
+[B, N, V] float32; the few [B, V] tensors of the last draw are a part of it, a thirty-second each.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--new", type=int, default=64, help="tokens a prompt")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--peak", action="store_true", help="only print the law's peak memory in bytes, in a fresh process")
+    parser.add_argument(
+        "--peak", action="store_true", help="only print the distribution's peak memory in bytes, in a fresh process"
+    )
     options = parser.parse_args()
     if options.peak:
         print(peak())
         return
     batches = [int(batch) for batch in options.batches.split(",")]
     loops = [row for compiled in (False, True) for row in loop(batches, options.new, compiled)]
-    laws = law()
+    costs = acceptance()
     promises = [
         {"promise": f"loop overhead of {row['drafter']}, batch {row['batch']}, {row['path']}", "wanted": 0.05,
          "found": row["overhead"], "holds": row["overhead"] <= 0.05}
         for row in loops
     ] + [
-        {"promise": "distribution and accept over a softmax", "wanted": 3.0, "found": laws["law_over_softmax"],
-         "holds": laws["law_over_softmax"] <= 3},
-        {"promise": "greedy acceptance over an argmax", "wanted": 1.2, "found": laws["greedy_over_argmax"],
-         "holds": laws["greedy_over_argmax"] <= 1.2},
-        {"promise": "copies of [B, N, V] beyond p and q", "wanted": 0.25, "found": laws["copies_beyond_p_and_q"],
-         "holds": laws["copies_beyond_p_and_q"] <= 0.25},
+        {"promise": "distribution and accept over a softmax", "wanted": 3.0, "found": costs["acceptance_over_softmax"],
+         "holds": costs["acceptance_over_softmax"] <= 3},
+        {"promise": "greedy acceptance over an argmax", "wanted": 1.2, "found": costs["greedy_over_argmax"],
+         "holds": costs["greedy_over_argmax"] <= 1.2},
+        {"promise": "copies of [B, N, V] beyond p and q", "wanted": 0.25, "found": costs["copies_beyond_p_and_q"],
+         "holds": costs["copies_beyond_p_and_q"] <= 0.25},
     ]  # fmt: skip
-    write({"promises": promises, "loop": loops, "law": laws}, options.out)
+    write({"promises": promises, "loop": loops, "acceptance": costs}, options.out)
 
 
 def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
@@ -80,11 +82,11 @@ def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
     return rows
 
 
-# ── the law ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def made() -> tuple[torch.Tensor, Settings, Draft, Streams]:
-    """Logits [B, N+1, V] as peaked as a model's, and a chain drawn from a q near their law."""
+    """Logits [B, N+1, V] as peaked as a model's, and a chain drawn from a q near their exact."""
     noise = torch.Generator().manual_seed(0)
     logits = torch.empty(SLOTS, NODES + 1, VOCABULARY).normal_(0, 3, generator=noise)
     settings = Settings.of([Sampling(temperature=0.8, top_k=50, top_p=0.95)] * SLOTS)
@@ -94,15 +96,15 @@ def made() -> tuple[torch.Tensor, Settings, Draft, Streams]:
     return logits, settings, Draft.chain(tokens, torch.full((SLOTS,), NODES), q), streams
 
 
-def law(rounds: int = 7) -> dict[str, Any]:
+def acceptance(rounds: int = 7) -> dict[str, Any]:
     logits, settings, draft, streams = made()
-    certain = Draft.chain(logits[:, :NODES].argmax(-1), draft.sizes)
+    deterministic = Draft.chain(logits[:, :NODES].argmax(-1), draft.sizes)
     ways: dict[str, Callable[[], Any]] = {
         "softmax": lambda: logits.softmax(-1),
-        "law": lambda: accept_chain(draft, distribution(logits, settings), streams),
+        "acceptance": lambda: accept_chain(draft, distribution(logits, settings), streams),
         "distribution": lambda: distribution(logits, settings),
         "argmax": lambda: logits.argmax(-1),
-        "greedy": lambda: accept_greedy(certain, logits.argmax(-1).tolist(), VOCABULARY),
+        "greedy": lambda: accept_greedy(deterministic, logits.argmax(-1).tolist(), VOCABULARY),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -116,7 +118,7 @@ def law(rounds: int = 7) -> dict[str, Any]:
     extra = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {
         "slots": SLOTS, "nodes": NODES, "vocabulary": VOCABULARY, "rounds": rounds,
-        "law_over_softmax": median["law"] / median["softmax"],
+        "acceptance_over_softmax": median["acceptance"] / median["softmax"],
         "distribution_over_softmax": median["distribution"] / median["softmax"],
         "greedy_over_argmax": median["greedy"] / median["argmax"],
         "copies_beyond_p_and_q": extra / (4 * SLOTS * NODES * VOCABULARY),

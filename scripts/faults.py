@@ -2,9 +2,9 @@
 
 python scripts/faults.py [--only N]
 
-First the tests are run as they are: a test that fails without a fault has caught nothing.  Then every fault gets a copy of its
-own, whose tests are run up to the first that fails.  Prints a line a fault and JSON at the end; exits with 1 where one is not
-caught, with 2 where a test fails without any.
+First the tests are run as they are: a test that fails without a fault has caught nothing.  Then every fault gets a copy
+of its own, whose tests are run up to the first that fails.  Prints a line a fault and JSON at the end; exits with 1
+where one is not caught, with 2 where a test fails without any.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "tex
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
 MEMORY = "outrider/nn/memory.py"
 TREES, CACHE = "outrider/nn/trees.py", "outrider/targets/cache.py"
-ENUMERATED = f"{CONTRACTS}test_law_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
+ENUMERATED = f"{CONTRACTS}test_acceptance_rule_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
 
 FAULTS = [
     Fault(
         "a sibling's q is not renormalised after its elder sibling was rejected",
         [Edit(TREES, "left = rest / mass.clamp(min=1e-30)", "left = rest")],
-        ["tests/nn/test_trees.py::test_q_is_the_law_each_node_was_drawn_from"],
+        ["tests/nn/test_trees.py::test_q_is_the_distribution_each_node_was_drawn_from"],
     ),
     Fault(
         "the residual is not carried to the next sibling, which is tested against what its elder was",
@@ -89,7 +89,7 @@ FAULTS = [
             Edit(SERVING, "self.q.append(self.state.judge.distribution(logits))", "self.q.append(logits.softmax(-1))"),
             Edit(SERVING, "draw(self.q[-1], len", "draw(self.state.judge.distribution(logits), len"),
         ],
-        [f"{CONTRACTS}test_law.py::test_every_drafter_keeps_the_law_under_top_k_and_top_p[small_model]"],
+        [f"{CONTRACTS}test_acceptance_rule.py::test_every_drafter_keeps_the_distribution_under_top_k_and_top_p[small_model]"],
     ),
     Fault(
         "all nodes throw the same acceptance coin",
@@ -97,7 +97,7 @@ FAULTS = [
             Edit(ACCEPT, "streams.uniform(depth, Purpose.ACCEPT, salt=n)", "streams.uniform(0, Purpose.ACCEPT)"),
             Edit(FAST, "uniform(n, Purpose.ACCEPT, salt=n)", "uniform(0 * n, Purpose.ACCEPT)"),
         ],
-        [f"{CONTRACTS}test_law.py::test_every_tree_keeps_the_law"],
+        [f"{CONTRACTS}test_acceptance_rule.py::test_every_tree_keeps_the_distribution"],
     ),
     Fault(
         "a later confidence decides about an earlier token: a policy cuts by the least of all",
@@ -108,12 +108,12 @@ FAULTS = [
                 "confidence.amin(-1, True).expand_as(confidence) >= self.min_confidence",
             )
         ],
-        [f"{CONTRACTS}test_law.py::test_the_same_confidences_with_a_stopping_rule_are_exact"],
+        [f"{CONTRACTS}test_acceptance_rule.py::test_the_same_confidences_with_a_stopping_rule_are_exact"],
     ),
     Fault(
         "a sampled token that the target can't emit is pruned instead of kept as the last of its branch",
-        [Edit(PREFIX, "if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))]", "if stays]")],
-        ["tests/sampling/test_grammar.py::test_a_pruned_draft_keeps_the_law_exactly"],
+        [Edit(PREFIX, "if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))", "if stays")],
+        ["tests/sampling/test_grammar.py::test_a_pruned_draft_keeps_the_distribution_exactly"],
     ),
     Fault(
         "the position id of a drafted node is one off",
@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "a grammar's state is not advanced by committed tokens",
         [Edit(PREFIX, "self.automaton.push(tokens)", "pass")],
-        ["tests/sampling/test_grammar.py::test_texts_of_a_grammar_keep_the_law"],
+        ["tests/sampling/test_grammar.py::test_texts_of_a_grammar_keep_the_distribution"],
     ),
     Fault(
         "a stop string that spans two steps is missed",
@@ -191,7 +191,8 @@ def copied() -> Iterator[Path]:
 
 
 def plant(fault: Fault, there: Path) -> None:
-    """Apply the fault's edits.  Raises SystemExit where a text does not stand exactly once in the files it is looked for in."""
+    """Apply the fault's edits.  Raises SystemExit where a text does not stand exactly once in the files it is looked
+    for in."""
     for path, old, new in fault.edits:
         found = {file: file.read_text().count(old) for file in sorted(there.glob(path))}
         if sum(found.values()) != 1:

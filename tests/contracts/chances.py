@@ -1,4 +1,5 @@
-"""The law of what the loop emits against the target's: by chi-square over many slots, and exactly for `accept` alone."""
+"""The distribution of what the loop emits against the target's: by chi-square over many slots, and exactly for `accept`
+alone."""
 
 from __future__ import annotations
 
@@ -73,23 +74,26 @@ def emitted(
     return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
 
 
-def keeps_the_law(target: Any, drafter: Any, policy: Any = None, *, prompt: Sequence[int] = (0,), **options: Any) -> bool:
-    """Whether the first token, the first two and the first three all follow the target's distribution; FALSE_ALARM together."""
+def keeps_the_distribution(
+    target: Any, drafter: Any, policy: Any = None, *, prompt: Sequence[int] = (0,), **options: Any
+) -> bool:
+    """Whether the first token, the first two and the first three all follow the target's distribution; FALSE_ALARM
+    together."""
     tokens, _, _ = emitted(target, drafter, policy, prompt=prompt, **options)
     settings = Settings.of([Sampling(**(options.get("sampling") or {"temperature": 1.0}))])
-    return follows(tokens, target.law(prompt, TOKENS, settings))
+    return follows(tokens, target.distribution(prompt, TOKENS, settings))
 
 
-def follows(tokens: Tensor, law: Tensor) -> bool:
-    """tokens [slots, TOKENS] against their joint law [V, V, V]."""
-    cells = law.shape[0] ** torch.arange(law.dim() - 1, -1, -1)
-    counts = torch.bincount((tokens * cells).sum(-1), minlength=law.numel()).view(law.shape)
+def follows(tokens: Tensor, distribution: Tensor) -> bool:
+    """tokens [slots, TOKENS] against their joint distribution [V, V, V]."""
+    cells = distribution.shape[0] ** torch.arange(distribution.dim() - 1, -1, -1)
+    counts = torch.bincount((tokens * cells).sum(-1), minlength=distribution.numel()).view(distribution.shape)
     while True:
-        if not fits(counts, law, FALSE_ALARM / TOKENS):
+        if not fits(counts, distribution, FALSE_ALARM / TOKENS):
             return False
-        if law.dim() == 1:
+        if distribution.dim() == 1:
             return True
-        counts, law = counts.sum(-1), law.sum(-1)
+        counts, distribution = counts.sum(-1), distribution.sum(-1)
 
 
 # ── exact, for `accept` alone ─────────────────────────────────────────────────────────────────────────────────────────
@@ -98,8 +102,9 @@ def follows(tokens: Tensor, law: Tensor) -> bool:
 class Chance:
     """One slot's noise, scripted: every question is answered by the script, beyond it by the first answer.
 
-    `weight` is the probability of the answers given; `open` the questions' numbers of answers, so that all scripts can be
-    walked through.  A uniform number is never drawn: it answers only the comparison it stands in, with both outcomes.
+    `weight` is the probability of the answers given; `open` the questions' numbers of answers, so that all scripts can
+    be walked through.  A uniform number is never drawn: it answers only the comparison it stands in, with both
+    outcomes.
     """
 
     seeded = None
@@ -161,16 +166,17 @@ Proposal = Callable[[list[int]], Tensor]
 
 
 def worst_error(
-    law: Callable[[tuple[int, ...]], Tensor], parents: Sequence[int], proposal: Proposal, *, depth: int = 3,
+    distribution: Callable[[tuple[int, ...]], Tensor], parents: Sequence[int], proposal: Proposal, *, depth: int = 3,
     rule: Rule = accepting.accept, keep: Callable[[list[int]], int] | None = None,
     q_of: Proposal | None = None, is_certain: bool = False,
 ) -> float:  # fmt: skip
-    """Largest difference between the law of the first `depth` tokens, exactly as emitted, and the target's own.
+    """Largest difference between the distribution of the first `depth` tokens, exactly as emitted, and the target's
+    own.
 
-    law: a path of tokens to p [V].  keep: the drafted tokens to how many nodes stay.  q_of: the q that the draft claims,
-    where it is not the proposal.
+    distribution: a path of tokens to p [V].  keep: the drafted tokens to how many nodes stay.  q_of: the q that the
+    draft claims, where it is not the proposal.
     """
-    vocabulary = len(law(()))
+    vocabulary = len(distribution(()))
     found = torch.zeros((vocabulary,) * depth, dtype=torch.float64)
     for weight, tokens, rows in _drafts(proposal, len(parents)):
         claimed = rows if q_of is None else [q_of(tokens[:n]) for n in range(len(tokens))]
@@ -178,13 +184,13 @@ def worst_error(
         paths: list[tuple[int, ...]] = []
         for n, parent in enumerate(parents):
             paths.append((*(paths[parent] if parent >= 0 else ()), tokens[n]))
-        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        p = torch.stack([distribution(()), *(distribution(path) for path in paths)])[None]
         q = None if is_certain else torch.stack(claimed)[None]
         draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), q)
         for chance, out in outcomes(draft, p, rule):
-            _spread(found, law, tuple(out[:depth]), weight * chance)
+            _spread(found, distribution, tuple(out[:depth]), weight * chance)
     exact = torch.zeros_like(found)
-    _spread(exact, law, (), 1.0)
+    _spread(exact, distribution, (), 1.0)
     return float((found - exact).abs().max())
 
 
@@ -198,10 +204,10 @@ def _drafts(proposal: Proposal, nodes: int, tokens: tuple[int, ...] = (), rows: 
             yield from _drafts(proposal, nodes, (*tokens, token), (*rows, q), weight * chance)
 
 
-def _spread(found: Tensor, law: Callable, tokens: tuple[int, ...], weight: float) -> None:
+def _spread(found: Tensor, distribution: Callable, tokens: tuple[int, ...], weight: float) -> None:
     """Add `weight` to every text that begins with `tokens`, continued by the target's own distribution."""
     if len(tokens) == found.dim():
         found[tokens] += weight
         return
-    for token, chance in enumerate(law(tokens).tolist()):
-        _spread(found, law, (*tokens, token), weight * chance)
+    for token, chance in enumerate(distribution(tokens).tolist()):
+        _spread(found, distribution, (*tokens, token), weight * chance)

@@ -1,4 +1,4 @@
-"""Parties made for the tests: a target whose law is a table, drafters of every shape, policies good and bad.
+"""Parties made for the tests: a target whose distribution is a table, drafters of every shape, policies good and bad.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -48,7 +48,8 @@ class TableCache:
 
 
 class TableTarget:
-    """A target whose next token depends on the last two, so that thousands of slots cost nothing.  table [V, V, V], logits."""
+    """A target whose next token depends on the last two, so that thousands of slots cost nothing.  table [V, V, V],
+    logits."""
 
     def __init__(self, table: Tensor):
         self.table = table
@@ -119,8 +120,8 @@ class TableTarget:
         tapped = torch.stack([hidden + layer for layer in taps], 2) if taps else None
         return Scores(self.table[before, own], hidden, tapped)
 
-    def law(self, prompt: Sequence[int], tokens: int, settings: Any) -> Tensor:
-        """Exact law of the next `tokens` tokens, [V] * tokens."""
+    def distribution(self, prompt: Sequence[int], tokens: int, settings: Any) -> Tensor:
+        """Exact distribution of the next `tokens` tokens, [V] * tokens."""
         p = distribution(self.table[None], settings)[0]
         before, anchor = ([0, *prompt])[-2:]
         joint = p[before, anchor]
@@ -154,10 +155,10 @@ def last_two(state: DecodeState) -> tuple[Tensor, Tensor]:
 
 
 class Tree(Proposer):
-    """A tree under every anchor, from a law that is near the table's but not it.
+    """A tree under every anchor, from a distribution that is near the table's but not it.
 
-    `how` says how siblings come about: "replacement", "without", "top" (deterministic) or "mixed" (the eldest deterministic,
-    the younger drawn).  Confidences depend on the tokens before a node, as an honest drafter's do.
+    `how` says how siblings come about: "replacement", "without", "top" (deterministic) or "mixed" (the eldest
+    deterministic, the younger drawn).  Confidences depend on the tokens before a node, as an honest drafter's do.
     """
 
     confidence_before_draw = True
@@ -194,7 +195,7 @@ class Tree(Proposer):
 
 
 class Drawn(Proposer):
-    """A chain drawn token by token; `law` gives q [B, V] from (before, own), `confidence` [B] from the same.
+    """A chain drawn token by token; `distribution` gives q [B, V] from (before, own), `confidence` [B] from the same.
 
     `bend` may spoil the finished draft, as a faulty drafter would.
     """
@@ -202,16 +203,16 @@ class Drawn(Proposer):
     confidence_before_draw = True
 
     def __init__(
-        self, law: Callable[[Tensor, Tensor], Tensor], limit: int = 3,
+        self, distribution: Callable[[Tensor, Tensor], Tensor], limit: int = 3,
         confidence: Callable[[Tensor, Tensor], Tensor] | None = None, bend: Callable[[Draft], Draft] | None = None,
     ):  # fmt: skip
-        self.law, self.limit, self.confidence, self.bend = law, limit, confidence, bend
+        self.distribution, self.limit, self.confidence, self.bend = distribution, limit, confidence, bend
 
     def propose(self, memory: torch.Generator, state: DecodeState, budget: Tensor) -> Draft:
         before, own = last_two(state)
         tokens, rows, confidences = [], [], []
         for depth in range(int(budget.max())):
-            rows.append(self.law(before, own))
+            rows.append(self.distribution(before, own))
             if self.confidence is not None:
                 confidences.append(self.confidence(before, own))
             before, own = own, state.streams.draw(rows[-1], depth, Purpose.DRAFT)
@@ -224,8 +225,8 @@ class Drawn(Proposer):
 class Oracle(Proposer):
     """Knows the text to come and hides it in a tree: at every depth a wrong elder sibling, then the true token.
 
-    No argmax has a chance to fall on a wrong sibling, so every true node up to the draft's depth is kept.  A target that
-    verifies chains alone sees eldest children: for it the true one is the elder.
+    No argmax has a chance to fall on a wrong sibling, so every true node up to the draft's depth is kept.  A target
+    that verifies chains alone sees eldest children: for it the true one is the elder.
     """
 
     def __init__(self, texts: Sequence[list[int]], vocabulary: int, depth: int = 3, true_is_eldest: bool = False):
@@ -264,7 +265,7 @@ class OnAndOff(Fixed):
 
 
 class LookAhead(Fixed):
-    """Keeps two nodes or none by the second's confidence: never sees a token, and yet breaks the law."""
+    """Keeps two nodes or none by the second's confidence: never sees a token, and yet breaks the distribution."""
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         if confidence is None or confidence.shape[1] < 2:

@@ -41,7 +41,8 @@ def test_a_soak_finds_nothing_where_nothing_is_wrong(two_families):
 
 
 def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path, monkeypatch):
-    """Catches counts that are lost or doubled when a run is taken up again, and a fault that stays when it was mended."""
+    """Catches counts that are lost or doubled when a run is taken up again, and a fault that stays when it was
+    mended."""
     monkeypatch.setattr(soak, "drawn", lambda seed, number: number)
     monkeypatch.setattr(soak, "tried", lambda case: soak.Outcome(9, mismatches=[{"case": case, "crash": "x"}] * (case == 1)))
     first = soak.Sum(spans=[[0, 3]], seconds=2.0)

@@ -1,4 +1,5 @@
-"""At temperature 0 every drafter's output is `model.generate`'s, token for token, in float64.  No test here is random."""
+"""At temperature 0 every drafter's output is `model.generate`'s, token for token, in float64.  No test here is
+random."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_greedy_output_never_changes(make, policy, target, prompts, plain):
 
 
 def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):
-    """Catches a walk along parents that the mask did not know: node n was scored behind node n - 1, judged beside it."""
+    """Catches a walk along parents that the mask did not know: node n was scored behind node n - 1, judged beside
+    it."""
     texts = {tuple(prompt): prompt + plain(target, prompt, 48) for prompt in prompts}
 
     class Liar(Proposer):

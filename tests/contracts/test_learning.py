@@ -45,7 +45,8 @@ def test_every_trained_weight_gets_a_finite_gradient(case, target, workshop, tex
 
 @TRAINABLE
 def test_the_gradient_is_that_of_the_whole_pass(case, target, workshop, texts):
-    """Catches a step, a block or a head that is cut off from those before it: the gradient then lacks what they did to it.
+    """Catches a step, a block or a head that is cut off from those before it: the gradient then lacks what they did to
+    it.
 
     Along one direction through all weights, beside the finite difference of the loss, in float64.
     """
@@ -120,7 +121,8 @@ def test_chunks_cover_every_row_once_and_split_no_block(case, target, workshop, 
 
 @TRAINABLE
 def test_rows_are_labelled_with_what_the_target_saw(case, target, workshop, texts):
-    """Catches a shift by one between anchors, labels and the target's logits: learning an own law would still look fine."""
+    """Catches a shift by one between anchors, labels and the target's logits: learning an own distribution would still
+    look fine."""
     model = workshop.model(case, target)
     # the text is counted through, so a label tells its place
     counted = torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]])

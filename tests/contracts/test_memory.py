@@ -1,4 +1,5 @@
-"""What is held across requests has a bound: after ten thousand of them it is no more than after a few.  Counted, not measured.
+"""What is held across requests has a bound: after ten thousand of them it is no more than after a few.  Counted, not
+measured.
 
 No test here is random but by fixed seeds.
 """
@@ -87,7 +88,8 @@ KINDS = [Case("mix", {"share": "request"}), *(pytest.param(case, marks=pytest.ma
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_drafters_memory_does_not_grow_with_requests(case, workshop):
-    """Catches a slot, a tenant or a table that stays when its request is over: objects after 10,000 against after half."""
+    """Catches a slot, a tenant or a table that stays when its request is over: objects after 10,000 against after
+    half."""
     drafter, held = workshop.build(case, TARGET), []
     noise = torch.Generator().manual_seed(1)
     prompts = torch.randint(5, (500, 6), generator=noise).tolist()

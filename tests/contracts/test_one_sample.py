@@ -1,7 +1,7 @@
 """One text learnt by heart is drafted without a miss.
 
-The sharpest test of a method's plumbing: a mask, a position, a tap, a label that is off by one between training and serving,
-and blocks stop being kept whole.
+The sharpest test of a method's plumbing: a mask, a position, a tap, a label that is off by one between training and
+serving, and blocks stop being kept whole.
 """
 
 from __future__ import annotations

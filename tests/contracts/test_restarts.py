@@ -1,4 +1,5 @@
-"""A drafter's state after rejections is that of its committed text: begun again on the same text, it has as much accepted.
+"""A drafter's state after rejections is that of its committed text: begun again on the same text, it has as much
+accepted.
 
 No test here is random.
 """

@@ -23,7 +23,8 @@ from outrider.generation import batch, serve
 from outrider.sampling.settings import Sampling
 
 SHARES: set[str] = set()
-"""Kinds that learn from one request for the next whatever their settings; a kind that does so on purpose is added here."""
+"""Kinds that learn from one request for the next whatever their settings; a kind that does so on purpose is added
+here."""
 CASES = [
     pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
     for case in cases()

@@ -60,7 +60,8 @@ def at_once(*works: Callable[[], object]) -> list[object]:
 
 @KINDS
 def test_four_threads_write_the_targets_text_with_every_drafter(case, target, prompts, plain, drafter_of, eager_switches):
-    """Catches taps and hidden states that one pass catches for another, and layers that one thread leaves out for all."""
+    """Catches taps and hidden states that one pass catches for another, and layers that one thread leaves out for
+    all."""
     drafter = drafter_of(case)
     few = [prompt for prompt in prompts if len(prompt) > 2][:THREADS]
 
@@ -71,7 +72,8 @@ def test_four_threads_write_the_targets_text_with_every_drafter(case, target, pr
 
 
 def test_the_model_itself_is_untouched_while_layers_are_left_out(target, prompts, plain, drafter_of, eager_switches):
-    """Catches stand-ins that answer `model.generate` in another thread, or stay behind when two threads leave at once."""
+    """Catches stand-ins that answer `model.generate` in another thread, or stay behind when two threads leave at
+    once."""
     drafter = drafter_of(next(case for case in cases() if case.kind == "layer_skip"))
     whole = plain(target, prompts[0], 48)
     text = torch.tensor([prompts[0]])

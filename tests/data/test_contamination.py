@@ -1,4 +1,5 @@
-"""A leak that was planted is found through prepare, training and a move; what kept no hashes is not known, never clean."""
+"""A leak that was planted is found through prepare, training and a move; what kept no hashes is not known, never
+clean."""
 
 from __future__ import annotations
 
@@ -266,7 +267,8 @@ def collected() -> hash_files.Collector:
 
 
 def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
-    """Catches hashes beside a corpus that its header does not seal, or that stop it from opening, being checked or copied."""
+    """Catches hashes beside a corpus that its header does not seal, or that stop it from opening, being checked or
+    copied."""
     from outrider.retrieval.corpus_files import verify
     from outrider.retrieval.suffix_array import Corpus
 

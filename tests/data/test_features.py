@@ -40,7 +40,8 @@ def test_every_text_comes_once_a_pass(count: int, batch: int, talker: Transforme
 
 
 def test_the_order_depends_on_seed_and_step_alone(talker: TransformersTarget) -> None:
-    """Catches an order that depends on the steps asked for before, or on torch's generator: a resume would see other texts."""
+    """Catches an order that depends on the steps asked for before, or on torch's generator: a resume would see other
+    texts."""
     steps = [5, 0, 3, 3, 7, 1]
     torch.manual_seed(1)
     jumping = {step: first_tokens(source(talker, texts(8)), step) for step in steps}
@@ -99,7 +100,8 @@ def test_a_text_is_cut_at_the_target_s_context(talker: TransformersTarget) -> No
 
 
 def test_kept_features_are_the_live_ones_whoever_asks_first(talker: TransformersTarget) -> None:
-    """Catches states filed under another text, padding that is kept, and states that depend on the step that asked first."""
+    """Catches states filed under another text, padding that is kept, and states that depend on the step that asked
+    first."""
     live = LiveFeatures(talker, texts(8), TAPS, batch=3, length=64, cache_bytes=0)
     assert not live.is_cached
     in_order, jumping = source(talker, texts(8)), source(talker, texts(8))

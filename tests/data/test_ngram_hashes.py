@@ -1,4 +1,5 @@
-"""Texts that share 13 words in a row are known again, whatever their form; others are not; many are kept in little memory."""
+"""Texts that share 13 words in a row are known again, whatever their form; others are not; many are kept in little
+memory."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_form_does_not_matter(text: str, change: Callable[[str], str]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=40), st.lists(st.sampled_from("abc"), max_size=40))
 def test_texts_share_a_hash_just_where_they_share_a_run(one: list[str], other: list[str]) -> None:
-    """Catches a rolling sum that forgets the order of words, where it stands, or its last window: the slow twin keeps words."""
+    """Catches a rolling sum that forgets the order of words, where it stands, or its last window: the slow twin keeps
+    words."""
 
     def runs(words: list[str]) -> set[tuple[str, ...]]:
         return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
@@ -89,7 +91,8 @@ def test_texts_share_a_hash_just_where_they_share_a_run(one: list[str], other: l
 
 
 def test_letters_count_where_words_are_not_set_apart() -> None:
-    """Catches Korean or Chinese compared by words, of which a question has too few or one, and a quotation that is missed."""
+    """Catches Korean or Chinese compared by words, of which a question has too few or one, and a quotation that is
+    missed."""
     assert shared(KOREAN, KOREAN.replace(" ", "")) == len(hashes(KOREAN).runs)
     for text in (KOREAN, CHINESE):
         quoted = f"The following question was asked in an exam: {text} Please translate it into English."
@@ -117,7 +120,8 @@ def random_runs(count: int) -> np.ndarray:
 
 
 def check_that_hashes_are_wide(count: int) -> None:
-    """No two of `count` runs have one hash, and every bit is drawn evenly, so that the rate of false alarms is 2**-64 a pair.
+    """No two of `count` runs have one hash, and every bit is drawn evenly, so that the rate of false alarms is 2**-64 a
+    pair.
 
     A prompt of 88 runs beside a full file of 2**23 then raises one with a chance of 4e-11.
     """
@@ -134,7 +138,8 @@ def test_false_alarms_are_rarer_than_one_in_a_million() -> None:
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_a_hash_that_is_cut_is_seen(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a test of width that any hash passes; 32 bits of 300 thousand runs collide but for one chance in 10**4."""
+    """Catches a test of width that any hash passes; 32 bits of 300 thousand runs collide but for one chance in
+    10**4."""
     mixed = ngram_hashes._mixed
     monkeypatch.setattr(ngram_hashes, "_mixed", lambda sums: mixed(sums) & np.uint64((1 << bits) - 1))
     with pytest.raises(AssertionError):
@@ -199,7 +204,8 @@ def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_what_everybody_says_does_not_count_but_a_whole_prompt_does(tmp_path: Path) -> None:
-    """Catches a system prompt in every conversation flagging all; and a question that was repeated often passing for clean."""
+    """Catches a system prompt in every conversation flagging all; and a question that was repeated often passing for
+    clean."""
     system = "You are a helpful assistant who answers in plain words and never says more than was asked for by the user"
     few, many = [[system, f"question {i}"] for i in range(COMMON)], [[f"{system} {i}", "go on"] for i in range(COMMON + 1)]
     assert opened(tmp_path / "few", {"p": few}).holding(f"{system} and ever")
@@ -280,7 +286,8 @@ def answer(target: TransformersTarget, folder: Path, conversations: list[Convers
 
 
 def test_prepare_keeps_hashes_of_prompts_and_answers(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches prompts hashed with their template, answers forgotten, or a manifest that then refuses its own answers."""
+    """Catches prompts hashed with their template, answers forgotten, or a manifest that then refuses its own
+    answers."""
     answer(talker, tmp_path, asked())
     found = named(tmp_path)
     assert found is not None

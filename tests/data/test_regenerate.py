@@ -264,7 +264,7 @@ def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path)
     "change", [{"temperature": 0.5}, {"top_p": 0.5}, {"seed": 3}, {"max_new_tokens": 9}, {"regenerate": False}]
 )
 def test_answers_of_other_settings_are_not_mixed(change: dict[str, Any], talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a folder whose texts follow two laws."""
+    """Catches a folder whose texts follow two distributions."""
     answer_all(talker, tmp_path, asked(2))
     before = (tmp_path / ANSWERS).read_bytes()
     with pytest.raises(DataError, match=r"holds answers made with another config; name another prepare.folder, or delete it"):
@@ -346,7 +346,8 @@ def by_text(target: TransformersTarget, answers: list[Answer]) -> dict[str, str]
 
 
 def test_an_edited_line_is_answered_anew_and_a_moved_one_is_not(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches answers known by file and line: an edited line kept its old one, a line put before lost all that follow."""
+    """Catches answers known by file and line: an edited line kept its old one, a line put before lost all that
+    follow."""
     path, folder = tmp_path / "a.jsonl", tmp_path / "answers"
     answer_all(talker, folder, lines_of(path, "one", "two", "three"))
     seen: list[str] = []
@@ -371,7 +372,8 @@ def test_a_row_with_its_own_id_is_known_by_its_text_too(talker: TransformersTarg
 
 
 def test_a_text_that_is_asked_twice_is_answered_twice(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches two equal rows that become one, or get one answer from the same noise; and a third that costs the first two."""
+    """Catches two equal rows that become one, or get one answer from the same noise; and a third that costs the first
+    two."""
     twice = lines_of(tmp_path / "a.jsonl", "same", "same")
     first = answer_all(talker, tmp_path / "answers", twice)
     assert len(first) == 2
@@ -394,7 +396,8 @@ def test_answers_stand_in_the_order_of_their_prompts(talker: TransformersTarget,
 
 
 def test_given_answers_that_are_edited_are_taken_anew(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches an answer that was mended in the file and is not trained on; where the target answers, it does not count."""
+    """Catches an answer that was mended in the file and is not trained on; where the target answers, it does not
+    count."""
     talk = [Conversation("t", TURNS[:3])]
     edited = [Conversation("t", TURNS[:2] + [{"role": "assistant", "content": "mended"}])]
     for regenerate, count in ((False, 2), (True, 1)):
@@ -435,7 +438,8 @@ TURNS = [
 
 
 def test_every_turn_is_answered_on_the_target_s_own_answers(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a given answer left in the history, and a turn that is skipped; the last answer is the one that trains."""
+    """Catches a given answer left in the history, and a turn that is skipped; the last answer is the one that
+    trains."""
     (answer,) = answer_all(talker, tmp_path, [Conversation("talk", TURNS)], length=200, temperature=0.0)
     said = [TURNS[0]]
     for turn in (TURNS[1], TURNS[3], TURNS[4]):
@@ -448,7 +452,8 @@ def test_every_turn_is_answered_on_the_target_s_own_answers(talker: Transformers
 
 
 def test_a_talk_that_outgrows_its_length_keeps_the_answers_it_has(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a first answer that is written by the target, thrown away in silence, and written again in every later run."""
+    """Catches a first answer that is written by the target, thrown away in silence, and written again in every later
+    run."""
     talk = Conversation("talk", [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 60}])
     first = by_id(answer_all(talker, tmp_path / "one", [Conversation("talk", talk.messages[:1]), *asked(2)]))
     found = by_id(answer_all(talker, tmp_path / "two", [talk, *asked(2)]))

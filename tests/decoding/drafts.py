@@ -1,4 +1,4 @@
-"""Random drafts, laws and noise for tests of rules, and what every rule's answer must look like."""
+"""Random drafts, distributions and noise for tests of rules, and what every rule's answer must look like."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def streams_of(slots: int, seed: int, seeded: list[bool] | None = None) -> Strea
     return Streams(torch.arange(slots) + seed, torch.zeros(slots, dtype=torch.int64), is_seeded)
 
 
-def law_of(draft: Draft, seed: int) -> torch.Tensor:
+def distribution_of(draft: Draft, seed: int) -> torch.Tensor:
     """p [B, N+1, V]."""
     slots, nodes = draft.tokens.shape
     p = torch.randn(slots, nodes + 1, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""The acceptance rule's answers are well formed, and hang on nothing but their own slot's draft, law and noise."""
+"""The acceptance rule's answers are well formed, and hang on nothing but their own slot's draft, distribution and
+noise."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding.drafts import V, drafts, law_of, slot_of, streams_of, well_formed
+from decoding.drafts import V, distribution_of, drafts, slot_of, streams_of, well_formed
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -22,7 +23,7 @@ from outrider.sampling.fast import accept_greedy
 def test_what_is_kept_is_a_path_from_the_anchor(made):
     """Catches a path that jumps, uses padding, or holds an id that is none."""
     draft, seed = made
-    accepted = accept(draft, law_of(draft, seed), streams_of(len(draft.sizes), seed))
+    accepted = accept(draft, distribution_of(draft, seed), streams_of(len(draft.sizes), seed))
     well_formed(draft, accepted)
     outside = (draft.tokens < 0) | (draft.tokens >= V)
     live = torch.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
@@ -33,7 +34,7 @@ def test_what_is_kept_is_a_path_from_the_anchor(made):
 def test_what_is_kept_does_not_depend_on_the_slots_beside_it(made):
     """Catches a batch that is judged as one."""
     draft, seed = made
-    p = law_of(draft, seed)
+    p = distribution_of(draft, seed)
     together = accept(draft, p, streams_of(len(draft.sizes), seed))
     for b in range(len(draft.sizes)):
         q = None if draft.q is None else draft.q[b : b + 1]
@@ -47,7 +48,7 @@ def test_padding_after_a_slots_size_changes_nothing(made):
     draft, seed = made
     if draft.tokens.shape[1] == 0:
         return
-    p = law_of(draft, seed)
+    p = distribution_of(draft, seed)
     live = torch.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
     other = Draft(draft.tokens.where(live, 1), draft.parents.where(live, -1), draft.sizes, draft.q)
     streams = streams_of(len(draft.sizes), seed)
@@ -67,10 +68,11 @@ def test_accepted_from_tensors_keeps_as_many_nodes_as_were_counted():
 
 @given(drafts(with_q=True), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_slot_with_a_seed_is_judged_as_deterministic_and_leaves_its_neighbours_alone(made, which):
-    """Catches a q that is read, or a residual carried, where the target's own draw must be emitted; and a seed's reach."""
+    """Catches a q that is read, or a residual carried, where the target's own draw must be emitted; and a seed's
+    reach."""
     draft, seed = made
     slots = len(draft.sizes)
-    p, seeded = law_of(draft, seed), which[:slots]
+    p, seeded = distribution_of(draft, seed), which[:slots]
     found = accept(draft, p, streams_of(slots, seed, seeded))
     free = accept(draft, p, streams_of(slots, seed))
     certain = accept(replace(draft, q=None), p, streams_of(slots, seed))
@@ -83,7 +85,7 @@ def test_under_a_seed_the_targets_own_draws_are_emitted_whatever_was_drafted(mad
     """Catches a token that is not the race's of its place: depth by depth, by hand."""
     draft, seed = made
     slots = len(draft.sizes)
-    p, streams = law_of(draft, seed), streams_of(slots, seed, [True] * slots)
+    p, streams = distribution_of(draft, seed), streams_of(slots, seed, [True] * slots)
     accepted = accept(draft, p, streams)
     for b in range(slots):
         emitted = [*(int(draft.tokens[b, n]) for n in accepted.paths[b]), accepted.next_tokens[b]]
@@ -138,7 +140,7 @@ def test_a_draft_from_the_targets_noise_judged_by_its_q_is_caught(seeded):
 def test_the_path_of_a_deterministic_draft_asks_for_no_row_that_nobody_walks_through(made):
     """Catches work over all rows: what is asked for is the anchor's row, and then those of kept nodes."""
     draft, seed = made
-    p, streams = law_of(draft, seed), streams_of(len(draft.sizes), seed)
+    p, streams = distribution_of(draft, seed), streams_of(len(draft.sizes), seed)
     every, asked = torch.arange(len(p)), []
 
     def choose(rows: torch.Tensor, depth: int) -> torch.Tensor:
@@ -156,7 +158,7 @@ def test_the_path_of_a_deterministic_draft_asks_for_no_row_that_nobody_walks_thr
 def test_the_greedy_way_is_the_rule_with_p_one_hot(made):
     """Catches a path that follows another child, or counts otherwise.  q None and q one-hot, both."""
     draft, seed = made
-    choice = law_of(draft, seed).argmax(-1)
+    choice = distribution_of(draft, seed).argmax(-1)
     one_hot = torch.nn.functional.one_hot(choice, V).double()
     streams = streams_of(len(draft.sizes), seed)
     found = accept_greedy(draft, choice.tolist(), V)
@@ -169,7 +171,7 @@ def test_the_greedy_way_is_the_rule_with_p_one_hot(made):
 
 
 def test_overlap_is_one_minus_the_total_variation():
-    """Catches an expectation that is not the law's: by brute force over every pair of draft and coin."""
+    """Catches an expectation that is not the distribution's: by brute force over every pair of draft and coin."""
     generator = torch.Generator().manual_seed(0)
     p, q = torch.rand(2, 50, 7, generator=generator, dtype=torch.float64).softmax(-1)
     accepted = (q * torch.minimum(torch.ones_like(p), p / q)).sum(-1)

@@ -82,7 +82,8 @@ def test_first_keeps_a_prefix_of_every_slot(tree, data):
 
 @given(trees(), st.integers(0, 2**20))
 def test_a_node_keeps_its_number_its_parent_and_all_that_was_said_of_it(tree, seed):
-    """Catches rows of q, confidences or numbers that stay behind where nodes go, once and again, and a child left alone."""
+    """Catches rows of q, confidences or numbers that stay behind where nodes go, once and again, and a child left
+    alone."""
     (parents, sizes), coin = tree, random.Random(seed)
     whole = made(parents, sizes)
     slots, nodes = whole.tokens.shape

@@ -1,4 +1,5 @@
-"""What `generate`, `stream` and `serve` promise around the loop, and what one step of it asks, shows and leaves behind."""
+"""What `generate`, `stream` and `serve` promise around the loop, and what one step of it asks, shows and leaves
+behind."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_a_streamed_text_ends_before_its_stop_string():
 
 @pytest.fixture(scope="module")
 def talker(target) -> TransformersTarget:
-    """The tiny target with a tokenizer like Llama 2's: id 5 is special, most ids are bytes, of which few make whole letters."""
+    """The tiny target with a tokenizer like Llama 2's: id 5 is special, most ids are bytes, of which few make whole
+    letters."""
     lead = [f"<0x{byte:02X}>" for byte in (0xC3, 0xC4, 0xC5, 0xD0, *range(0x80, 0x9C), 0x0A, 0x41)]
     names = [*"abcde", "<s>", *lead, *(f"▁{letter}" for letter in "fghijklmnopqrstuvwxyz")]
     tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
@@ -106,7 +108,8 @@ def test_a_stop_string_ends_drafted_and_plain_texts_at_the_same_token(talker, pr
 
 
 def test_a_stop_string_that_can_never_match_is_refused(target, talker):
-    """Catches a text that runs to its limit, as nobody sees the stop string: no text at all, or none of a special token."""
+    """Catches a text that runs to its limit, as nobody sees the stop string: no text at all, or none of a special
+    token."""
     with pytest.raises(ConfigError, match=r"stop strings \['END'\] need a tokenizer"):
         generate(target, [1], max_new_tokens=3, stop=["END"])
     for stop in ("<s>", "a<s>"):
@@ -234,7 +237,8 @@ def test_a_drafter_built_for_another_hidden_size_is_refused(kind):
 
 
 def test_a_seed_gives_the_same_text_again_and_none_does_not():
-    """Catches noise from the clock under a seed.  Without seeds two texts of 40 tokens are equal with odds below 1e-9."""
+    """Catches noise from the clock under a seed.  Without seeds two texts of 40 tokens are equal with odds below
+    1e-9."""
     hot = Sampling(1.0, seed=5)
     one, two = (generate(TABLE, [1], max_new_tokens=40, sampling=hot)[0].tokens for _ in range(2))
     assert one == two
@@ -294,8 +298,8 @@ def test_a_policy_sees_confidences_that_were_known_before_the_draw_and_no_others
             seen.append(confidence)
             return sizes
 
-    law = lambda before, own: TABLE.table[before, own].softmax(-1)
-    drafter = Drawn(law, 3, confidence=lambda before, own: torch.full((len(own),), 0.25))
+    distribution = lambda before, own: TABLE.table[before, own].softmax(-1)
+    drafter = Drawn(distribution, 3, confidence=lambda before, own: torch.full((len(own),), 0.25))
     drafter.confidence_before_draw = before_draw
     generate(TABLE, [1, 2], drafter, max_new_tokens=9, sampling=Sampling(1.0), policy=Watching(3))
     assert len(seen) > 1

@@ -128,7 +128,8 @@ def test_a_place_is_drafted_anew_in_every_step_and_judged_as_before():
 
 
 def test_a_slot_with_a_seed_drafts_with_the_targets_noise():
-    """Catches a seeded slot that drafts with other noise than it is judged by, with a salt or without, and its neighbour."""
+    """Catches a seeded slot that drafts with other noise than it is judged by, with a salt or without, and its
+    neighbour."""
     plain = many(6)
     seeded = torch.tensor([True, False] * 3)
     streams = Streams(plain.seeds, plain.index, seeded)

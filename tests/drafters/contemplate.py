@@ -1,8 +1,9 @@
-"""Contemplate: soft-prompt rows beside the anchor and every node look ahead inside the target's own pass.  (ConFu's shape.)
+"""Contemplate: soft-prompt rows beside the anchor and every node look ahead inside the target's own pass.  (ConFu's
+shape.)
 
-After every row of the verified pass stand `rows` more, whose embeddings are learnt: they see what that row sees, and each other
-up to themselves, at the positions behind it.  What the target makes of them behind the last accepted token is the next draft:
-row j guesses the token j + 1 places on.  Untrained here: it shows the way of a probe, not its worth.
+After every row of the verified pass stand `rows` more, whose embeddings are learnt: they see what that row sees, and
+each other up to themselves, at the positions behind it.  What the target makes of them behind the last accepted token
+is the next draft: row j guesses the token j + 1 places on.  Untrained here: it shows the way of a probe, not its worth.
 
 B live slots, N drafted nodes, P = (N + 1) * rows rows of the probe, H hidden size, V vocabulary.
 """

@@ -38,7 +38,8 @@ def test_a_compiled_block_is_the_plain_one(
     case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is kept."""
+    """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is
+    kept."""
     found, calls = [], 0
     for is_compiled in (False, True):
         drafter, drafts = workshop.build(case, target), []

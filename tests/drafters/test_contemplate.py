@@ -33,7 +33,8 @@ def test_texts_are_the_targets_own(target, prompts, slots, sampling):
 
 
 def test_contemplate_rows_are_what_the_target_makes_of_the_soft_prompt_behind_the_text(target, prompts):
-    """Catches a row that stands elsewhere, sees another branch or another node's rows, or is given another embedding."""
+    """Catches a row that stands elsewhere, sees another branch or another node's rows, or is given another
+    embedding."""
     seen: list[tuple[int, torch.Tensor]] = []
 
     class Watched(contemplate.Contemplate):

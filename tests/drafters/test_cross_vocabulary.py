@@ -1,5 +1,5 @@
-"""A small model of another vocabulary: exact for the target's distribution, true to the text, and off where little is in
-common."""
+"""A small model of another vocabulary: exact for the target's distribution, true to the text, and off where little is
+in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_model
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import OnAndOff, TableTarget
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,7 +171,8 @@ def test_byte_tokens_and_special_tokens_are_not_text():
 
 @pytest.mark.parametrize("make", [unigram, word_piece, byte_level, byte_fallback], ids=lambda make: make.__name__)
 def test_twins_say_the_same(make):
-    """Catches ids of one side taken for the other's; every token has at most one twin, and every common text has one."""
+    """Catches ids of one side taken for the other's; every token has at most one twin, and every common text has
+    one."""
     size = {byte_level: 290, byte_fallback: 450}.get(make, 120)
     own, target = vocabulary_of(make(size, LINES[:4])), vocabulary_of(byte_level(320, LINES))
     shared = SharedVocabulary(own, target)
@@ -190,12 +191,12 @@ def test_ends_are_twins_whatever_their_names():
 
 
 def test_what_has_no_twin_is_never_drawn():
-    """Catches a mask that is the wrong way round; what is left is the law given that a token is in common."""
+    """Catches a mask that is the wrong way round; what is left is the distribution given that a token is in common."""
     own, target = vocabulary_of(unigram(110, LINES)), vocabulary_of(byte_level(320, LINES))
     shared = SharedVocabulary(own, target)
     logits = torch.randn(3, own.size, dtype=torch.float64)
-    q, law = shared.spread(logits).softmax(-1), logits.softmax(-1)[:, shared.own_ids]
-    assert torch.allclose(q[:, shared.target_ids], law / law.sum(-1, keepdim=True))
+    q, distribution = shared.spread(logits).softmax(-1), logits.softmax(-1)[:, shared.own_ids]
+    assert torch.allclose(q[:, shared.target_ids], distribution / distribution.sum(-1, keepdim=True))
     assert int((q > 0).sum()) == 3 * shared.count
     assert torch.equal(shared.own(shared.target_ids), shared.own_ids)
 
@@ -259,7 +260,8 @@ def test_a_special_token_is_read_where_both_have_it():
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=lambda make: make.__name__)
 def test_a_continuation_begins_at_the_seam(make):
-    """Catches tokens of the known text drafted again, merges over the seam, and letters that the target did not wait for."""
+    """Catches tokens of the known text drafted again, merges over the seam, and letters that the target did not wait
+    for."""
     target = vocabulary_of(make(500, LINES))
     pairs = [("the road ", "over the"), ("the ro", "ad over"), ("", "the"), ("der Fluß", " ist breit"), ("a\n", "\tb")]
     for before, said in pairs:
@@ -295,7 +297,7 @@ def test_greedy_text_is_plain_text(vocabulary, wide, made):
 
 @WAYS
 def test_a_seeds_text_is_the_seeds_text(vocabulary, wide, made):
-    """Catches draws that are not the target's own noise, and an unlawful q."""
+    """Catches draws that are not the target's own noise, and an invalid q."""
     requests = [Request(prompt, 20, Sampling(0.8, top_p=0.95, seed=n)) for n, prompt in enumerate(texts(wide))]
     state, served = batch(wide, 3, ends=frozenset()), []
     for drafter in (None, made(vocabulary=vocabulary)):
@@ -346,20 +348,20 @@ class Bent(Drafter):
 
 
 @WAYS
-def test_the_law_is_kept(vocabulary, table, beside):
+def test_the_distribution_is_kept(vocabulary, table, beside):
     """Catches a q over the wrong tokens, and a draft that hangs on the noise it is judged by.  False alarm 1e-6."""
     prompt = table.tokenizer.encode("ab é a")
-    assert keeps_the_law(table, beside(vocabulary), prompt=prompt, slots=3000)
+    assert keeps_the_distribution(table, beside(vocabulary), prompt=prompt, slots=3000)
     _, state, kept = emitted(table, beside(vocabulary), prompt=prompt, slots=300)
     assert kept > 100
     assert state.invalid == 0
 
 
 @WAYS
-def test_the_law_is_kept_under_top_k_and_top_p(vocabulary, table, beside):
+def test_the_distribution_is_kept_under_top_k_and_top_p(vocabulary, table, beside):
     """Catches a cut that is made before what has no twin is left out, in q alone.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    assert keeps_the_law(table, beside(vocabulary), prompt=table.tokenizer.encode("ab"), slots=1500, sampling=sampling)
+    assert keeps_the_distribution(table, beside(vocabulary), prompt=table.tokenizer.encode("ab"), slots=1500, sampling=sampling)
 
 
 def off_by_one(draft: Draft) -> Draft:
@@ -384,9 +386,11 @@ def uniform(draft: Draft) -> Draft:
     [("intersection", off_by_one), ("intersection", not_renormalised), ("text", uniform)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_planted_faults_break_the_law(vocabulary, bend, table, beside):
-    """The law tests above have teeth: ids off by one against q, q of another draw, q for a certain draft."""
-    assert not keeps_the_law(table, Bent(beside(vocabulary), bend), prompt=table.tokenizer.encode("ab é a"), slots=3000)
+def test_planted_faults_break_the_distribution(vocabulary, bend, table, beside):
+    """The distribution tests above have teeth: ids off by one against q, q of another draw, q for a certain draft."""
+    assert not keeps_the_distribution(
+        table, Bent(beside(vocabulary), bend), prompt=table.tokenizer.encode("ab é a"), slots=3000
+    )
 
 
 def test_a_q_that_is_not_renormalised_is_counted(table, beside):
@@ -416,7 +420,8 @@ def twin(tmp_path_factory):
 
 @WAYS
 def test_the_target_itself_in_other_ids_is_always_right(vocabulary, twin, prompts, monkeypatch):
-    """Catches a map that is off anywhere, a cache that loses the text, tokens read twice: any slip shows as a rejection."""
+    """Catches a map that is off anywhere, a cache that loses the text, tokens read twice: any slip shows as a
+    rejection."""
     target, path = twin
     drafter = MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary), target)
     assert drafter.overlap.tokens == 64 and drafter.overlap.mass == pytest.approx(1)
@@ -492,7 +497,8 @@ def test_the_end_of_a_text_is_drafted_as_text(wide, made):
 
 
 def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):
-    """Catches a law of nothing but impossible tokens, which is no law: it would be counted as unlawful."""
+    """Catches a distribution of nothing but impossible tokens, which is no distribution: it would be counted as
+    invalid."""
     drafter = made(vocabulary="intersection")
     shared = set(drafter.shared.by_target)
     for banned in (shared, shared - {min(shared)}):

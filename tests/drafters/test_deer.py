@@ -64,7 +64,8 @@ def trained(model, batch) -> dict[int, torch.Tensor]:
 
 
 def served(model, text: list[int], pieces: list[int]) -> torch.Tensor:
-    """Logits [K, V] behind a text read in pieces that end at these places, beside a slot that brings more new tokens."""
+    """Logits [K, V] behind a text read in pieces that end at these places, beside a slot that brings more new
+    tokens."""
     drafter = model.drafter()
     memory = SlotCache(2, 64, layers=2)
     with torch.inference_mode():
@@ -121,7 +122,8 @@ def test_a_suffix_weighs_most_next_to_the_text(length, wanted):
     [(0.0, 0.5, 1), (0.49, 0.5, 1), (0.5, 0.5, 2), (1.0, 0.5, 2), (0.99, 1.0, 1), (0.0, 0.0, 2)],
 )
 def test_the_second_stage_begins_where_it_says(progress, refine, stage, target):
-    """Catches a stage that never comes, and rows of the first that weigh unequally.  R of 48 blocks: all four come up."""
+    """Catches a stage that never comes, and rows of the first that weigh unequally.  R of 48 blocks: all four come
+    up."""
     model = made(target, refine=refine, alpha=2.0, anchors=12)
     model.progress = progress
     torch.manual_seed(0)

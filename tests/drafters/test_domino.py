@@ -49,7 +49,8 @@ def logits_of(model, batch, seed=0):
 
 
 def test_the_gru_is_torchs_own():
-    """Catches gates in another order or a reset in another place: released weights would load and say something else."""
+    """Catches gates in another order or a reset in another place: released weights would load and say something
+    else."""
     torch.manual_seed(0)
     theirs, mine = torch.nn.GRU(6, 5, bias=False, batch_first=True).double(), PrefixGRU(6, 5).double()
     mine.load_state_dict(theirs.state_dict())
@@ -95,7 +96,8 @@ def noted(propose, seen, memory, state, budget):
 
 
 def moved(corrections, model, changed: int) -> list[bool]:
-    """Which slots' corrections move when the tokens in slots from `changed` on become others (slot k is told k's before)."""
+    """Which slots' corrections move when the tokens in slots from `changed` on become others (slot k is told k's
+    before)."""
     noise = torch.Generator().manual_seed(0)
     states = torch.randn(3, 4, 32, dtype=torch.float64, generator=noise)
     drafted = torch.randint(64, (3, 5), generator=noise)  # the anchor and four drafts
@@ -228,14 +230,14 @@ def test_a_training_stopped_within_the_curriculum_goes_on_bit_for_bit(target, tm
 
 
 def second_order(texts: int, length: int) -> tuple[TableTarget, Batch]:
-    """A target whose law hangs on the last two tokens, and texts that it wrote."""
+    """A target whose distribution hangs on the last two tokens, and texts that it wrote."""
     target = TableTarget.random(12, seed=3)
     table = 2 * target.table
     target.weight = torch.linalg.lstsq(target.features.flatten(0, 1), table.flatten(0, 1)).solution.T.contiguous()
     noise, tokens = torch.Generator().manual_seed(0), torch.zeros(texts, length, dtype=torch.int64)
     for n in range(2, length):
-        law = table[tokens[:, n - 2], tokens[:, n - 1]].softmax(-1)
-        tokens[:, n] = torch.multinomial(law, 1, generator=noise)[:, 0]
+        distribution = table[tokens[:, n - 2], tokens[:, n - 1]].softmax(-1)
+        tokens[:, n] = torch.multinomial(distribution, 1, generator=noise)[:, 0]
     return target, batch_of(target, (1,), tokens)
 
 

@@ -123,7 +123,8 @@ def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of, mo
 
 @EVERY
 def test_no_drafters_nodes_are_counted_as_invalid(case, target, prompts, drafter_of):
-    """Catches a q that is no distribution, or that gives its own token nothing: half of the draft's worth is lost unseen."""
+    """Catches a q that is no distribution, or that gives its own token nothing: half of the draft's worth is lost
+    unseen."""
     state = batch(target, 3, shared_noise=False)  # judged by q, which shared noise leaves unread
     requests = [Request(prompt, 20, Sampling(0.9, top_k=20, top_p=0.95, seed=n)) for n, prompt in enumerate(prompts)]
     for _ in serve(target, requests, drafter_of(case), state=state):
@@ -207,7 +208,8 @@ def test_a_small_model_that_is_the_target_is_always_right(target, prompts, plain
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("context", [20, 27])
 def test_a_small_model_reads_the_end_of_a_text_beyond_its_context(width, context, target, prompts, plain, tmp_path):
-    """Catches positions that the model has never seen, or does not have: GPT-2's are a table, and beyond it is a crash."""
+    """Catches positions that the model has never seen, or does not have: GPT-2's are a table, and beyond it is a
+    crash."""
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
     GPT2LMHeadModel(GPT2Config(n_positions=context, **shape)).double().save_pretrained(tmp_path)
@@ -266,7 +268,8 @@ def loaded(untrained, monkeypatch):
 def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
     temperature, target, prompts, workshop, loaded, monkeypatch
 ):
-    """Catches a path that is not moved together, a slot that keeps another's nodes, and an anchor read twice or not at all.
+    """Catches a path that is not moved together, a slot that keeps another's nodes, and an anchor read twice or not at
+    all.
 
     Texts of unequal length, slots used again, budgets that come and go; the seeds are fixed.
     """
@@ -482,7 +485,8 @@ def test_taps_the_target_does_not_have_are_refused(case, target):
 
 @BLOCKS
 def test_a_mask_token_of_the_tokenizer_stands_for_the_tokens_to_come(case, workshop, monkeypatch):
-    """Catches a learnt mask beside the tokenizer's own, and ids mixed up: with the mask token the text is exact as well."""
+    """Catches a learnt mask beside the tokenizer's own, and ids mixed up: with the mask token the text is exact as
+    well."""
     target = load_target(tiny_model())
     monkeypatch.setattr(target, "mask_token", 63)
     model = workshop.model(Case(case.kind, case.choices), target)

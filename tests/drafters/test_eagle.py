@@ -198,7 +198,8 @@ def test_bans_on_all_that_can_be_drafted_leave_nothing_invalid(target, prompts, 
 
 
 def test_what_cannot_be_drafted_counts_as_lost(target, texts, workshop):
-    """Catches a target that is renormalised over the draft's vocabulary: the loss would call a head of one token perfect."""
+    """Catches a target that is renormalised over the draft's vocabulary: the loss would call a head of one token
+    perfect."""
     model = workshop.model(Case("eagle3", {"vocabulary": 1}), target)
     for draft, own, part in model.predict(batch_of(target, model.taps, texts)).chunks(10**9):
         said = own.softmax(-1)[:, model.head.ids[0]]
@@ -272,7 +273,7 @@ def test_heads_that_do_not_divide_are_refused(kind, target):
     module = drafters.find(kind)
     with pytest.raises(DrafterError, match="kv_heads"):
         module.build(module.Config(heads=4, kv_heads=3), target)
-    with pytest.raises(DrafterError, match="odd"):
+    with pytest.raises(DrafterError, match="need an even number"):
         module.build(module.Config(head_dim=7), target)
 
 

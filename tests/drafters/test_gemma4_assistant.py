@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Case, tiny_model
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import TableCache, TableTarget
 from transformers import (
     Gemma4AssistantConfig,
@@ -106,8 +106,8 @@ def reference(target, model, text: tuple[int, ...], length: int) -> list[int]:
 
 
 def test_it_drafts_what_it_drafts_in_transformers(target, folder, prompts, plain):
-    """Catches another layer's keys, positions that move on, a window that is off by one, keys of rejected tokens and states of
-    another slot.  The text is that of `generate`; slots are uneven and used again."""
+    """Catches another layer's keys, positions that move on, a window that is off by one, keys of rejected tokens and
+    states of another slot.  The text is that of `generate`; slots are uneven and used again."""
     drafter = built(target, folder)
     seen, texts = drafts_of(target, drafter, prompts, 16, 3)
     assert texts == [plain(target, prompt, 16) for prompt in prompts]
@@ -174,7 +174,7 @@ def gemma4_assistant_model(folder):
 
 def test_another_targets_assistant_is_refused(folder, tmp_path):
     """Catches keys of other heads, or another hidden size, that fail in the middle of a draft."""
-    with pytest.raises(DrafterError, match=r"does not belong .* keeps none"):
+    with pytest.raises(DrafterError, match=r"does not belong .* stores none"):
         built(load_target(tiny_model(head_dim=16)), folder)
     with pytest.raises(DrafterError, match="backbone_hidden_size 32 against 64"):
         built(load_target(tiny_model(hidden_size=64)), folder)
@@ -185,7 +185,7 @@ def test_another_targets_assistant_is_refused(folder, tmp_path):
         built(load_target(tiny_model()), tmp_path / "none")
 
 
-# ── the law ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class KeyedCache(TableCache):
@@ -197,7 +197,7 @@ class KeyedCache(TableCache):
     def lengths(self) -> list[int]:
         return [3] * self.slots
 
-    def kept(self, layer: int, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def cached(self, layer: int, rows) -> tuple[torch.Tensor, torch.Tensor]:
         keys = torch.randn(2, 1, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
         return keys[0].expand(len(rows), -1, -1, -1), keys[1].expand(len(rows), -1, -1, -1)
 
@@ -219,18 +219,20 @@ TABLE = KeyedTable.random(5)
 
 
 def unsure(workshop) -> gemma4_assistant.Gemma4Assistant:
-    """The workshop's is so sure of itself that its q is all but one-hot, where any q keeps the law."""
+    """The workshop's is so sure of itself that its q is all but one-hot, where any q keeps the distribution."""
     drafter = workshop.build(Case("gemma4_assistant"), TABLE)
     weight = drafter.model.lm_head.weight.data
     weight *= 1.5 / weight.abs().max()
     return drafter
 
 
-def test_the_law_is_kept(workshop):
+def test_the_distribution_is_kept(workshop):
     """Catches a q that is not what was drawn from.  False alarm 1e-6."""
     drafter = unsure(workshop)
-    assert keeps_the_law(TABLE, drafter, prompt=(1, 2, 3), slots=2500)
-    assert keeps_the_law(TABLE, drafter, prompt=(1, 2, 3), slots=1500, sampling={"temperature": 0.7, "top_k": 4, "top_p": 0.9})
+    assert keeps_the_distribution(TABLE, drafter, prompt=(1, 2, 3), slots=2500)
+    assert keeps_the_distribution(
+        TABLE, drafter, prompt=(1, 2, 3), slots=1500, sampling={"temperature": 0.7, "top_k": 4, "top_p": 0.9}
+    )
     _, _, kept = emitted(TABLE, drafter, prompt=(1, 2, 3), slots=300)
     assert kept > 150
 
@@ -245,4 +247,4 @@ def test_a_wrong_q_is_caught(workshop):
         return draft if draft.q is None else replace(draft, tokens=draft.q.argmax(-1))
 
     drafter.propose = spoilt
-    assert not keeps_the_law(TABLE, drafter, prompt=(1, 2, 3), slots=2500)
+    assert not keeps_the_distribution(TABLE, drafter, prompt=(1, 2, 3), slots=2500)

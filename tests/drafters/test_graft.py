@@ -1,4 +1,5 @@
-"""Grafting: what is cut, what fills the room, and that both drafters see the text; the law for drawn drafts."""
+"""Grafting: what is cut, what fills the room, and that both drafters see the text; the distribution for drawn
+drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import Case
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import Drawn, OnAndOff, Proposer, TableTarget, Tree
 
 from outrider import drafters
@@ -53,7 +54,7 @@ def test_scores_multiply_down_the_path():
     assert graft.marks_of(draft) == [[(0, 2), (0, 1), (1, 4), (2, 8)]]
     assert graft.marks_of(replace(draft, confidence=None)) == [[(0, 0), (1, 0), (2, 0), (3, 0)]]
     sharp = torch.tensor([[[0.25, 0.75], [0.5, 0.5], [1.0, 0.0], [0.5, 0.5]]])
-    # the law's likeliest token, not the one that was drawn
+    # the distribution's likeliest token, not the one that was drawn
     assert graft.marks_of(replace(draft, confidence=None, q=sharp)) == [[(0, 0), (0, 2), (1, 0), (2, 2)]]
 
 
@@ -101,7 +102,8 @@ def test_without_risk_nothing_is_cut():
 
 
 def test_freed_nodes_go_to_the_retriever_and_no_sibling_is_there_twice(cutting):
-    """Catches room that stays empty while the retriever knows more, more nodes than before, and a token offered twice."""
+    """Catches room that stays empty while the retriever knows more, more nodes than before, and a token offered
+    twice."""
     base = made(Tree(TARGET, [-1, -1, 0, 0, 1, 2], "top"))
     whole, seen, propose = 6, [], base.propose
 
@@ -131,7 +133,7 @@ def test_a_graft_keeps_more_than_what_it_cut_from(target, prompts, plain, worksh
     assert steps(made(chain, target, nodes=10)) < steps(chain)
 
 
-# ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BASES = {
     "with replacement": lambda: Tree(TARGET, [-1, -1, 0, 0, 1, 2], "replacement"),
@@ -142,9 +144,9 @@ BASES = {
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES.keys())
-def test_cut_and_grafted_drafts_keep_the_law(base, cutting):
+def test_cut_and_grafted_drafts_keep_the_distribution(base, cutting):
     """Catches a cut that looks at a node's own token, or a sibling put before it.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, made(base(), nodes=8), slots=1500, prompt=[0, 1, 0, 1])
+    assert keeps_the_distribution(TARGET, made(base(), nodes=8), slots=1500, prompt=[0, 1, 0, 1])
     _, _, kept = emitted(TARGET, made(base(), nodes=8), slots=300)
     assert kept > 100
 
@@ -153,7 +155,7 @@ def test_a_node_cut_for_the_probability_of_its_own_token_is_caught(cutting, monk
     """Planted fault: the score is q of the token that was drawn."""
     uneven = TableTarget.of([0.7, 0.3])
 
-    def law(before, own):
+    def distribution(before, own):
         return torch.tensor([0.4, 0.6], dtype=torch.float64).expand(len(own), -1)
 
     def confident(before, own):
@@ -163,14 +165,14 @@ def test_a_node_cut_for_the_probability_of_its_own_token_is_caught(cutting, monk
         own = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
         return Draft.chain(draft.tokens, draft.sizes, draft.q, own.float())
 
-    assert keeps_the_law(uneven, made(Drawn(law, 2, confident), uneven, nodes=3), slots=2000)
-    assert not keeps_the_law(uneven, made(Drawn(law, 2, bend=own_q), uneven, nodes=3), slots=2000)
+    assert keeps_the_distribution(uneven, made(Drawn(distribution, 2, confident), uneven, nodes=3), slots=2000)
+    assert not keeps_the_distribution(uneven, made(Drawn(distribution, 2, bend=own_q), uneven, nodes=3), slots=2000)
 
 
-def test_a_graft_on_a_small_model_keeps_the_law(workshop):
+def test_a_graft_on_a_small_model_keeps_the_distribution(workshop):
     """Catches noise shared between base and retriever, and a cache that gives another q than was drawn from."""
     base = workshop.build(Case("small_model", {"length": 3}), TARGET)
-    assert keeps_the_law(TARGET, made(base, nodes=6), slots=1000, prompt=[0, 3])
+    assert keeps_the_distribution(TARGET, made(base, nodes=6), slots=1000, prompt=[0, 3])
 
 
 # ── what the base is told ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,8 +181,8 @@ def test_a_graft_on_a_small_model_keeps_the_law(workshop):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("choices", [{"length": 3}, {"width": 3, "nodes": 6}], ids=["chain", "tree"])
 def test_the_bases_cache_stands_as_if_it_had_read_the_text(choices, temperature, target, prompts, workshop, monkeypatch):
-    """Catches a base whose cache holds its own rejected tokens where the retriever's were kept: every reading is compared
-    with one of the whole text.
+    """Catches a base whose cache holds its own rejected tokens where the retriever's were kept: every reading is
+    compared with one of the whole text.
     """
     base = workshop.build(Case("small_model", choices), target)
     drafter = made(base, target, nodes=12)
@@ -296,5 +298,5 @@ def test_a_part_with_a_probe_is_refused():
     """Catches a drafter whose rows nobody puts into the pass, met in mid-text."""
     base = Tree(TARGET, [-1, 0, 1], "top")
     base.probe_rows = 3
-    with pytest.raises(ConfigError, match="use it by itself"):
+    with pytest.raises(ConfigError, match="use it alone"):
         made(base)

@@ -1,4 +1,5 @@
-"""Jacobi: the window is the target's own last word on every place, exact above temperature 0, and an n-gram pool fills it."""
+"""Jacobi: the window is the target's own last word on every place, exact above temperature 0, and an n-gram pool fills
+it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contracts import chances
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import OnAndOff, TableTarget
 
 from outrider.decoding.draft import Draft
@@ -58,7 +59,8 @@ def test_a_greedy_window_is_the_fixed_point_iteration_by_hand(target, prompts):
 
 
 def test_a_text_that_no_guess_can_change_needs_two_passes_a_window():
-    """Catches guesses that are thrown away: where the next token hangs on nothing, the second pass keeps a whole window."""
+    """Catches guesses that are thrown away: where the next token hangs on nothing, the second pass keeps a whole
+    window."""
     constant = TableTarget.of([0.1, 0.2, 0.7])
     (found,) = generate(constant, [0], build(Config(window=4), constant), max_new_tokens=31)
     assert found.tokens == [2] * 31
@@ -109,13 +111,13 @@ def test_branches_save_steps_and_change_no_text(target, prompts):
     "config", [Config(window=3, branches=2, ngram=3), Config(window=3, init="repeat")], ids=["tree", "repeat"]
 )
 @pytest.mark.parametrize("policy", [None, OnAndOff(5)], ids=["fixed", "on and off"])
-def test_trees_and_windows_keep_the_law(config, policy):
+def test_trees_and_windows_keep_the_distribution(config, policy):
     """Catches a q that is not what was drawn from, and a window that outlives a pause.  False alarm 1e-6."""
-    assert keeps_the_law(TABLE, build(config, TABLE), policy, prompt=[0, 1, 2, 0, 1], slots=2500)
+    assert keeps_the_distribution(TABLE, build(config, TABLE), policy, prompt=[0, 1, 2, 0, 1], slots=2500)
 
 
 def test_drawn_guesses_are_partly_kept():
-    """Guards the tests here against drafts that are never kept, where every law holds."""
+    """Guards the tests here against drafts that are never kept, where every distribution holds."""
     _, _, kept = emitted(TABLE, build(Config(window=3, init="repeat"), TABLE), slots=500)
     assert 300 < kept < 500 * 3 * 3
 
@@ -166,22 +168,22 @@ class Refused(Again):
 
 def test_the_q_of_another_step_is_caught():
     """Planted fault 1."""
-    assert not keeps_the_law(TABLE, Stale(Config(window=2, init="repeat"), 5), slots=4000)
+    assert not keeps_the_distribution(TABLE, Stale(Config(window=2, init="repeat"), 5), slots=4000)
 
 
 def test_a_guess_that_was_judged_and_is_proposed_again_is_caught(monkeypatch):
-    """Planted fault 2, beside its lawful twin: a guess that no one looked at may wait.  False alarm of the twin 1e-6.
+    """Planted fault 2, beside its valid twin: a guess that no one looked at may wait.  False alarm of the twin 1e-6.
 
     Four tokens: the first step's guesses are certain, the second's are the first that may be kept for too long.
     """
     monkeypatch.setattr(chances, "TOKENS", 4)
     table = TableTarget.random(3, seed=4)
     config = Config(window=3, init="repeat")
-    assert keeps_the_law(table, Again(config, 3), slots=5000)
-    assert not keeps_the_law(table, Refused(config, 3), slots=5000)
+    assert keeps_the_distribution(table, Again(config, 3), slots=5000)
+    assert not keeps_the_distribution(table, Refused(config, 3), slots=5000)
 
 
-def test_q_is_the_law_of_the_row_that_the_guess_came_from(target, prompts):
+def test_q_is_the_distribution_of_the_row_that_the_guess_came_from(target, prompts):
     """Catches settings that are left out of q, a shift of rows, and a fresh guess that claims to be drawn."""
     drafter, sampling = build(Config(window=4, init="repeat"), target), Sampling(0.8, top_k=9, top_p=0.9)
     seen, observe, rows = watched(drafter), drafter.observe, [torch.empty(0, 64)]
@@ -223,7 +225,8 @@ def test_with_a_seed_the_text_is_plain_decodings_and_guesses_foresee_it(branches
 
 
 def test_fresh_noise_in_every_step(monkeypatch):
-    """Catches a draw that is repeated: an unjudged guess has decided the next q, so its noise is spent.  False alarm 1e-6."""
+    """Catches a draw that is repeated: an unjudged guess has decided the next q, so its noise is spent.  False alarm
+    1e-6."""
     asked, draw = [], DecodeState.streams.fget
 
     def spied(state):
@@ -258,7 +261,8 @@ def test_a_slot_that_is_used_again_has_forgotten(target, prompts):
     "settings", [{}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0}], ids=["greedy", "seeded", "hot"]
 )
 def test_no_guess_is_a_banned_token(settings, target, prompts):
-    """Catches bans that are looked up along another path, and a window that shrinks since its fresh guesses are banned."""
+    """Catches bans that are looked up along another path, and a window that shrinks since its fresh guesses are
+    banned."""
     drafter, words = build(Config(window=4), target), [(token,) for token in range(20)] + [(30, 31), (40, 50)]
     sampling, propose, nodes = Sampling(**settings, bad_words=words), drafter.propose, []
 

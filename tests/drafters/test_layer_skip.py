@@ -1,4 +1,5 @@
-"""Layer skip: the target drafts for itself without some sublayers, and neither its law, its cache nor its modules notice."""
+"""Layer skip: the target drafts for itself without some sublayers, and neither its distribution, its cache nor its
+modules notice."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_model
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import OnAndOff, TableTarget
 
 from benchmarks.families import tiny
@@ -78,7 +79,8 @@ def test_everything_is_what_it_was_on_every_way_out(target):
 
 
 def test_compiled_steps_are_not_asked(target, monkeypatch):
-    """Catches a draft from a compiled step, which knows of no stand-ins; and a cache with buffers of some layers alone."""
+    """Catches a draft from a compiled step, which knows of no stand-ins; and a cache with buffers of some layers
+    alone."""
     monkeypatch.setattr(target.step, "fits", lambda *_: True)
     monkeypatch.setattr(target.step, "run", lambda *_: pytest.fail("a compiled step drafted"))
     cache = target.allocate(1, 12)
@@ -110,7 +112,8 @@ def test_the_cache_holds_the_targets_own_keys(target, prompts):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"])
 def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, plain):
-    """Catches a draft that does not see the text, or sees it a place off.  Rounding: a rejection has odds below 1e-9."""
+    """Catches a draft that does not see the text, or sees it a place off.  Rounding: a rejection has odds below
+    1e-9."""
     drafter = build(Config(skip_attention=(), length=4, min_confidence=0), target)
     found = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=sampling)
     assert all(one.accepted == [4] * 8 for one in found)
@@ -161,17 +164,19 @@ TABLE = Halved.random(5)
 
 
 @pytest.mark.parametrize("least", [0.0, 0.45])
-def test_the_law_is_kept(least):
-    """Catches a q that is not what was drawn from, and a draft whose end hangs on the token behind it.  False alarm 1e-6."""
+def test_the_distribution_is_kept(least):
+    """Catches a q that is not what was drawn from, and a draft whose end hangs on the token behind it.  False alarm
+    1e-6."""
     drafter = LayerSkip(TABLE, whole(0), 3, least)
-    assert keeps_the_law(TABLE, drafter, slots=4000)
-    assert keeps_the_law(TABLE, drafter, ByConfidence(3, 0.3), slots=3000, sampling={"temperature": 0.7, "top_k": 4})
+    assert keeps_the_distribution(TABLE, drafter, slots=4000)
+    assert keeps_the_distribution(TABLE, drafter, ByConfidence(3, 0.3), slots=3000, sampling={"temperature": 0.7, "top_k": 4})
     _, _, kept = emitted(TABLE, drafter, slots=500)
     assert kept > 200
 
 
 def test_a_draft_that_ends_for_its_own_token_is_caught():
-    """Planted fault: the draft ends before the first token that is itself unlikely, which is known only after its draw."""
+    """Planted fault: the draft ends before the first token that is itself unlikely, which is known only after its
+    draw."""
 
     class OwnToken(LayerSkip):
         def propose(self, memory, state, budget):
@@ -179,7 +184,7 @@ def test_a_draft_that_ends_for_its_own_token_is_caught():
             own = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
             return draft.first((own >= 0.3).long().cumprod(-1).sum(-1))
 
-    assert not keeps_the_law(TABLE, OwnToken(TABLE, whole(0), 3, 0.0), slots=4000)
+    assert not keeps_the_distribution(TABLE, OwnToken(TABLE, whole(0), 3, 0.0), slots=4000)
 
 
 def test_a_draft_ends_before_the_first_place_that_is_unsure(target, prompts):
@@ -235,7 +240,7 @@ def test_targets_that_cannot_skip_are_refused(target, monkeypatch):
 @pytest.mark.parametrize(
     ("choices", "wanted"),
     [
-        ({"skip_attention": (4,)}, "skip_attention names layer 4.*it can 0, 1, 2, 3"),
+        ({"skip_attention": (4,)}, "skip_attention names layer 4.*choose from 0, 1, 2, 3"),
         ({"skip_mlp": (1, 9)}, "skip_mlp names layer 9"),
         ({"exit_layer": 4}, "below the target's 4 layers, got 4"),
     ],

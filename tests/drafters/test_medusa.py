@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import Case, batch_of, train
-from contracts.chances import keeps_the_law
+from contracts.chances import keeps_the_distribution
 from contracts.parties import TableTarget
 
 from outrider import checkpoint
@@ -186,10 +186,10 @@ def test_prompts_in_several_chunks_leave_the_last_state(target):
 
 @KINDS
 @pytest.mark.parametrize("drawn", [False, True])
-def test_drawn_and_certain_trees_keep_the_law(drawn, sequential):
+def test_drawn_and_certain_trees_keep_the_distribution(drawn, sequential):
     """Catches a q that is not what a node was drawn from.  False alarm 1e-6."""
     model = made(TABLE, sequential=sequential, drawn=drawn)
-    assert keeps_the_law(TABLE, model.drafter(), slots=2500)
+    assert keeps_the_distribution(TABLE, model.drafter(), slots=2500)
     assert (proposed(model, [[1, 2]], sampling=Sampling(1.0)).q is not None) == drawn
     assert proposed(model, [[1, 2]]).q is None
 
@@ -203,12 +203,12 @@ def test_a_q_of_another_head_is_caught(monkeypatch):
         return replace(draft, q=draft.q[:, :1].expand_as(draft.q))
 
     monkeypatch.setattr(trees, "sampled", faulty)
-    assert not keeps_the_law(TABLE, made(TABLE).drafter(), slots=2500)
+    assert not keeps_the_distribution(TABLE, made(TABLE).drafter(), slots=2500)
 
 
 @KINDS
 def test_drawn_and_greedy_requests_share_a_batch(sequential, target, prompts, plain):
-    """Catches a greedy text that is moved by a sampled one beside it, and nodes that no law allows."""
+    """Catches a greedy text that is moved by a sampled one beside it, and nodes that no distribution allows."""
     drafter, state = made(target, sequential=sequential).drafter(), batch(target, 3)
     requests = [Request(prompt, 12, Sampling(0.8 * (n % 2), seed=3 if n == 3 else None)) for n, prompt in enumerate(prompts)]
     found = [[] for _ in requests]
@@ -272,7 +272,8 @@ def counted(target, draft, best, learnt) -> medusa.Rows:
 
 
 def test_accuracies_are_counted_by_hand(target):
-    """Catches a rank or a head that is off by one, and rows that are not learnt; planted fault: heads that change places."""
+    """Catches a rank or a head that is off by one, and rows that are not learnt; planted fault: heads that change
+    places."""
     draft = torch.zeros(4, 64)
     draft[:, 10], draft[:, 20], draft[:, 30] = 3.0, 2.0, 1.0
     every = [True] * 5

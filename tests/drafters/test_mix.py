@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import Case
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
 
 from outrider import drafters
@@ -48,7 +48,7 @@ def counting(vocabulary: int = 7, ahead: int = 1) -> TableTarget:
     return TableTarget(table)
 
 
-# ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def contrary(before, own):
@@ -60,20 +60,20 @@ def contrary(before, own):
 @pytest.mark.parametrize(
     "pair", [("replacement", "without"), ("top", "mixed"), ("without", "top")], ids="+".join
 )  # fmt: skip
-def test_mixed_trees_keep_the_law(pair, share):
+def test_mixed_trees_keep_the_distribution(pair, share):
     """Catches a younger drafter's q, a merge or a split that looks at what was drawn.  False alarm 1e-6."""
     found = [Tree(TARGET, shape, how) for shape, how in zip(([-1, -1, 0], [-1, 0, -1, 1]), pair, strict=True)]
     drafter = made(*found, share=share, nodes=6)
-    assert keeps_the_law(TARGET, drafter, slots=1500)
+    assert keeps_the_distribution(TARGET, drafter, slots=1500)
     _, _, kept = emitted(TARGET, drafter, slots=200)
     assert kept > 100
 
 
 def test_drafters_that_share_their_noise_are_caught(monkeypatch):
     """Planted fault: the second part draws what the first drew, whatever its q says."""
-    assert keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
+    assert keeps_the_distribution(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
     monkeypatch.setattr(ensemble, "_with_own_noise", lambda state, part: state)
-    assert not keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
+    assert not keeps_the_distribution(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
 
 
 def test_a_split_by_what_was_drawn_is_caught():
@@ -82,8 +82,8 @@ def test_a_split_by_what_was_drawn_is_caught():
     def dropped(draft: Draft) -> Draft:
         return draft.first(torch.where(draft.tokens[:, 0] == 2, 0, draft.sizes))
 
-    assert keeps_the_law(UNEVEN, made(Says(1, 1, 3), Drawn(contrary, 2)), slots=4000)
-    assert not keeps_the_law(UNEVEN, made(Says(1, 1, 3), Drawn(contrary, 2, bend=dropped)), slots=4000)
+    assert keeps_the_distribution(UNEVEN, made(Says(1, 1, 3), Drawn(contrary, 2)), slots=4000)
+    assert not keeps_the_distribution(UNEVEN, made(Says(1, 1, 3), Drawn(contrary, 2, bend=dropped)), slots=4000)
 
 
 def test_two_small_models_under_a_seed_emit_the_targets_own_draws(workshop):
@@ -122,7 +122,8 @@ def test_the_better_part_comes_to_have_the_nodes_and_the_other_is_tried_again():
 
 
 def test_the_regret_grows_slower_than_the_steps():
-    """Catches a bandit that goes on to lose as much as in the beginning: 20 of 40 nodes of two parts; the seed is fixed."""
+    """Catches a bandit that goes on to lose as much as in the beginning: 20 of 40 nodes of two parts; the seed is
+    fixed."""
     generator = torch.Generator().manual_seed(1)
     chances = [[0.9 * 0.8**n for n in range(20)], [0.5 * 0.9**n for n in range(20)]]
     best = sum(sorted(chances[0] + chances[1], reverse=True)[:20])
@@ -266,8 +267,8 @@ def test_each_part_sees_its_own_taps():
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_drafter_beside_others_drafts_as_if_alone(kind, target, prompts, drafter_of, workshop):
-    """Catches taps of tokens that others drafted and that it never gets: alone and in company it says the same behind the
-    same text.
+    """Catches taps of tokens that others drafted and that it never gets: alone and in company it says the same behind
+    the same text.
     """
     block = drafter_of(Case(kind, {"markov": "vanilla"} if kind == "dspark" else {}))
     small = workshop.build(Case("small_model"), target)
@@ -298,7 +299,8 @@ def test_a_block_drafter_beside_others_drafts_as_if_alone(kind, target, prompts,
 
 
 def test_a_mix_takes_fewer_steps_than_its_parts():
-    """Catches parts whose drafts are lost in the join: behind even tokens one part is right, behind odd ones the other."""
+    """Catches parts whose drafts are lost in the join: behind even tokens one part is right, behind odd ones the
+    other."""
     table = torch.full((8, 8, 8), -50.0, dtype=torch.float64)
     for token in range(8):
         table[:, token, (token + (1 if token % 2 == 0 else 2)) % 8] = 0
@@ -314,7 +316,8 @@ def test_a_mix_takes_fewer_steps_than_its_parts():
 
 
 def test_a_mix_of_a_mix_and_a_graft_can_be_written_down(target, prompts, plain):
-    """Catches settings of parts that are lost when a config is written and read, and nodes that nested parts mistake."""
+    """Catches settings of parts that are lost when a config is written and read, and nodes that nested parts
+    mistake."""
     config = mix.Config(members=("ngram", {"kind": "graft", "risk": 0.1}, {"kind": "mix", "share": "request"}))
     again = mix.Config.model_validate(config.model_dump(mode="json"))
     assert again == config

@@ -114,7 +114,8 @@ def stored(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 @pytest.fixture(scope="module", autouse=True)
 def tiny_layer_numbers():
-    """transformers looks for layer 61 of DeepSeek's checkpoints and 46 or 92 of GLM's, the numbers of the released models."""
+    """transformers looks for layer 61 of DeepSeek's checkpoints and 46 or 92 of GLM's, the numbers of the released
+    models."""
     from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
 
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +163,8 @@ def shipping(tmp_path_factory, tiny_layer_numbers):
 
 @pytest.mark.parametrize("name", SILENT)
 def test_a_config_that_is_silent_stays_so(name, shipping):
-    """Catches a target's config that is changed for good, and modules that are asked for where a checkpoint holds none."""
+    """Catches a target's config that is changed for good, and modules that are asked for where a checkpoint holds
+    none."""
     target, _ = shipping(name)
     before = target.model.config.to_dict()
     assert native(target).native
@@ -233,8 +235,8 @@ def drafted(target, drafter, prompts, count, **options):
 def test_native_modules_draft_what_transformers_drafts(name, shipping, prompts, plain):
     """Catches positions, masks, windows, states of the wrong module, and keys of rejected tokens that stay.
 
-    Every depth's logits equal those of MtpModel's own pass over the whole text; the text is that of `generate`; slots are
-    uneven and used again.
+    Every depth's logits equal those of MtpModel's own pass over the whole text; the text is that of `generate`; slots
+    are uneven and used again.
     """
     target, weights = shipping(name)
     depths = FAMILIES[name].modules
@@ -250,7 +252,8 @@ def test_native_modules_draft_what_transformers_drafts(name, shipping, prompts, 
 @pytest.mark.parametrize("choices", [{"length": 5}, {"width": 2, "nodes": 8}], ids=["longer", "tree"])
 @pytest.mark.parametrize("name", ["deepseek-3", "mellum", "mimo-2"])
 def test_more_is_drafted_than_there_are_modules(name, choices, shipping, prompts, plain):
-    """Catches a last module that does not go on, and branches that see each other: the text is still that of `generate`."""
+    """Catches a last module that does not go on, and branches that see each other: the text is still that of
+    `generate`."""
     target, _ = shipping(name)
     found = generate(target, prompts[:5], native(target, **choices).drafter(), max_new_tokens=10, slots=3)
     assert [generation.tokens for generation in found] == [plain(target, prompt, 10) for prompt in prompts[:5]]
@@ -258,7 +261,8 @@ def test_more_is_drafted_than_there_are_modules(name, choices, shipping, prompts
 
 @pytest.mark.parametrize("name", ["deepseek-3", "mellum", "mimo-2"])
 def test_a_trees_likeliest_path_is_the_chain(name, shipping, prompts):
-    """Catches a window or a module that a tree's nodes see otherwise than a chain's: positions are those of their depths."""
+    """Catches a window or a module that a tree's nodes see otherwise than a chain's: positions are those of their
+    depths."""
     target, _ = shipping(name)
     found = []
     for choices in ({"length": 4}, {"length": 4, "width": 3, "nodes": 40}):
@@ -303,7 +307,8 @@ def test_native_modules_are_tuned_as_they_are_served(name, shipping, prompts, pl
 
 
 def test_native_modules_can_be_tuned_and_saved(shipping, prompts, plain, tmp_path):
-    """Catches modules that are frozen, and a checkpoint that gives back the released weights in place of the tuned ones."""
+    """Catches modules that are frozen, and a checkpoint that gives back the released weights in place of the tuned
+    ones."""
     target, weights = shipping("deepseek")
     model = native(target)
     texts = torch.tensor([(prompt + plain(target, prompt, 16))[:16] for prompt in prompts])
@@ -413,7 +418,8 @@ def test_recurrent_modules_are_refused():
 
 
 def test_modules_that_do_something_unknown_are_refused(shipping, monkeypatch):
-    """Catches a family whose attention does more than is known here, such as a soft cap: it would draft worse in silence."""
+    """Catches a family whose attention does more than is known here, such as a soft cap: it would draft worse in
+    silence."""
     target, _ = shipping("glm")
     own = shipped.attention
 
@@ -433,7 +439,8 @@ def test_settings_of_own_modules_are_idle_beside_native_ones(shipping, caplog):
 
 
 def test_the_text_is_the_targets_at_a_temperature(shipping, prompts):
-    """Catches a q that is not the law a token was drawn from: with a seed the text is that of plain decoding."""
+    """Catches a q that is not the distribution a token was drawn from: with a seed the text is that of plain
+    decoding."""
     target, _ = shipping("deepseek-3")
     sampling = Sampling(temperature=1.0, seed=3)
     found = generate(target, prompts[:4], native(target).drafter(), max_new_tokens=12, sampling=sampling, slots=2)

@@ -68,7 +68,8 @@ def test_by_default_a_slot_used_again_carries_nothing_over(tree):
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("tree", SHAPES)
 def test_what_one_tenant_wrote_never_shows_in_anothers_drafts(tree):
-    """Catches a memory that is shared too widely; the two texts have no token in common but the one that is looked up."""
+    """Catches a memory that is shared too widely; the two texts have no token in common but the one that is looked
+    up."""
     drafter = made(tree=tree, shared="tenant")
     memory = drafter.allocate(Slots())
     drafts(drafter, memory, {0: asking([1, 2, 3, 4], "a"), 1: asking([1, 12, 13, 14], "b")})
@@ -91,7 +92,8 @@ def test_a_memory_shared_by_all_is_the_planted_fault():
 
 
 def test_a_shared_memory_outlives_the_batch_and_learns_texts_to_their_end(target, prompts):
-    """Catches a memory that goes with `allocate`, and a last block that nobody can find: asked again, a text is known whole."""
+    """Catches a memory that goes with `allocate`, and a last block that nobody can find: asked again, a text is known
+    whole."""
     drafter = made(tree="chain", shared="tenant", length=7, shortest=2)
     first, again = (generate(target, prompts[2], drafter, max_new_tokens=33)[0] for _ in range(2))
     assert first.tokens == again.tokens

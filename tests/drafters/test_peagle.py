@@ -32,7 +32,8 @@ def table(seen: torch.Tensor) -> list[str]:
 
 
 def test_a_pass_of_pairs_and_masks_sees_what_it_should():
-    """Catches a mask that sees another slot's padding, a pair that sees a mask, and a query that sees nothing at all (NaN)."""
+    """Catches a mask that sees another slot's padding, a pair that sees a mask, and a query that sees nothing at all
+    (NaN)."""
     both, one = peagle.pass_mask(2, 2, torch.tensor([2, 1]))
     assert table(both) == ["x...", "xx..", "xxx.", "xxxx"]
     assert table(one) == ["x...", "xx..", "x.x.", "x.xx"]
@@ -71,7 +72,8 @@ def test_a_pair_across_two_texts_is_none():
 
 
 def test_a_depth_is_kept_only_where_the_one_before_was_and_in_the_right_share():
-    """Catches depths dropped independently, shares of what is left instead of all, and a floor that is not one.  Exact."""
+    """Catches depths dropped independently, shares of what is left instead of all, and a floor that is not one.
+    Exact."""
     torch.manual_seed(0)
     learnt = torch.ones(3, 500, 9, dtype=torch.bool)
     learnt[1, 200:] = False
@@ -131,7 +133,8 @@ def test_a_dropped_depth_changes_no_other_row(target):
 
 
 def apart(target, prompts, monkeypatch, fault=None) -> float:
-    """Largest difference between served and trained logits, at every depth, over texts of unequal length in three slots."""
+    """Largest difference between served and trained logits, at every depth, over texts of unequal length in three
+    slots."""
     model = model_of(target, ratio=1.0, anchors=64)
     warm = torch.tensor([(prompt * 20)[:20] for prompt in prompts[:3]])
     train(model, batch_of(target, model.taps, warm), 3)

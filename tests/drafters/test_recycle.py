@@ -73,7 +73,8 @@ def test_every_prefix_of_a_tree_is_the_tree_of_that_size():
 
 
 def test_every_verified_node_teaches_and_what_was_kept_teaches_last():
-    """Catches rows that are off by one: the anchor's is row 0, and the anchor is no longer the last token when it is told."""
+    """Catches rows that are off by one: the anchor's is row 0, and the anchor is no longer the last token when it is
+    told."""
     drafter = recycle.Recycle(recycle.Config(successors=1), 10)
     memory, state = drafter.allocate(Slots(1)), DecodeState(1, 100)
     state.admit(0, Request([1, 2], 50, Sampling()))

@@ -1,4 +1,5 @@
-"""A small model that is trained: rows are its own law, a checkpoint is whole by itself, serving leaves training alone."""
+"""A small model that is trained: rows are its own distribution, a checkpoint is whole by itself, serving leaves
+training alone."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def logits_of(rows) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_the_language_models_own_logits(family, made, target, texts, monkeypatch):
-    """Catches a head without the family's scale or cap, rows beside the place they are labelled with, and padding read."""
+    """Catches a head without the family's scale or cap, rows beside the place they are labelled with, and padding
+    read."""
     torch.manual_seed(1)
     lm = FAMILIES[family]().float()
     model = made(lm)
@@ -157,8 +159,8 @@ def acceptance(model, batch: Batch) -> float:
 
 
 def test_distillation_raises_the_expected_acceptance_on_other_texts(workshop, made, target):
-    """Catches a gradient that does not reach the model, and a target's distribution that stands one place off (the planted
-    fault).
+    """Catches a gradient that does not reach the model, and a target's distribution that stands one place off (the
+    planted fault).
 
     All is seeded; from 0.55 it rises by 0.1, and falls with the fault.
     """
@@ -213,7 +215,8 @@ def test_autocast_to_bfloat16_trains(talker, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_checkpoint_needs_no_folder_and_drafts_as_the_model_did(tied, talker, tmp_path, target, prompts):
-    """Catches weights or a shape that are read from the folder again, and tied weights that are saved twice or come apart."""
+    """Catches weights or a shape that are read from the folder again, and tied weights that are saved twice or come
+    apart."""
     place = tmp_path / "lm"
     tiny_model(seed=3, num_hidden_layers=2, tie_word_embeddings=tied).save_pretrained(place)
     model = MODULE.Model(MODULE.Config(model=str(place), length=3), target)
@@ -276,7 +279,7 @@ def test_what_cannot_be_trained_is_said(target, talker, folder, tmp_path, caplog
         MODULE.Model(MODULE.Config(model=str(tmp_path / "mute")), talker)
     with pytest.raises(ConfigError, match="give one of them"):
         build(MODULE.Config, {"model": str(folder), "new": NEW})
-    for wrong, said in (({"heads": 3, "kv_heads": 2}, "no multiple"), ({"head_dim": 7}, "odd")):
+    for wrong, said in (({"heads": 3, "kv_heads": 2}, "not a multiple"), ({"head_dim": 7}, "even")):
         with pytest.raises(DrafterError, match=said):
             MODULE.Model(MODULE.Config(new=NEW | wrong), target)
 
@@ -285,7 +288,8 @@ def test_what_cannot_be_trained_is_said(target, talker, folder, tmp_path, caplog
 
 
 def test_a_drafter_leaves_the_model_in_training_and_drafts_with_its_weights(workshop, target, texts):
-    """Catches weights frozen by the probe, hooks left on the model, and packed copies of weights that have changed since."""
+    """Catches weights frozen by the probe, hooks left on the model, and packed copies of weights that have changed
+    since."""
     model = MODULE.Model(MODULE.Config(model=workshop._model_folder(target)), target).train()
     drafter = model.drafter()
     assert model.lm.training and all(weight.requires_grad for weight in model.parameters())

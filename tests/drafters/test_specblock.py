@@ -184,7 +184,8 @@ def path(draft, b, n):
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_a_slot_counts_only_where_those_before_it_were_right(blocks, target, prompts):
-    """Catches a prefix that includes the slot itself or runs across blocks, and weights that hang on more than the rows."""
+    """Catches a prefix that includes the slot itself or runs across blocks, and weights that hang on more than the
+    rows."""
     texts = torch.tensor([(prompt * 20)[:20] for prompt in prompts])
     model = model_of(target, blocks=blocks)
     train(model, batch_of(target, model.taps, texts), 25)
@@ -218,7 +219,8 @@ def test_a_block_goes_on_where_the_last_one_was_left(target):
 
 
 def test_a_reduced_heads_weights_learn_under_autocast(target):
-    """Catches weights that the pre-pass casts without a gradient and the loss then uses, as older torch would have it."""
+    """Catches weights that the pre-pass casts without a gradient and the loss then uses, as older torch would have
+    it."""
     model = model_of(target, vocabulary=64).float()
     tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(1))
     batch = batch_of(target, model.taps, tokens)

@@ -1,4 +1,4 @@
-"""Trees grown level by level: the beam against all paths there are, drawn siblings against their laws."""
+"""Trees grown level by level: the beam against all paths there are, drawn siblings against their distributions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from outrider.sampling.settings import Sampling
 HOT = Settings.of([Sampling(1.0)])
 
 
-class Law:
-    """A drafter's law in which every path has logits of its own; `slots` rows, each its own law.  V tokens."""
+class Distribution:
+    """A drafter's distribution in which every path has logits of its own; `slots` rows, each its own.  V tokens."""
 
     def __init__(self, vocabulary: int, seed: int = 0, slots: int = 1):
         self.vocabulary, self.seed, self.slots = vocabulary, seed, slots
@@ -66,26 +66,26 @@ SIZES = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 9), st.in
 def test_a_beam_as_wide_as_its_budget_finds_the_best_of_all_paths(drawn):
     """Catches a product along the wrong path, a parent mixed up and a node that comes before a better one."""
     vocabulary, depth, nodes, seed = drawn
-    law = Law(vocabulary, seed, slots=2)
-    draft = trees.beam(law.first, law.expand, budget_of(nodes, nodes), width=nodes, depth=depth)
+    exact = Distribution(vocabulary, seed, slots=2)
+    draft = trees.beam(exact.first, exact.expand, budget_of(nodes, nodes), width=nodes, depth=depth)
     for slot in range(2):
         every = [path for d in range(1, depth + 1) for path in itertools.product(range(vocabulary), repeat=d)]
-        every.sort(key=lambda path: -law.score(slot, path))
-        assert law.paths(draft, slot) == every[:nodes]
+        every.sort(key=lambda path: -exact.score(slot, path))
+        assert exact.paths(draft, slot) == every[:nodes]
 
 
-def by_hand(law: Law, slot: int, width: int, depth: int, nodes: int) -> list[tuple[int, ...]]:
+def by_hand(exact: Distribution, slot: int, width: int, depth: int, nodes: int) -> list[tuple[int, ...]]:
     """The beam's definition, on paths."""
-    best = sorted(((token,) for token in range(law.vocabulary)), key=lambda path: -law.score(slot, path))[:width]
+    best = sorted(((token,) for token in range(exact.vocabulary)), key=lambda path: -exact.score(slot, path))[:width]
     offered, level = list(best), best
     for _ in range(1, depth):
-        level = sorted(level, key=lambda path: -law.score(slot, path))[:width]
+        level = sorted(level, key=lambda path: -exact.score(slot, path))[:width]
         fresh = []
         for path in level:
-            ranked = sorted(range(law.vocabulary), key=lambda token: -law.score(slot, (*path, token)))[:width]
+            ranked = sorted(range(exact.vocabulary), key=lambda token: -exact.score(slot, (*path, token)))[:width]
             fresh += [(*path, token) for token in ranked]
         offered, level = offered + fresh, fresh
-    return sorted(offered, key=lambda path: -law.score(slot, path))[:nodes]
+    return sorted(offered, key=lambda path: -exact.score(slot, path))[:nodes]
 
 
 @given(SIZES, st.integers(1, 3))
@@ -93,14 +93,16 @@ def by_hand(law: Law, slot: int, width: int, depth: int, nodes: int) -> list[tup
 def test_a_narrow_beam_is_its_definition_and_every_prefix_the_beam_of_that_budget(drawn, width):
     """Catches a frontier that is not the level's best, and a cut draft that is worse than one grown to the cut."""
     vocabulary, depth, nodes, seed = drawn
-    law = Law(vocabulary, seed)
-    draft = trees.beam(law.first, law.expand, budget_of(nodes), width=width, depth=depth)
-    paths = law.paths(draft, 0)
-    assert paths == by_hand(law, 0, width, depth, nodes)
+    exact = Distribution(vocabulary, seed)
+    draft = trees.beam(exact.first, exact.expand, budget_of(nodes), width=width, depth=depth)
+    paths = exact.paths(draft, 0)
+    assert paths == by_hand(exact, 0, width, depth, nodes)
     assert draft.checked(1).sizes.tolist() == draft.sizes.tolist() == [len(paths)]
     assert draft.q is None
     for smaller in range(1, len(paths) + 1):
-        assert paths[:smaller] == law.paths(trees.beam(law.first, law.expand, budget_of(smaller), width=width, depth=depth), 0)
+        assert paths[:smaller] == exact.paths(
+            trees.beam(exact.first, exact.expand, budget_of(smaller), width=width, depth=depth), 0
+        )
 
 
 def test_on_equal_terms_the_node_nearer_to_the_anchor_stands_first():
@@ -116,19 +118,19 @@ def test_on_equal_terms_the_node_nearer_to_the_anchor_stands_first():
 
 def test_slots_of_unequal_budget_share_a_beam():
     """Catches a slot whose tree depends on its neighbour's budget."""
-    law = Law(4, 1, slots=3)
-    draft = trees.beam(law.first, law.expand, budget_of(2, 0, 7), width=2, depth=3)
+    exact = Distribution(4, 1, slots=3)
+    draft = trees.beam(exact.first, exact.expand, budget_of(2, 0, 7), width=2, depth=3)
     assert draft.sizes.tolist() == [2, 0, 7]
-    assert law.paths(draft, 0) == by_hand(law, 0, 2, 3, 2)
-    assert law.paths(draft, 2) == by_hand(law, 2, 2, 3, 7)
+    assert exact.paths(draft, 0) == by_hand(exact, 0, 2, 3, 2)
+    assert exact.paths(draft, 2) == by_hand(exact, 2, 2, 3, 7)
 
 
-def is_grown_call_by_call(law: Law) -> bool:
+def is_grown_call_by_call(exact: Distribution) -> bool:
     """What `Expand` promises to a drafter that keeps keys or hidden states from call to call."""
     before = 0
-    for depth, (tree, fresh) in enumerate(law.trees):
+    for depth, (tree, fresh) in enumerate(exact.trees):
         nodes = tree.tokens.shape[1]
-        same = not depth or bool((tree.tokens[:, :before] == law.trees[depth - 1][0].tokens).all())
+        same = not depth or bool((tree.tokens[:, :before] == exact.trees[depth - 1][0].tokens).all())
         if not same or nodes != before + fresh or bool((tree.rows()[1][:, before + 1 :] != depth + 1).any()):
             return False
         before = nodes
@@ -137,12 +139,12 @@ def is_grown_call_by_call(law: Law) -> bool:
 
 def test_every_call_brings_one_level_and_keeps_what_was_read():
     """Catches nodes that move between two calls."""
-    law = Law(5, 3, slots=2)
-    trees.beam(law.first, law.expand, budget_of(12, 12), width=3, depth=4)
-    assert len(law.trees) == 3 and is_grown_call_by_call(law)
-    law.trees.clear()
-    drawn(law, trees.shape(3, 4, 20))
-    assert len(law.trees) == 3 and is_grown_call_by_call(law)
+    exact = Distribution(5, 3, slots=2)
+    trees.beam(exact.first, exact.expand, budget_of(12, 12), width=3, depth=4)
+    assert len(exact.trees) == 3 and is_grown_call_by_call(exact)
+    exact.trees.clear()
+    drawn(exact, trees.shape(3, 4, 20))
+    assert len(exact.trees) == 3 and is_grown_call_by_call(exact)
 
 
 # ── shape ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -177,12 +179,12 @@ def streams_of(slots: int, seeded: torch.Tensor | None = None) -> Streams:
     return Streams(torch.arange(slots), torch.full((slots,), 3), seeded)
 
 
-def drawn(law, parents, sampling=HOT, replacement=False, streams=None, budget=None):
-    slots, judge = len(law.first), SamplingJudge()
+def drawn(exact, parents, sampling=HOT, replacement=False, streams=None, budget=None):
+    slots, judge = len(exact.first), SamplingJudge()
     judge.settings = sampling
     state = SimpleNamespace(judge=judge, streams=streams or streams_of(slots))
     budget = torch.full((slots,), len(parents)) if budget is None else budget
-    return trees.sampled(law.first, law.expand, budget, state, parents=parents, replacement=replacement)
+    return trees.sampled(exact.first, exact.expand, budget, state, parents=parents, replacement=replacement)
 
 
 class Flat:
@@ -196,14 +198,14 @@ class Flat:
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_q_is_the_law_each_node_was_drawn_from(replacement):
+def test_q_is_the_distribution_each_node_was_drawn_from(replacement):
     """Catches a younger sibling's q that forgets its elders, or the temperature."""
-    law, parents = Law(5, 2, slots=4), (-1, -1, 0, 0, 1, 0, 1, 2)
+    exact, parents = Distribution(5, 2, slots=4), (-1, -1, 0, 0, 1, 0, 1, 2)
     sampling = Settings.of([Sampling(0.7, top_k=4)] * 4)
-    draft = drawn(law, parents, sampling, replacement)
+    draft = drawn(exact, parents, sampling, replacement)
     for b in range(4):
         for n, parent in enumerate(parents):
-            q = distribution(law.logits(b, law.path(draft, b, parent))[None], Settings.of([Sampling(0.7, top_k=4)]))[0]
+            q = distribution(exact.logits(b, exact.path(draft, b, parent))[None], Settings.of([Sampling(0.7, top_k=4)]))[0]
             if not replacement:
                 q[[int(draft.tokens[b, m]) for m in range(n) if parents[m] == parent]] = 0
                 q = q / q.sum()
@@ -213,7 +215,7 @@ def test_q_is_the_law_each_node_was_drawn_from(replacement):
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_siblings_follow_their_joint_law(replacement):
+def test_siblings_follow_their_joint_distribution(replacement):
     """Catches siblings drawn from one another's noise.  20000 slots; false alarm 1e-6."""
     p, slots = [0.5, 0.3, 0.15, 0.05], 20_000
     tokens = drawn(Flat(p, slots), (-1, -1, 0), replacement=replacement).tokens
@@ -235,7 +237,8 @@ def branches_are_independent(replacement: bool) -> bool:
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_branches_of_one_depth_have_noise_of_their_own(replacement, monkeypatch):
-    """The law itself can't see it: only one branch is ever walked.  Catches a salt that is dropped, planted here."""
+    """The distribution itself can't see it: only one branch is ever walked.  Catches a salt that is dropped, planted
+    here."""
     assert branches_are_independent(replacement)
     draw = Streams.draw
     monkeypatch.setattr(
@@ -247,23 +250,23 @@ def test_branches_of_one_depth_have_noise_of_their_own(replacement, monkeypatch)
 @pytest.mark.parametrize("replacement", [False, True])
 def test_the_eldest_children_are_the_chain_that_would_be_drawn(replacement):
     """Catches a tree whose trunk is another draft than width 1 gives."""
-    law = Law(6, 4, slots=5)
-    trunk = drawn(law, trees.shape(3, 4, 14), replacement=replacement).trunk()
-    chain = drawn(law, trees.shape(1, 4, 4))
+    exact = Distribution(6, 4, slots=5)
+    trunk = drawn(exact, trees.shape(3, 4, 14), replacement=replacement).trunk()
+    chain = drawn(exact, trees.shape(1, 4, 4))
     assert trunk.tokens.tolist() == chain.tokens.tolist()
     streams = streams_of(5)
-    assert streams.draw(distribution(law.first, HOT), 0, Purpose.DRAFT).tolist() == chain.tokens[:, 0].tolist()
+    assert streams.draw(distribution(exact.first, HOT), 0, Purpose.DRAFT).tolist() == chain.tokens[:, 0].tolist()
 
 
 @pytest.mark.parametrize("replacement", [False, True])
 def test_where_nothing_is_left_the_runner_up_is_certain(replacement):
-    """Catches a slot at temperature 0 in a sampled batch whose siblings repeat or have no lawful q."""
-    law = Law(5, 6, slots=3)
+    """Catches a slot at temperature 0 in a sampled batch whose siblings repeat or have no valid q."""
+    exact = Distribution(5, 6, slots=3)
     mixed = Settings.of([Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)])
-    draft = drawn(law, (-1, -1, -1, 0, 0), mixed, replacement)
+    draft = drawn(exact, (-1, -1, -1, 0, 0), mixed, replacement)
     for b in (0, 2):
-        for start, path in ((0, ()), (3, law.path(draft, b, 0))):
-            ranked = law.logits(b, path).argsort(descending=True).tolist()
+        for start, path in ((0, ()), (3, exact.path(draft, b, 0))):
+            ranked = exact.logits(b, path).argsort(descending=True).tolist()
             nodes = range(start, 3 if start == 0 else 5)
             assert [int(draft.tokens[b, n]) for n in nodes] == ranked[: len(nodes)]
             assert all(float(draft.q[b, n, draft.tokens[b, n]]) == 1.0 == float(draft.q[b, n].sum()) for n in nodes)
@@ -272,27 +275,27 @@ def test_where_nothing_is_left_the_runner_up_is_certain(replacement):
 @pytest.mark.parametrize("replacement", [False, True])
 def test_a_seeded_slot_drafts_what_the_target_would_draw_then_what_it_nearly_drew(replacement):
     """Catches salted noise under a seed: a tree that the target's own draws rarely follow."""
-    law, streams = Law(6, 8, slots=4), streams_of(4, torch.tensor([True, False, True, True]))
-    draft = drawn(law, (-1, -1, 0, 1, 1), replacement=replacement, streams=streams)
+    exact, streams = Distribution(6, 8, slots=4), streams_of(4, torch.tensor([True, False, True, True]))
+    draft = drawn(exact, (-1, -1, 0, 1, 1), replacement=replacement, streams=streams)
     for b in (0, 2, 3):
         tokens = draft.tokens[b].tolist()
         one = Streams(torch.tensor([b]), torch.tensor([3]))
         for node, parent, depth in ((0, (), 0), (2, (tokens[0],), 1), (3, (tokens[1],), 1)):
-            assert tokens[node] == int(one.draw(law.logits(b, parent).softmax(-1)[None], depth, Purpose.TARGET))
+            assert tokens[node] == int(one.draw(exact.logits(b, parent).softmax(-1)[None], depth, Purpose.TARGET))
         assert tokens[0] != tokens[1] and tokens[3] != tokens[4]
 
 
 def test_a_smaller_budget_draws_the_same_nodes():
     """Catches noise that hangs on the budget."""
-    law = Law(5, 9, slots=2)
-    whole = drawn(law, trees.shape(3, 3, 10))
-    part = drawn(law, trees.shape(3, 3, 10), budget=budget_of(4, 2))
+    exact = Distribution(5, 9, slots=2)
+    whole = drawn(exact, trees.shape(3, 3, 10))
+    part = drawn(exact, trees.shape(3, 3, 10), budget=budget_of(4, 2))
     assert part.sizes.tolist() == [4, 2]
     assert part.tokens.tolist() == whole.tokens[:, :4].tolist()
     assert torch.equal(part.q, whole.q[:, :4])
 
 
-def test_more_siblings_than_tokens_stay_lawful():
+def test_more_siblings_than_tokens_stay_valid():
     """Catches a q of zeros where every token is taken."""
     draft = drawn(Flat([0.6, 0.4], 50), (-1, -1, -1))
     assert bool((draft.q.sum(-1) == 1).all())

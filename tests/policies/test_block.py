@@ -1,4 +1,5 @@
-"""Block verification keeps the law and keeps more; beside it the same is asked of `accept_chain`, which judges token-wise.
+"""Block verification keeps the distribution and keeps more; beside it the same is asked of `accept_chain`, which judges
+token-wise.
 
 The checks see a block that is judged wrongly.
 """
@@ -10,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contracts.chances import _drafts, _spread, emitted, keeps_the_law, outcomes, worst_error
+from contracts.chances import _drafts, _spread, emitted, keeps_the_distribution, outcomes, worst_error
 from contracts.parties import Drawn, OnAndOff, TableTarget
-from contracts.test_law_enumerated import random_law
-from decoding.drafts import drafts, law_of, slot_of, streams_of, well_formed
+from contracts.test_acceptance_rule_enumerated import random_distribution
+from decoding.drafts import distribution_of, drafts, slot_of, streams_of, well_formed
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling.chains import Coins, as_chain, chain, chains, proposal_of
@@ -48,7 +49,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trees_and_deterministic_drafts_go_to_the_rule_itself(made):
     """Catches a block rule that takes every draft for its own kind."""
     draft, seed = made
-    p, streams = law_of(draft, seed), streams_of(len(draft.sizes), seed)
+    p, streams = distribution_of(draft, seed), streams_of(len(draft.sizes), seed)
     assert accept_block(draft, p, streams) == accept(draft, p, streams)
     bare = Draft.chain(draft.tokens, draft.sizes)
     assert accept_block(bare, p, streams) == accept(bare, p, streams)
@@ -93,7 +94,7 @@ def test_a_slot_with_a_seed_emits_the_targets_own_draws_and_leaves_its_neighbour
 
 
 @given(chains(hostile=False), st.sampled_from(RULES))
-def test_a_draft_from_the_targets_own_law_is_kept_whole(made, rule):
+def test_a_draft_from_the_targets_own_distribution_is_kept_whole(made, rule):
     """Metamorphic: q = p loses nothing, to rounding or otherwise."""
     draft, p, seed = made
     own = p[:, :-1]
@@ -122,34 +123,35 @@ def test_with_one_node_block_verification_is_the_rule_token_for_token(made):
 def test_what_is_emitted_follows_the_target_exactly(rule, nodes):
     """Catches any error in weights, chances and residuals, with no chance of a false alarm."""
     for seed in range(4):
-        assert worst_error(random_law(seed), chain(nodes), proposal_of(seed), rule=as_chain(rule)) < 1e-12, seed
+        assert worst_error(random_distribution(seed), chain(nodes), proposal_of(seed), rule=as_chain(rule)) < 1e-12, seed
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("rule", RULES)
-def test_zeros_in_p_and_q_keep_the_law(rule):
+def test_zeros_in_p_and_q_keep_the_distribution(rule):
     """Catches 0/0 and log 0: tokens that the target can't emit, tokens that the drafter can't propose, equal rows."""
     rows = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.4, 0.6], [0.5, 0.0, 0.5], [1.0, 0.0, 0.0]], dtype=torch.float64)
     for shift in range(4):
         for other in range(4):
-            law = lambda path, by=shift: rows[(sum(path) + len(path) + by) % 4]
+            distribution = lambda path, by=shift: rows[(sum(path) + len(path) + by) % 4]
             proposal = lambda tokens, by=other: rows[(sum(tokens) + by) % 4]
-            assert worst_error(law, chain(2), proposal, rule=as_chain(rule)) < 1e-12, (shift, other)
+            assert worst_error(distribution, chain(2), proposal, rule=as_chain(rule)) < 1e-12, (shift, other)
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("rule", RULES)
-def test_a_length_that_hangs_on_earlier_tokens_keeps_the_law(rule):
-    """Catches a rule that needs the length fixed beforehand: a policy is a stopping rule, here of the first token's making."""
+def test_a_length_that_depends_on_earlier_tokens_keeps_the_distribution(rule):
+    """Catches a rule that needs the length fixed beforehand: a policy is a stopping rule, here of the first token's
+    making."""
     for stop in (lambda tokens: 3 if tokens[0] == 0 else 1, lambda tokens: 2 + (tokens[1] == 1), lambda tokens: 0):
-        error = worst_error(random_law(2), chain(3), proposal_of(2), rule=as_chain(rule), keep=stop)
+        error = worst_error(random_distribution(2), chain(3), proposal_of(2), rule=as_chain(rule), keep=stop)
         assert error < 1e-12
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("how", ["half", "nan", "none at its own token"])
-def test_a_q_that_is_no_distribution_keeps_the_law(rule, how):
+def test_a_q_that_is_no_distribution_keeps_the_distribution(rule, how):
     """Catches an invalid row that is taken at its word, in the middle of valid ones."""
     proposal = proposal_of(3)
 
@@ -159,25 +161,25 @@ def test_a_q_that_is_no_distribution_keeps_the_law(rule, how):
             q = {"half": q / 2, "nan": q * torch.nan, "none at its own token": torch.zeros_like(q)}[how]
         return q
 
-    assert worst_error(random_law(3), chain(3), proposal, rule=as_chain(rule), q_of=claim) < 1e-12
+    assert worst_error(random_distribution(3), chain(3), proposal, rule=as_chain(rule), q_of=claim) < 1e-12
 
 
-def error_of(law: Callable, drafted: Iterable[tuple[float, Draft]], rule: Callable, depth: int = 3) -> float:
+def error_of(distribution: Callable, drafted: Iterable[tuple[float, Draft]], rule: Callable, depth: int = 3) -> float:
     """As `worst_error`, for drafts made by hand; ids outside the vocabulary end a path."""
-    found, exact = torch.zeros(2, *[len(law(()))] * depth, dtype=torch.float64)
+    found, exact = torch.zeros(2, *[len(distribution(()))] * depth, dtype=torch.float64)
     for weight, draft in drafted:
         tokens = draft.tokens[0].tolist()
-        p = torch.stack([law(tuple(tokens[:n])) for n in range(len(tokens) + 1)])[None]
+        p = torch.stack([distribution(tuple(tokens[:n])) for n in range(len(tokens) + 1)])[None]
         for chance, out in outcomes(draft, p, rule):
-            _spread(found, law, tuple(out[:depth]), weight * chance)
-    _spread(exact, law, (), 1.0)
+            _spread(found, distribution, tuple(out[:depth]), weight * chance)
+    _spread(exact, distribution, (), 1.0)
     return float((found - exact).abs().max())
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_id_outside_the_vocabulary_is_a_rejection_and_keeps_the_law(rule, place):
+def test_an_id_outside_the_vocabulary_is_a_rejection_and_keeps_the_distribution(rule, place):
     """Catches an id that wraps around or counts as token 0, first, between and last."""
 
     def drafted() -> Iterator[tuple[float, Draft]]:
@@ -185,14 +187,14 @@ def test_an_id_outside_the_vocabulary_is_a_rejection_and_keeps_the_law(rule, pla
             tokens[place] = 3
             yield weight, Draft.chain(torch.tensor([tokens]), torch.tensor([3]), torch.stack(rows)[None])
 
-    assert error_of(random_law(4), drafted(), rule) < 1e-12
+    assert error_of(random_distribution(4), drafted(), rule) < 1e-12
 
 
-def expected(rule: Callable, law: Callable, proposal: Callable, nodes: int) -> float:
+def expected(rule: Callable, distribution: Callable, proposal: Callable, nodes: int) -> float:
     """Tokens emitted by one step, the mean over drafts and coins."""
     total = 0.0
     for weight, tokens, rows in _drafts(proposal, nodes):
-        p = torch.stack([law(tuple(tokens[:n])) for n in range(nodes + 1)])[None]
+        p = torch.stack([distribution(tuple(tokens[:n])) for n in range(nodes + 1)])[None]
         draft = Draft.chain(torch.tensor([tokens]), torch.tensor([nodes]), torch.stack(rows)[None])
         total += weight * sum(chance * len(out) for chance, out in outcomes(draft, p, rule))
     return total
@@ -200,10 +202,10 @@ def expected(rule: Callable, law: Callable, proposal: Callable, nodes: int) -> f
 
 @pytest.mark.usefixtures("scripted")
 def test_block_verification_emits_no_fewer_tokens_and_mostly_more():
-    """Catches a block rule that gives away what it is for.  By enumeration, 8 pairs of laws."""
+    """Catches a block rule that gives away what it is for.  By enumeration, 8 pairs of distributions."""
     gains = [
-        expected(accept_block, random_law(seed), proposal_of(seed), 3)
-        - expected(accept_chain, random_law(seed), proposal_of(seed), 3)
+        expected(accept_block, random_distribution(seed), proposal_of(seed), 3)
+        - expected(accept_chain, random_distribution(seed), proposal_of(seed), 3)
         for seed in range(8)
     ]
     assert min(gains) > -1e-12
@@ -211,10 +213,10 @@ def test_block_verification_emits_no_fewer_tokens_and_mostly_more():
 
 
 @pytest.mark.usefixtures("scripted")
-def test_block_verification_of_certain_nodes_emits_as_many_tokens_as_the_law():
-    """One-hot q leaves nothing to save: p(first), p(first) p(second), as in the law."""
+def test_block_verification_of_certain_nodes_emits_as_many_tokens_as_the_distribution():
+    """One-hot q leaves nothing to save: p(first), p(first) p(second), as in the distribution."""
     proposal = lambda tokens: torch.nn.functional.one_hot(proposal_of(5)(tokens).argmax(), 3).double()
-    one, other = (expected(rule, random_law(5), proposal, 3) for rule in RULES)
+    one, other = (expected(rule, random_distribution(5), proposal, 3) for rule in RULES)
     assert one == pytest.approx(other, abs=1e-12)
 
 
@@ -224,7 +226,8 @@ longest = block._longest
 
 
 def first_failure(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
-    """As `_longest`, of whose coins each is asked alone, but for what is made of them: the first that failed ends the draft."""
+    """As `_longest`, of whose coins each is asked alone, but for what is made of them: the first that failed ends the
+    draft."""
     place = torch.arange(chain.live.shape[1])
     passed = torch.stack([longest(replace(chain, live=chain.live & (place == n)), streams)[0] > 0 for n in place], 1)
     return passed.long().cumprod(-1).sum(-1), longest(chain, streams)[1]
@@ -234,7 +237,7 @@ def first_failure(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
 def test_a_block_that_stops_at_the_first_failure_is_caught(monkeypatch):
     """Planted fault: the coins are read as the token-wise rule reads its own."""
     monkeypatch.setattr(block, "_longest", first_failure)
-    assert worst_error(random_law(0), chain(2), proposal_of(0), rule=as_chain(accept_block)) > 1e-3
+    assert worst_error(random_distribution(0), chain(2), proposal_of(0), rule=as_chain(accept_block)) > 1e-3
 
 
 @pytest.mark.usefixtures("scripted")
@@ -242,8 +245,8 @@ def test_a_block_that_corrects_from_the_token_wise_residual_is_caught(monkeypatc
     """Planted fault: max(p - q, 0) where the block's weight belongs to p."""
     honest = Chain.accepted
     monkeypatch.setattr(Chain, "accepted", lambda self, counts, weight, streams: honest(self, counts, None, streams))
-    assert worst_error(random_law(0), chain(3), proposal_of(0), rule=as_chain(accept_block)) > 1e-5
-    assert worst_error(random_law(0), chain(3), proposal_of(0), rule=as_chain(accept_chain)) < 1e-12
+    assert worst_error(random_distribution(0), chain(3), proposal_of(0), rule=as_chain(accept_block)) > 1e-5
+    assert worst_error(random_distribution(0), chain(3), proposal_of(0), rule=as_chain(accept_chain)) < 1e-12
 
 
 @pytest.mark.usefixtures("scripted")
@@ -251,14 +254,14 @@ def test_a_block_that_corrects_from_the_token_wise_residual_is_caught(monkeypatc
 def test_a_chain_that_forgets_the_residual_is_caught(monkeypatch, rule):
     """Planted fault: the correction is drawn from p."""
     monkeypatch.setattr(fast, "residual", lambda left, q: left)
-    assert worst_error(random_law(0), chain(2), proposal_of(0), rule=as_chain(rule)) > 0.01
+    assert worst_error(random_distribution(0), chain(2), proposal_of(0), rule=as_chain(rule)) > 0.01
 
 
 # ── chains, through the loop ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def nearby(before: Tensor, own: Tensor) -> Tensor:
-    """A q near the table's law."""
+    """A q near the table's distribution."""
     return (0.5 * TARGET.table[before, own] + 0.3).softmax(-1)
 
 
@@ -268,13 +271,14 @@ def trust(before: Tensor, own: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("policy", [Fixed(4), ByConfidence(4, 0.3), OnAndOff(4)], ids=["fixed", "confidence", "on and off"])
-def test_a_rule_for_chains_keeps_the_law_in_the_loop(rule, policy):
+def test_a_rule_for_chains_keeps_the_distribution_in_the_loop(rule, policy):
     """Catches noise that two steps share: the block throws coins for nodes it does not reach.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, Drawn(nearby, 4, trust), policy, rule=rule, slots=4000)
+    assert keeps_the_distribution(TARGET, Drawn(nearby, 4, trust), policy, rule=rule, slots=4000)
 
 
 def test_block_verification_keeps_more_in_the_loop():
-    """Catches a loop that loses what the rule wins.  One-sided; means 0.12 a slot apart, 8 standard errors: below 1e-6."""
+    """Catches a loop that loses what the rule wins.  One-sided; means 0.12 a slot apart, 8 standard errors: below
+    1e-6."""
     kept = [emitted(TARGET, Drawn(nearby, 4), rule=rule, slots=4000)[2] for rule in RULES]
     assert kept[1] > kept[0]
 
@@ -282,4 +286,4 @@ def test_block_verification_keeps_more_in_the_loop():
 def test_a_fault_in_the_block_is_caught_in_the_loop(monkeypatch):
     """Planted fault: the check of the loop has teeth for this rule, too."""
     monkeypatch.setattr(block, "_longest", first_failure)
-    assert not keeps_the_law(TARGET, Drawn(nearby, 4), rule=accept_block, slots=4000)
+    assert not keeps_the_distribution(TARGET, Drawn(nearby, 4), rule=accept_block, slots=4000)

@@ -1,4 +1,5 @@
-"""ByConfidence stops where nodes are unlikely: what it cuts, what its shares follow, and that the output stays exact."""
+"""ByConfidence stops where nodes are unlikely: what it cuts, what its shares follow, and that the output stays
+exact."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import cases
-from contracts.chances import emitted, keeps_the_law
+from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
-from contracts.test_law import REPEATS
+from contracts.test_acceptance_rule import REPEATS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +70,8 @@ def test_without_confidences_every_slot_is_cut_before_the_first_node_that_is_sel
 
 
 def test_as_many_nodes_are_asked_for_as_it_was_made_for():
-    """Catches a budget of one slot for all, and one that shrinks with the shares: a node never asked for never comes back."""
+    """Catches a budget of one slot for all, and one that shrinks with the shares: a node never asked for never comes
+    back."""
     policy, state = ByConfidence(3, 0.4), DecodeState(3, 100)
     for row in (0, 2):
         state.admit(row, Request([1], 9, Sampling()))
@@ -116,7 +118,8 @@ def test_a_node_is_known_by_its_number_in_a_tree():
 
 
 def test_a_node_that_was_not_there_was_not_tried():
-    """Catches short drafts that count as rejections; and a slot that ended in mid-block, whose later nodes show nothing."""
+    """Catches short drafts that count as rejections; and a slot that ended in mid-block, whose later nodes show
+    nothing."""
     policy = ByConfidence(3, 0.3)
     for _ in range(300):
         told(policy, [1, 0], [[0], []])
@@ -168,21 +171,21 @@ class Watching(ByConfidence):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stopping_where_nodes_are_unlikely_keeps_the_law(case, workshop):
+def test_stopping_where_nodes_are_unlikely_keeps_the_distribution(case, workshop):
     """Catches a confidence that has seen its own token, and a q that no longer fits its node.  False alarm 1e-6."""
     drafter = workshop.build(case, TARGET)
     policy = Watching(drafter.limit, 0.4)
-    assert keeps_the_law(TARGET, drafter, policy, prompt=REPEATS, slots=800)
+    assert keeps_the_distribution(TARGET, drafter, policy, prompt=REPEATS, slots=800)
     assert max(policy.cut) > 0.2
 
 
 @pytest.mark.parametrize("before_draw", [True, False], ids=["confidences", "shares"])
 @pytest.mark.parametrize("how", ["replacement", "without", "mixed"])
-def test_drawn_trees_keep_the_law_and_are_cut(how, before_draw):
+def test_drawn_trees_keep_the_distribution_and_are_cut(how, before_draw):
     """As above, for siblings; and guards both against a policy that never cuts.  False alarm 1e-6."""
     tree, policy = Tree(TARGET, [-1, -1, 0, 0, 1, 2], how), Watching(6, 0.3)
     tree.confidence_before_draw = before_draw
-    assert keeps_the_law(TARGET, tree, policy, slots=1500)
+    assert keeps_the_distribution(TARGET, tree, policy, slots=1500)
     assert max(policy.cut) > 0.2
 
 
@@ -192,7 +195,8 @@ def jumpy(monkeypatch):
 
 
 class Alone:
-    """A ByConfidence for every slot, so jumpy that what a slot verifies depends on the outcome of its own last steps."""
+    """A ByConfidence for every slot, so jumpy that what a slot verifies depends on the outcome of its own last
+    steps."""
 
     def __init__(self, nodes: int, slots: int):
         self.nodes, self.sizes = nodes, []
@@ -214,12 +218,12 @@ class Alone:
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])
-def test_cuts_that_depend_on_a_slots_own_earlier_steps_keep_the_law(parents, jumpy):
+def test_cuts_that_depend_on_a_slots_own_earlier_steps_keep_the_distribution(parents, jumpy):
     """Catches a share that depends on what it decides about.  False alarm 1e-6."""
     slots, drafter = 1500, Tree(TARGET, parents, "without")
     drafter.confidence_before_draw = False
     policy = Alone(drafter.limit, slots)
-    assert keeps_the_law(TARGET, drafter, policy, slots=slots)
+    assert keeps_the_distribution(TARGET, drafter, policy, slots=slots)
     assert len(policy.sizes[-1].unique()) > 1
 
 
@@ -237,11 +241,11 @@ def test_a_confidence_that_sees_its_own_token_is_caught():
         return Draft.chain(draft.tokens, draft.sizes, draft.q, draft.q.gather(-1, draft.tokens[..., None])[..., 0].float())
 
     peeking = Drawn(even, 2, bend=peek)
-    assert not keeps_the_law(UNEVEN, peeking, ByConfidence(2, 0.5))
+    assert not keeps_the_distribution(UNEVEN, peeking, ByConfidence(2, 0.5))
     # that it was not said, the loop hides it, and the shares of earlier steps are what remains
     peeking.confidence_before_draw = False
-    assert keeps_the_law(UNEVEN, peeking, ByConfidence(2, 0.5))
-    assert keeps_the_law(UNEVEN, Drawn(even, 2), ByConfidence(2, 0.5))
+    assert keeps_the_distribution(UNEVEN, peeking, ByConfidence(2, 0.5))
+    assert keeps_the_distribution(UNEVEN, Drawn(even, 2), ByConfidence(2, 0.5))
 
 
 def test_a_share_of_the_step_itself_is_caught(jumpy):
@@ -263,7 +267,7 @@ def test_a_share_of_the_step_itself_is_caught(jumpy):
             policy.drafted = draft.tokens
             return draft
 
-        return keeps_the_law(UNEVEN, Drawn(even, 2, bend=noted), policy, slots=3000)
+        return keeps_the_distribution(UNEVEN, Drawn(even, 2, bend=noted), policy, slots=3000)
 
     assert built(Alone)
     assert not built(Hasty)

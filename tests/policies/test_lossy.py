@@ -13,8 +13,8 @@ import torch
 from contracts import chances
 from contracts.chances import _drafts, _spread, emitted, fits, outcomes
 from contracts.parties import Drawn, OnAndOff, Proposer, TableTarget, Tree
-from contracts.test_law_enumerated import random_law
-from decoding.drafts import drafts, law_of, streams_of, well_formed
+from contracts.test_acceptance_rule_enumerated import random_distribution
+from decoding.drafts import distribution_of, drafts, streams_of, well_formed
 from hypothesis import given
 from torch import Tensor
 
@@ -41,7 +41,7 @@ NAMED = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 # ── which tokens may stay ─────────────────────────────────────────────────────────────────────────────────────────────
 
 GRID = [[a / 20, b / 20, (20 - a - b) / 20] for a in range(21) for b in range(21 - a)]
-"""Every law over three tokens in twentieths: certain ones, equal ones, impossible tokens among them."""
+"""Every distribution over three tokens in twentieths: certain ones, equal ones, impossible tokens among them."""
 
 
 def is_typical(epsilon: float, delta: float) -> Callable[[list[float]], list[bool]]:
@@ -60,10 +60,11 @@ def is_among(k: int) -> Callable[[list[float]], list[bool]]:
 
 
 def is_defined(rule: Lossy, definition: Callable) -> bool:
-    """Whether the rule passes what its definition does, for every law of the grid and all of them as one batch."""
-    laws = torch.tensor(GRID, dtype=torch.float64)
-    together = rule.passes(laws).tolist()
-    alone = [rule.passes(law[None, None])[0, 0].tolist() for law in laws]
+    """Whether the rule passes what its definition does, for every distribution of the grid and all of them as one
+    batch."""
+    distributions = torch.tensor(GRID, dtype=torch.float64)
+    together = rule.passes(distributions).tolist()
+    alone = [rule.passes(expected[None, None])[0, 0].tolist() for expected in distributions]
     wanted = [definition(p) for p in GRID]
     fits = lambda found: all(b is None or a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))
     return fits(together) and fits(alone)
@@ -128,9 +129,10 @@ def best_path(draft: Draft, b: int, p: Tensor, passes: Tensor) -> list[int]:
 @NAMED
 @given(drafts(with_q=True))
 def test_the_longest_path_that_passes_is_kept_and_the_next_token_is_the_targets(rule, made):
-    """Catches ids outside the vocabulary that pass, a q that is read, padding that is kept, and a token from another row."""
+    """Catches ids outside the vocabulary that pass, a q that is read, padding that is kept, and a token from another
+    row."""
     draft, seed = made
-    p = law_of(draft, seed)
+    p = distribution_of(draft, seed)
     streams = streams_of(len(draft.sizes), seed)
     accepted = rule(draft, p, streams)
     well_formed(draft, accepted)
@@ -142,18 +144,18 @@ def test_the_longest_path_that_passes_is_kept_and_the_next_token_is_the_targets(
     assert accepted.invalid == (((draft.tokens < 0) | (draft.tokens >= p.shape[-1])) & live).sum(-1).tolist()
 
 
-# ── how far from the law ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── how far from the distribution ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[list[int]], Tensor]:
     """One that looks at the tokens above, as a chain's q must; siblings are drawn with replacement."""
-    law = random_law(seed + 77)
+    expected = random_distribution(seed + 77)
 
     def proposal(tokens: list[int]) -> Tensor:
         at, path = parents[len(tokens)], ()
         while at >= 0:
             at, path = parents[at], (tokens[at], *path)
-        q = law(path)
+        q = expected(path)
         return torch.nn.functional.one_hot(q.argmax(), V).double() if is_certain else q
 
     return proposal
@@ -165,17 +167,18 @@ def distances(
 ) -> tuple[float, float, float]:  # fmt: skip
     """(measured, exact by place, of the whole text), each the mean over all drafts and all coins of one step.
 
-    Exact by place: between p and the law of the token emitted there, given the drafted tokens kept before it.  Of the text:
-    total variation of the first three tokens' joint law, the step's tokens continued by the target.
+    Exact by place: between p and the distribution of the token emitted there, given the drafted tokens kept before it.
+    Of the text: total variation of the first three tokens' joint distribution, the step's tokens continued by the
+    target.
     """
-    law, measured = random_law(seed), 0.0
+    expected, measured = random_distribution(seed), 0.0
     places: dict[tuple[int, ...], Tensor] = defaultdict(lambda: torch.zeros(V, dtype=torch.float64))
     texts, exact = (torch.zeros((V,) * 3, dtype=torch.float64) for _ in range(2))
     for weight, tokens, rows in _drafts(proposal_of(seed, parents, is_certain), len(parents)):
         paths: list[tuple[int, ...]] = []
         for n, parent in enumerate(parents):
             paths.append((*(paths[parent] if parent >= 0 else ()), tokens[n]))
-        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        p = torch.stack([expected(()), *(expected(path) for path in paths)])[None]
         draft = Draft(
             torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size or len(parents)]),
             None if is_certain else torch.stack(rows)[None], branches=parents != list(range(-1, len(parents) - 1)),
@@ -190,9 +193,9 @@ def distances(
             measured += weight * chance * float(measure(rule, draft, p, found[-1]).sum())
             for n, token in enumerate(out):
                 places[tuple(out[:n])][token] += weight * chance
-            _spread(texts, law, tuple(out[:3]), weight * chance)
-    _spread(exact, law, (), 1.0)
-    by_place = sum(float((seen - seen.sum() * law(path)).abs().sum()) / 2 for path, seen in places.items())
+            _spread(texts, expected, tuple(out[:3]), weight * chance)
+    _spread(exact, expected, (), 1.0)
+    by_place = sum(float((seen - seen.sum() * expected(path)).abs().sum()) / 2 for path, seen in places.items())
     return measured, by_place, float((texts - exact).abs().sum()) / 2
 
 
@@ -203,7 +206,8 @@ TREES = [[-1, -1], [-1, -1, 0], [-1, 0, 0]]
 @NAMED
 @pytest.mark.parametrize("parents", CHAINS, ids=str)
 def test_the_distance_of_a_chain_is_exact(rule, parents):
-    """Catches a closed form that forgets what p adds where the draft fails, or counts places that were never reached."""
+    """Catches a closed form that forgets what p adds where the draft fails, or counts places that were never
+    reached."""
     for seed in range(3):
         measured, exact, text = distances(rule, parents, seed)
         assert measured == pytest.approx(exact, abs=1e-12)
@@ -215,7 +219,7 @@ def test_the_distance_of_a_chain_is_exact(rule, parents):
 @NAMED
 @pytest.mark.parametrize("parents", CHAINS + TREES, ids=str)
 def test_the_distance_of_a_deterministic_draft_is_exact(rule, parents):
-    """Catches a kept token that counts as lawful because it was likely."""
+    """Catches a kept token that counts as valid because it was likely."""
     for seed in range(3):
         measured, exact, text = distances(rule, parents, seed, is_certain=True)
         assert measured == pytest.approx(exact, abs=1e-12)
@@ -233,7 +237,8 @@ def test_the_distance_of_a_sampled_tree_is_never_too_small(rule, parents):
 
 
 def test_the_enumeration_sees_a_distance_that_is_wrong():
-    """Planted: what p adds is forgotten, a kept token is taken for lawful, or places behind the kept ones are counted."""
+    """Planted: what p adds is forgotten, a kept token is taken for valid, or places behind the kept ones are
+    counted."""
 
     def without_rest(rule, draft, p, accepted):
         drafted = draft.q * rule.passes(p[:, :-1])
@@ -242,8 +247,8 @@ def test_the_enumeration_sees_a_distance_that_is_wrong():
 
     def always(rule, draft, p, accepted):
         drafted = draft.q * rule.passes(p[:, :-1])
-        law = p[:, :-1]
-        return ((drafted + (1 - drafted.sum(-1, keepdim=True)) * law - law).abs().sum(-1) / 2).sum(-1)
+        expected = p[:, :-1]
+        return ((drafted + (1 - drafted.sum(-1, keepdim=True)) * expected - expected).abs().sum(-1) / 2).sum(-1)
 
     nothing = lambda rule, draft, p, accepted: torch.zeros(1)
     for planted in (without_rest, always, nothing):
@@ -251,7 +256,7 @@ def test_the_enumeration_sees_a_distance_that_is_wrong():
         assert measured != pytest.approx(exact, abs=1e-6)
 
 
-def test_the_law_itself_strays_by_nothing():
+def test_the_distribution_itself_strays_by_nothing():
     """The enumeration's own floor: under `accept` every place of a chain follows p."""
     _, _, text = distances(accept, [-1, 0], 0, lambda *_: torch.zeros(1))
     assert text < 1e-12
@@ -274,18 +279,18 @@ def test_the_loop_emits_what_the_distance_speaks_of(rule, monkeypatch):
     """Catches a q, or a seed's noise, that is not what the closed form takes it for.  4000 slots; false alarm 1e-6."""
     generator = torch.Generator().manual_seed(3)
     table = torch.randn(TABLE.table.shape, dtype=torch.float64, generator=generator)
-    law = lambda before, own: table[before, own].softmax(-1)
+    expected = lambda before, own: table[before, own].softmax(-1)
     judge = LossyJudge(rule)
     monkeypatch.setattr(chances, "SamplingJudge", lambda _: judge)
-    tokens, state, _ = emitted(TABLE, Drawn(law), seeded=True, shared_noise=False)
+    tokens, state, _ = emitted(TABLE, Drawn(expected), seeded=True, shared_noise=False)
     assert state.judge is judge
     p, q = TABLE.table[0, 0].softmax(-1), table[0, 0].softmax(-1)
     drafted = q * rule.passes(p)
     counts = torch.bincount(tokens[:, 0], minlength=TABLE.spec.vocabulary)
-    law_here = drafted + (1 - drafted.sum()) * p
-    assert fits(counts, law_here)
+    distribution_here = drafted + (1 - drafted.sum()) * p
+    assert fits(counts, distribution_here)
     assert judge.distance > 0.01
-    if float((law_here - p).abs().sum()) > 0.2:
+    if float((distribution_here - p).abs().sum()) > 0.2:
         assert not fits(counts, p)
 
 

@@ -1,4 +1,5 @@
-"""Two drafts under the same anchors: what their union holds, and that it keeps the law; planted faults do not."""
+"""Two drafts under the same anchors: what their union holds, and that it keeps the distribution; planted faults do
+not."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from contracts.chances import Proposal, _drafts, _spread, outcomes
-from contracts.test_law_enumerated import drawn, random_law
+from contracts.test_acceptance_rule_enumerated import drawn, random_distribution
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +48,8 @@ def paths_of(draft: Draft, b: int) -> list[tuple[int, ...]]:
 
 @given(trees(2), trees(2), st.lists(st.integers(0, 11), min_size=2, max_size=2))
 def test_the_union_of_certain_trees_holds_every_path_once(one, other, most):
-    """Catches a node twice, a child under the wrong parent, a path lost while there is room, and an order that is no tree."""
+    """Catches a node twice, a child under the wrong parent, a path lost while there is room, and an order that is no
+    tree."""
     union, places = merged(one, other, torch.tensor(most))
     assert union.q is None
     sound = union.checked(2)
@@ -113,7 +115,8 @@ def test_an_id_outside_the_vocabulary_has_no_q():
 
 
 def test_the_other_draft_is_told_where_each_of_its_nodes_stands():
-    """Catches a node that is told by its place among those that were added, and numbers of one draft taken for the union's."""
+    """Catches a node that is told by its place among those that were added, and numbers of one draft taken for the
+    union's."""
     one = Draft(torch.tensor([[1, 2, 0]]), torch.tensor([[-1, -1, 1]]), torch.tensor([3])).only([[1, 2]])
     other = Draft(torch.tensor([[0, 2, 1]]), torch.tensor([[-1, -1, 0]]), torch.tensor([3]))
     union, places = merged(one, other, torch.tensor([9]))
@@ -126,7 +129,8 @@ def test_the_other_draft_is_told_where_each_of_its_nodes_stands():
 
 
 def test_slots_with_a_seed_count_as_deterministic():
-    """Catches a node of a seeded slot that is not merged with its twin, or a q of it that is one-hot at another token."""
+    """Catches a node of a seeded slot that is not merged with its twin, or a q of it that is one-hot at another
+    token."""
     tokens, sizes = torch.tensor([[1, 2], [1, 5], [0, 1]]), torch.tensor([2, 2, 2])
     q = torch.full((3, 2, V), 1 / V, dtype=torch.float64)
     draft = Draft.chain(tokens, sizes, q)
@@ -140,7 +144,7 @@ def test_slots_with_a_seed_count_as_deterministic():
     assert torch.equal(found[2], q[2])
 
 
-# ── the law, over every draw and every coin ───────────────────────────────────────────────────────────────────────────
+# ── the distribution, over every draw and every coin ───────────────────────────────────────────────────────────────────────────
 
 Side = tuple[Sequence[int], Proposal, bool]
 """Parents, proposal, and whether the draft says that it is certain."""
@@ -155,17 +159,17 @@ def sides(seed: int, how: tuple[str, str], shapes: tuple[list[int], list[int]]) 
 
 
 def error(one: Side, other: Side, most: int = 9, join: Join = merged, seed: int = 0, depth: int = 2) -> float:
-    """Largest difference between the law of the first `depth` tokens that a union emits and the target's."""
-    law = random_law(seed)
+    """Largest difference between the distribution of the first `depth` tokens that a union emits and the target's."""
+    distribution = random_distribution(seed)
     found = torch.zeros((V,) * depth, dtype=torch.float64)
     for weight, first in proposals(one):
         for chance, second in proposals(other):
             draft, _ = join(first, second, torch.tensor([most]))
-            p = torch.stack([law(()), *(law(path) for path in paths_of(draft, 0))])[None]
+            p = torch.stack([distribution(()), *(distribution(path) for path in paths_of(draft, 0))])[None]
             for coin, out in outcomes(draft, p):
-                _spread(found, law, tuple(out[:depth]), weight * chance * coin)
+                _spread(found, distribution, tuple(out[:depth]), weight * chance * coin)
     exact = torch.zeros_like(found)
-    _spread(exact, law, (), 1.0)
+    _spread(exact, distribution, (), 1.0)
     return float((found - exact).abs().max())
 
 
@@ -192,11 +196,11 @@ def test_a_union_follows_the_target_exactly(how, shapes, most):
 
 def test_leaving_out_a_drawn_duplicate_is_caught(monkeypatch):
     """Planted fault: a sampled node of the other draft goes since its token stands there already."""
-    laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1])) for seed in range(6)]
-    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(laws)) < 1e-12
+    distributions = [sides(seed, ("replacement", "replacement"), ([-1], [-1])) for seed in range(6)]
+    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(distributions)) < 1e-12
     monkeypatch.setattr(merge, "_deterministic", lambda draft: [[True] * draft.tokens.shape[1]])
     # where the target says one thing only once the elder is rejected, nothing is left to go wrong
-    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(laws)) > 0.01
+    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(distributions)) > 0.01
 
 
 def test_a_certain_elder_chosen_after_the_draw_is_caught():
@@ -215,10 +219,10 @@ def test_a_certain_elder_chosen_after_the_draw_is_caught():
 
 def test_draws_that_are_not_independent_are_caught():
     """Planted fault: both drafts draw from the same noise, so that the younger is the elder, whatever its q says."""
-    laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1]))[0] for seed in range(6)]
+    distributions = [sides(seed, ("replacement", "replacement"), ([-1], [-1]))[0] for seed in range(6)]
 
     def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> tuple[Draft, merge.NodeMaps]:
         return merged(first, Draft(first.tokens, first.parents, first.sizes, first.q), most)
 
-    assert max(error(one, one, seed=seed) for seed, one in enumerate(laws)) < 1e-12
-    assert max(error(one, one, join=same_noise, seed=seed) for seed, one in enumerate(laws)) > 0.01
+    assert max(error(one, one, seed=seed) for seed, one in enumerate(distributions)) < 1e-12
+    assert max(error(one, one, join=same_noise, seed=seed) for seed, one in enumerate(distributions)) > 0.01

@@ -32,8 +32,8 @@ def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
 
 
 def test_the_default_measures_and_goes_on_with_what_it_measured(monkeypatch):
-    """Catches a default that drafts whatever it costs, one that begins anew with every request, and one that two drafters or
-    two threads share.
+    """Catches a default that drafts whatever it costs, one that begins anew with every request, and one that two
+    drafters or two threads share.
     """
     monkeypatch.setattr(named, "DEFAULT", SHIPPED)
     (plain,) = generate(TABLE, [1], max_new_tokens=9)

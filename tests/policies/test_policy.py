@@ -1,7 +1,7 @@
 """Adaptive against a simulated clock: seconds from a formula, acceptance from a seeded coin; nothing here sleeps.
 
-Seeds are fixed, so a run that passed passes again.  Rates are expectations over the budgets that were played, so that they
-hang on the choices alone and not on the luck of the coin.
+Seeds are fixed, so a run that passed passes again.  Rates are expectations over the budgets that were played, so that
+they hang on the choices alone and not on the luck of the coin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.chances import keeps_the_law
+from contracts.chances import keeps_the_distribution
 from contracts.parties import TableTarget, Tree
 
 from outrider.decoding.accept import Accepted
@@ -241,14 +241,16 @@ def test_a_new_request_is_a_new_text():
 
 
 def test_unlike_slots_are_asked_for_what_is_best_for_all():
-    """Catches a mean acceptance that is raised to a power: of unlike slots the longest drafts are kept far more often."""
+    """Catches a mean acceptance that is raised to a power: of unlike slots the longest drafts are kept far more
+    often."""
     world = World(4, Clock(64, 0.01, 0.1), lambda row: [0.95 if row % 2 else 0.1] * LIMIT)
     world.play(Adaptive(LIMIT), 500)
     assert world.rate(350) >= 0.95 * world.best()
 
 
 def test_a_tree_is_asked_for_as_a_whole():
-    """Catches chances of a tree read as a chain's: here node 0 is always wrong, and its sibling, node 1, always right."""
+    """Catches chances of a tree read as a chain's: here node 0 is always wrong, and its sibling, node 1, always
+    right."""
     policy = Adaptive(LIMIT)
     state = World(1, DEAR, alike(0.5)).state
     budgets = []
@@ -286,13 +288,14 @@ def test_without_nodes_there_is_nothing_to_ask_for():
     assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(Adaptive(0), 50).depths(50)) == 0
 
 
-# ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TARGET = TableTarget.random(5)
 
 
 class Alone:
-    """An Adaptive for every slot, with seconds known beforehand, and so jumpy that budgets hang on the last verdicts."""
+    """An Adaptive for every slot, with seconds known beforehand, and so jumpy that budgets hang on the last
+    verdicts."""
 
     def __init__(self, limit: int, slots: int):
         self.policies = [Adaptive(limit) for _ in range(slots)]
@@ -326,11 +329,11 @@ class Alone:
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])
-def test_budgets_that_hang_on_earlier_verdicts_keep_the_law(parents):
+def test_budgets_that_depend_on_earlier_steps_keep_the_distribution(parents):
     """Catches a budget that depends on what it will be spent on.  False alarm 1e-6."""
     slots, drafter = 1200, Tree(TARGET, parents, "without")
     policy = Alone(drafter.limit, slots)
-    assert keeps_the_law(TARGET, drafter, policy, slots=slots)
+    assert keeps_the_distribution(TARGET, drafter, policy, slots=slots)
     assert len(policy.budgets[-1].unique()) > 1
 
 

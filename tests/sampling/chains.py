@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from contracts.chances import Chance, Coin
-from contracts.test_law_enumerated import random_law
+from contracts.test_acceptance_rule_enumerated import random_distribution
 from decoding.drafts import V
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,8 +23,8 @@ def chain(nodes: int) -> list[int]:
 
 def proposal_of(seed: int) -> Callable[[list[int]], Tensor]:
     """Tokens drawn so far to q of the next node."""
-    law = random_law(seed + 77)
-    return lambda tokens: law(tuple(tokens))
+    distribution = random_distribution(seed + 77)
+    return lambda tokens: distribution(tuple(tokens))
 
 
 def as_chain(rule: Rule) -> Rule:

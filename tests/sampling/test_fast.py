@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contracts.parties import TableTarget
-from decoding.drafts import drafts, law_of, streams_of
+from decoding.drafts import distribution_of, drafts, streams_of
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling.chains import chains
@@ -38,7 +38,7 @@ def test_trees_and_deterministic_drafts_go_to_the_rule_itself(made, seeded):
     """Catches a fast path that takes every draft for its own kind."""
     draft, seed = made
     slots = len(draft.sizes)
-    p, streams = law_of(draft, seed), streams_of(slots, seed, seeded and seeded[:slots])
+    p, streams = distribution_of(draft, seed), streams_of(slots, seed, seeded and seeded[:slots])
     assert accept_chain(draft, p, streams) == accept(draft, p, streams)
     bare = Draft.chain(draft.tokens, draft.sizes)
     assert accept_chain(bare, p, streams) == accept(bare, p, streams)

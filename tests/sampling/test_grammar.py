@@ -1,4 +1,5 @@
-"""Grammars, and the pruning of what can't be kept: by enumeration, through the loop, and with llguidance on the demo target."""
+"""Grammars, and the pruning of what can't be kept: by enumeration, through the loop, and with llguidance on the demo
+target."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from conftest import Case
 from contracts.chances import _drafts, _spread, emitted, follows, outcomes
 from contracts.parties import Proposer, TableTarget, Tree, last_two
-from contracts.test_law_enumerated import SHAPES, drawn, random_law
+from contracts.test_acceptance_rule_enumerated import SHAPES, drawn, random_distribution
 from decoding.drafts import numbers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,31 +69,32 @@ ENDS = {"least": frozenset({1})}
 EACH = pytest.mark.parametrize("name", BANS)
 
 
-def banned_law(name: str, seed: int):
-    """A law over paths that keeps to the bans, and what may follow a path."""
-    free, prefix = random_law(seed), Prefix(Sampling(1.0, **BANS[name]), [0], ENDS.get(name, ()))
+def banned_distribution(name: str, seed: int):
+    """A distribution over paths that keeps to the bans, and what may follow a path."""
+    free, prefix = random_distribution(seed), Prefix(Sampling(1.0, **BANS[name]), [0], ENDS.get(name, ()))
 
-    def law(path):
+    def distribution(path):
         p = free(path) * prefix.possible(path, 3)
         return p / p.sum() if p.sum() > 0 else free(path)
 
-    return law, prefix
+    return distribution, prefix
 
 
 def worst_error(name: str, parents: list[int], how: str, seed: int = 0, depth: int = 3) -> float:
-    """Largest difference between the law of three tokens with pruned drafts, exactly as emitted, and the target's own."""
-    law, prefix = banned_law(name, seed)
+    """Largest difference between the distribution of three tokens with pruned drafts, exactly as emitted, and the
+    target's own."""
+    distribution, prefix = banned_distribution(name, seed)
     found = torch.zeros((3,) * depth, dtype=torch.float64)
     for weight, tokens, rows in _drafts(drawn(parents, seed, how), len(parents)):
         q = None if how == "top" else torch.stack(rows)[None]
         draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(parents)]), q)
         draft = pruned(draft, [(0, prefix)], None, 3).checked(1)
         paths = paths_of(draft)
-        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        p = torch.stack([distribution(()), *(distribution(path) for path in paths)])[None]
         for chance, out in outcomes(draft, p):
-            _spread(found, law, tuple(out[:depth]), weight * chance)
+            _spread(found, distribution, tuple(out[:depth]), weight * chance)
     exact = torch.zeros_like(found)
-    _spread(exact, law, (), 1.0)
+    _spread(exact, distribution, (), 1.0)
     return float((found - exact).abs().max())
 
 
@@ -106,8 +108,9 @@ def paths_of(draft: Draft, b: int = 0) -> list[tuple[int, ...]]:
 
 @EACH
 @pytest.mark.parametrize("how", ["replacement", "without", "top", "mixed"])
-def test_a_pruned_draft_keeps_the_law_exactly(name, how):
-    """Catches a node dropped for its own value, and one that lost its parent or its q, with no chance of a false alarm."""
+def test_a_pruned_draft_keeps_the_distribution_exactly(name, how):
+    """Catches a node dropped for its own value, and one that lost its parent or its q, with no chance of a false
+    alarm."""
     for shape in (SHAPES["siblings"], SHAPES["both"], SHAPES["long"]):
         assert worst_error(name, shape, how) < 1e-12, (shape, how)
 
@@ -121,7 +124,8 @@ def test_pruning_a_drawn_token_that_is_impossible_is_caught(name, how, monkeypat
 
 
 def test_what_stays_is_what_can_be_kept_and_the_first_drawn_token_that_cannot():
-    """Catches a branch cut too long or too short: grammar of places, two end tokens, three slots of which one is free."""
+    """Catches a branch cut too long or too short: grammar of places, two end tokens, three slots of which one is
+    free."""
     rules = Turns([[0, 1, 4], [1, 2], [0, 2]], 5)
     prefix = Prefix(Sampling(grammar=rules), [3], frozenset({4}))
     tokens = torch.tensor([[1, 3, 0, 2, 4, 1, 2, 9]]).expand(3, -1)
@@ -129,7 +133,8 @@ def test_what_stays_is_what_can_be_kept_and_the_first_drawn_token_that_cannot():
     sizes = torch.tensor([8, 8, 7])
     confidence = torch.arange(8.0).expand(3, -1)
     draft = Draft(tokens, parents, sizes, confidence=confidence)
-    # node 1 can't begin, so 6 goes with it; 2 can't follow 1; 5 follows an end; 7 has no such id, and is counted by the law
+    # node 1 can't begin, so 6 goes with it; 2 can't follow 1; 5 follows an end; 7 has no such id, and is counted by the
+    # distribution
     found = pruned(draft, [(0, prefix), (2, prefix)], None, 5)
     assert found.sizes.tolist() == [4, 8, 3]
     assert found.confidence[0, :4].tolist() == numbers(found)[0, :4].tolist() == [0, 3, 4, 7]
@@ -205,7 +210,7 @@ SLOTS = 1000
 
 
 class Masked(Proposer):
-    """A chain from a law near the table's, of which only what may stand there is left."""
+    """A chain from a distribution near the table's, of which only what may stand there is left."""
 
     def __init__(self, near: Tree):
         self.near, self.limit = near, 3
@@ -229,8 +234,8 @@ TREES = {
 TREES["masked"] = Masked(TREES["chain"])
 
 
-def exact_law(prompt: list[int]) -> torch.Tensor:
-    """Law of three tokens, [4, 4, 4], text by text; what is impossible is set by hand."""
+def exact_distribution(prompt: list[int]) -> torch.Tensor:
+    """Distribution of three tokens, [4, 4, 4], text by text; what is impossible is set by hand."""
     joint = torch.zeros(4, 4, 4, dtype=torch.float64)
     for text in itertools.product(range(4), repeat=3):
         chance = 1.0
@@ -246,10 +251,10 @@ def exact_law(prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tree", "seeded"), [("chain", False), ("without", False), ("mixed", False), ("masked", False), ("without", True)]
 )
-def test_texts_of_a_grammar_keep_the_law(tree, seeded):
+def test_texts_of_a_grammar_keep_the_distribution(tree, seeded):
     """Catches an illegal token pruned or kept wrongly, and a mask of another prefix.  False alarm 1e-6."""
     tokens, _, kept = emitted(TABLE, TREES[tree], slots=SLOTS, prompt=[0, 2], sampling=BANNED, seeded=seeded)
-    assert follows(tokens, exact_law([0, 2]))
+    assert follows(tokens, exact_distribution([0, 2]))
     assert kept > SLOTS / 4
 
 
@@ -258,27 +263,28 @@ def test_a_drawn_illegal_token_pruned_in_the_loop_is_caught(tree, monkeypatch):
     """Planted fault, the issue's own: a sampled illegal token is pruned and the next token drawn from p."""
     monkeypatch.setattr(prefixes, "is_one_hot", lambda q, token: True)
     tokens, _, _ = emitted(TABLE, tree, slots=SLOTS, prompt=[0, 2], sampling=BANNED)
-    assert not follows(tokens, exact_law([0, 2]))
+    assert not follows(tokens, exact_distribution([0, 2]))
 
 
 class AllOrNothing(Fixed):
-    """Verifies whole drafts only: lawful, since how many nodes are offered hangs on nothing that was drawn."""
+    """Verifies whole drafts only: valid, since how many nodes are offered hangs on nothing that was drawn."""
 
     def keep(self, state, sizes, confidence):
         return torch.where(sizes == self.nodes, sizes, 0)
 
 
 def test_a_policy_decides_before_what_is_impossible_goes(monkeypatch):
-    """Catches, and then plants, a draft pruned before `keep`: its sizes tell the policy what was drawn.  False alarm 1e-6."""
+    """Catches, and then plants, a draft pruned before `keep`: its sizes tell the policy what was drawn.  False alarm
+    1e-6."""
     options = {"policy": AllOrNothing(3), "slots": SLOTS, "prompt": [0, 2], "sampling": BANNED}
-    assert follows(emitted(TABLE, TREES["chain"], **options)[0], exact_law([0, 2]))
+    assert follows(emitted(TABLE, TREES["chain"], **options)[0], exact_distribution([0, 2]))
 
     class Hasty(Tree):
         def propose(self, memory, state, budget):
             return pruned(super().propose(memory, state, budget), state.judge.banning, None, 4)
 
     monkeypatch.setattr(SamplingJudge, "prune", lambda self, draft, *rest: draft)
-    assert not follows(emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_law([0, 2]))
+    assert not follows(emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_distribution([0, 2]))
 
 
 def test_a_seed_writes_one_text_whatever_drafts():

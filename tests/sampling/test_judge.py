@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.chances import keeps_the_law, worst_error
+from contracts.chances import keeps_the_distribution, worst_error
 from contracts.parties import TableTarget, Tree
-from contracts.test_law_enumerated import random_law
+from contracts.test_acceptance_rule_enumerated import random_distribution
 from decoding.drafts import V, drafts, streams_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,10 +85,10 @@ def test_no_row_is_read_that_nobody_walks_through(made, choices):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_tree_of_the_likeliest_tokens_keeps_the_law_in_the_loop(temperature):
+def test_a_tree_of_the_likeliest_tokens_keeps_the_distribution_in_the_loop(temperature):
     """Catches a race that is not fair.  False alarm 1e-6."""
     tree = Tree(TARGET, [-1, -1, -1, 0, 0, 3], "top")
-    assert keeps_the_law(TARGET, tree, slots=4000, sampling={"temperature": temperature})
+    assert keeps_the_distribution(TARGET, tree, slots=4000, sampling={"temperature": temperature})
 
 
 # ── planted faults: the drafter's softmax left out ────────────────────────────────────────────────────────────────────
@@ -122,6 +122,6 @@ def test_a_careless_verification_of_the_likeliest_token_is_caught(careless: Call
     """Planted faults, of papers that leave the drafter's softmax out: each is biased where the rule has no error."""
     certain = lambda tokens: torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     for rule, is_exact in ((careless, False), (accept, True)):
-        error = worst_error(random_law(1), [-1], certain, rule=rule, is_certain=True)
+        error = worst_error(random_distribution(1), [-1], certain, rule=rule, is_certain=True)
         assert (error < 1e-12) == is_exact
         assert is_exact or error > 0.02

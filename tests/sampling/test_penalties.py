@@ -1,4 +1,5 @@
-"""Penalties, bias, bad words and the least length, on each node's own prefix; beside a slow twin, transformers and the law."""
+"""Penalties, bias, bad words and the least length, on each node's own prefix; beside a slow twin, transformers and the
+exact."""
 
 from __future__ import annotations
 
@@ -252,7 +253,7 @@ def test_greedy_output_is_generates_own(settings, theirs, target, prompts, draft
         assert found.tokens == out[0, len(prompt) :].tolist()
 
 
-# ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = TableTarget.random(4)
 MIXED = {
@@ -268,8 +269,8 @@ TREES = {
 EVERY = pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 
 
-def exact_law(prompt: list[int], sampling: Sampling) -> torch.Tensor:
-    """Law of three tokens, [4, 4, 4], text by text."""
+def exact_distribution(prompt: list[int], sampling: Sampling) -> torch.Tensor:
+    """Distribution of three tokens, [4, 4, 4], text by text."""
     joint = torch.zeros(4, 4, 4, dtype=torch.float64)
     settings = Settings.of([sampling])
     for text in itertools.product(range(4), repeat=3):
@@ -284,10 +285,10 @@ def exact_law(prompt: list[int], sampling: Sampling) -> torch.Tensor:
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["ratio", "seeded"])
 @EVERY
-def test_penalised_and_banned_texts_keep_the_law(tree, seeded):
+def test_penalised_and_banned_texts_keep_the_distribution(tree, seeded):
     """Catches residuals and coins that see another distribution than the one drawn from.  False alarm 1e-6."""
     tokens, _, kept = emitted(SMALL, tree, slots=4000, prompt=[0, 1], sampling=MIXED, seeded=seeded)
-    assert follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
+    assert follows(tokens, exact_distribution([0, 1], Sampling(**MIXED)))
     assert kept > 1000
 
 
@@ -298,7 +299,7 @@ def test_one_penalty_vector_for_a_whole_block_is_caught(tree, seeded, monkeypatc
     reached = prefixes._reached
     monkeypatch.setattr(prefixes, "_reached", lambda *args: [(n, path and (), stays) for n, path, stays in reached(*args)])
     tokens, _, _ = emitted(SMALL, tree, slots=4000, prompt=[0, 1], sampling=MIXED, seeded=seeded)
-    assert not follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
+    assert not follows(tokens, exact_distribution([0, 1], Sampling(**MIXED)))
 
 
 def test_a_siblings_path_is_caught(monkeypatch):
@@ -307,7 +308,7 @@ def test_a_siblings_path_is_caught(monkeypatch):
     as_chain = functools.lru_cache(1)(lambda draft: Draft.chain(draft.tokens, draft.sizes))
     monkeypatch.setattr(prefixes, "_reached", lambda draft, *rest: reached(as_chain(draft), *rest))
     tokens, _, _ = emitted(SMALL, TREES["without"], slots=4000, prompt=[0, 1], sampling=MIXED)
-    assert not follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
+    assert not follows(tokens, exact_distribution([0, 1], Sampling(**MIXED)))
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────

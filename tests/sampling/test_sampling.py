@@ -23,7 +23,7 @@ def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def by_hand(logits: list[float], settings: Sampling) -> list[float]:
-    """The law of one row, the slow way."""
+    """The distribution of one row, the slow way."""
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if settings.temperature == 0:
         return [float(token == ranked[0]) for token in range(len(logits))]

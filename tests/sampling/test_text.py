@@ -1,4 +1,5 @@
-"""A streamed text is what the tokenizer makes of all its tokens, in pieces; and no part of a stop string is ever shown."""
+"""A streamed text is what the tokenizer makes of all its tokens, in pieces; and no part of a stop string is ever
+shown."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
 def pushed(stream: TextStream, tokens: list[int], cuts: list[int]) -> list[tuple[int, str]]:
-    """What each push gave out, and how many tokens stood before its end; it ends as the loop does, where the stream stops."""
+    """What each push gave out, and how many tokens stood before its end; it ends as the loop does, where the stream
+    stops."""
     found, begin = [], 0
     for size in itertools.cycle(cuts):
         is_last = begin + size >= len(tokens)
@@ -140,7 +142,8 @@ def test_the_pieces_joined_are_the_tokenizers_text_whatever_follows(name, data):
 @every_tokenizer
 @given(st.data())
 def test_a_text_ends_before_its_first_stop_string(name, data):
-    """Catches a stop string over a border, or in a text that one token more would change; against decoding token by token."""
+    """Catches a stop string over a border, or in a text that one token more would change; against decoding token by
+    token."""
     own, tokens, cuts = detokenizer_of(name), data.draw(texts(name, 20)), data.draw(CUTS)
     letters = st.sampled_from("ab n.é日中🙂\n\ufffd'A")
     held = st.tuples(st.integers(0, 30), st.integers(1, 4)).map(lambda at: own.decode(tokens)[at[0] : sum(at)])
@@ -179,7 +182,8 @@ def test_the_tokens_decoded_at_a_step_do_not_grow_with_the_text(name, stops):
 @pytest.mark.parametrize("stops", [(), ("zzz",), ("\ufffd\ufffd\ufffd\ufffd\ufffdz",)])
 @pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
 def test_bytes_alone_cost_no_more_the_longer_they_go_on(name, stops):
-    """Catches a run of byte tokens that is decoded again at each of them: broken bytes, and text in whole characters."""
+    """Catches a run of byte tokens that is decoded again at each of them: broken bytes, and text in whole
+    characters."""
     own, counts = detokenizer_of(name), []
 
     def counting(tokens: Sequence[int]) -> str:
@@ -281,7 +285,8 @@ def test_a_window_that_no_letter_ends_is_not_cut(name, count):
     ids=["BPEDecoder", "CTC", "text replaced", "letters replaced"],
 )  # fmt: skip
 def test_a_decoder_that_is_not_known_gives_its_text_out_at_the_end(decoder, caplog):
-    """Catches a guess about a decoder: `a` that was shown, and then came to be `c`; and a stop string that is missed there."""
+    """Catches a guess about a decoder: `a` that was shown, and then came to be `c`; and a stop string that is missed
+    there."""
     tokenizer = made(["a", "b", " ", "a</w>"], decoder)
     own = detokenizer(tokenizer, len(tokenizer))
     assert "is not known here" in caplog.text

@@ -117,7 +117,7 @@ def test_a_setting_that_float32_cant_hold_is_refused_by_name(name, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "typical_p"])
 def test_a_setting_that_float32_rounds_to_0_means_what_it_is_near_to(name, dtype):
-    """Catches a top_p that keeps no token at all, whose exact is 0 / 0."""
+    """Catches a top_p that keeps no token at all, whose distribution is 0 / 0."""
     logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=dtype)
     settings = Sampling(**{"temperature": 1.0, name: 1e-320})
     p = distribution(logits, Settings.of([settings]))

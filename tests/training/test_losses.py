@@ -91,7 +91,7 @@ def test_total_variation_is_the_expected_rejection() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ce"])
-def test_equal_laws_cost_nothing(name: str) -> None:
+def test_equal_distributions_cost_nothing(name: str) -> None:
     """Catches a divergence that depends on the logits' common shift, or is not 0 at its minimum."""
     _, target, labels = rows()
     draft = (target + 3.0).requires_grad_()
@@ -117,7 +117,8 @@ def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
-    """Catches a target that is renormalised over the draft's vocabulary, 0 * inf, and a gradient to tokens out of reach."""
+    """Catches a target that is renormalised over the draft's vocabulary, 0 * inf, and a gradient to tokens out of
+    reach."""
     draft, target, labels = rows()
     reach = torch.tensor([0, 2, 3, 6])
     small = draft[:, reach].requires_grad_()
@@ -158,16 +159,17 @@ def test_lk_lambda_goes_from_kl_to_tv() -> None:
 
 
 def test_at_the_limit_of_a_drafter_these_losses_keep_more() -> None:
-    """Catches a TV term that does not pull: a drafter of rank 2 can't say 16 laws, and what it keeps hangs on what it gives up.
-    (The point of arXiv 2602.23881: KL spreads itself over what it can't hold.)
+    """Catches a TV term that does not pull: a drafter of rank 2 can't say 16 distributions, and what it keeps hangs on
+    what it gives up. (The point of arXiv 2602.23881: KL spreads itself over what it can't hold.)
     """
-    laws = 3 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    kept = {name: at_its_limit(name, laws) for name in ("kl", "lk_lambda", "lk_alpha")}
+    distributions = 3 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = {name: at_its_limit(name, distributions) for name in ("kl", "lk_lambda", "lk_alpha")}
     assert kept["kl"] + 0.03 < kept["lk_lambda"] < kept["lk_alpha"] - 0.03, kept
 
 
 def at_its_limit(loss: str, target: Tensor, rank: int = 2, steps: int = 400) -> float:
-    """Mean overlap with the laws [m, V] of a drafter whose logits are a matrix of this rank and a bias, trained to its end."""
+    """Mean overlap with the distributions [m, V] of a drafter whose logits are a matrix of this rank and a bias,
+    trained to its end."""
     noise = torch.Generator().manual_seed(9)
     weights = [0.1 * torch.randn(*size, generator=noise, dtype=target.dtype) for size in ((16, rank), (rank, 32), (1, 32))]
     left, right, bias = (weight.requires_grad_() for weight in weights)

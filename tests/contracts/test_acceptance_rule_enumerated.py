@@ -1,5 +1,5 @@
-"""`accept` gives back the target's distribution, summed over every draft and every coin; and the check sees each planted
-fault."""
+"""`accept` gives back the target's distribution, summed over every draft and every coin; and the check sees each
+planted fault."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from outrider.decoding import accept as accepting
 V = 3
 
 
-def random_law(seed: int, vocabulary: int = V):
-    """A law over paths: equal paths, equal p."""
+def random_distribution(seed: int, vocabulary: int = V):
+    """A distribution over paths: equal paths, equal p."""
 
-    def law(path: tuple[int, ...]) -> Tensor:
+    def distribution(path: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + hash(path) % 1_000_003)
         return torch.randn(vocabulary, dtype=torch.float64, generator=generator).mul(1.5).softmax(-1)
 
-    return law
+    return distribution
 
 
 def drawn(parents: list[int], seed: int, how: str):
     """A proposal that may look at all tokens drawn before; siblings come as `how` says."""
-    law = random_law(seed + 77)
+    distribution = random_distribution(seed + 77)
 
     def proposal(tokens: list[int]) -> Tensor:
         n = len(tokens)
         elders = [tokens[m] for m in range(n) if parents[m] == parents[n]]
-        q = law((parents[n], *tokens)).clone()
+        q = distribution((parents[n], *tokens)).clone()
         if how != "replacement":
             q[elders] = 0
             q = q / q.sum()
@@ -52,7 +52,7 @@ SHAPES = {"chain": [-1, 0], "siblings": [-1, -1], "both": [-1, -1, 0], "three si
 def test_what_is_emitted_follows_the_target_exactly(shape, how):
     """Catches any error in ratio test, residual or sibling order, with no chance of a false alarm."""
     for seed in range(2):
-        error = worst_error(random_law(seed), shape, drawn(shape, seed, how), is_certain=how == "top")
+        error = worst_error(random_distribution(seed), shape, drawn(shape, seed, how), is_certain=how == "top")
         assert error < 1e-12, (shape, how, seed)
 
 
@@ -60,22 +60,22 @@ def test_what_is_emitted_follows_the_target_exactly(shape, how):
     st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(0, 10_000), st.sampled_from(["replacement", "without"])
 )
 @examples(max_examples=8)
-def test_any_tree_keeps_the_law(choices, seed, how):
+def test_any_tree_keeps_the_distribution(choices, seed, how):
     """Catches shapes the list above forgot."""
     parents = [choice % (n + 1) - 1 for n, choice in enumerate(choices)]
-    assert worst_error(random_law(seed), parents, drawn(parents, seed, how)) < 1e-12
+    assert worst_error(random_distribution(seed), parents, drawn(parents, seed, how)) < 1e-12
 
 
-def test_the_general_rule_and_its_deterministic_way_keep_the_same_law():
+def test_the_general_rule_and_its_deterministic_way_keep_the_same_distribution():
     """Without q (`accept_top1`) and with one-hot ones the rule is the same."""
     for seed in range(3):
         for shape in SHAPES.values():
             proposal = drawn(shape, seed, "top")
-            assert worst_error(random_law(seed), shape, proposal, is_certain=False) < 1e-12
-            assert worst_error(random_law(seed), shape, proposal, is_certain=True) < 1e-12
+            assert worst_error(random_distribution(seed), shape, proposal, is_certain=False) < 1e-12
+            assert worst_error(random_distribution(seed), shape, proposal, is_certain=True) < 1e-12
 
 
-def test_an_invalid_q_or_id_is_verified_as_deterministic_and_keeps_the_law():
+def test_an_invalid_q_or_id_is_verified_as_deterministic_and_keeps_the_distribution():
     """Catches a NaN, an unnormalised row or an id outside the vocabulary that moves the output."""
 
     def half(tokens: list[int]) -> Tensor:
@@ -90,7 +90,7 @@ def test_an_invalid_q_or_id_is_verified_as_deterministic_and_keeps_the_law():
         return torch.zeros(V, dtype=torch.float64)
 
     for claim in (half, broken, none_at_own):
-        assert worst_error(random_law(1), [-1, -1, 0], drawn([-1, -1, 0], 5, "without"), q_of=claim) < 1e-12
+        assert worst_error(random_distribution(1), [-1, -1, 0], drawn([-1, -1, 0], 5, "without"), q_of=claim) < 1e-12
 
 
 # ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +112,8 @@ def test_dropping_a_token_for_its_own_probability_is_caught():
 
 
 def test_looking_ahead_over_confidences_is_caught():
-    """Planted fault 2.  Two nodes or none, by the second's confidence, which knows the first token: (.85, .15) for (.7, .3)."""
+    """Planted fault 2.  Two nodes or none, by the second's confidence, which knows the first token: (.85, .15) for (.7,
+    .3)."""
     error = worst_error(flat([0.7, 0.3]), [-1, 0], even, depth=1, keep=lambda tokens: 2 if tokens[0] == 0 else 0)
     assert error == pytest.approx(0.15, abs=1e-12)
 
@@ -134,11 +135,11 @@ def test_a_soft_q_for_argmax_tokens_is_caught():
 def test_resampling_from_p_instead_of_the_residual_is_caught(monkeypatch):
     """Planted fault 4."""
     monkeypatch.setattr(accepting, "residual", lambda left, q: left)
-    assert worst_error(random_law(0), [-1, 0], drawn([-1, 0], 0, "without")) > 0.01
+    assert worst_error(random_distribution(0), [-1, 0], drawn([-1, 0], 0, "without")) > 0.01
 
 
 def test_pruning_a_sampled_token_that_the_target_cannot_emit_is_caught():
     """Planted fault 5.  Token 2 is illegal; pruned, the next is drawn from p as if nothing had been tried.  TV 0.24."""
-    law, q = flat([0.9, 0.1, 0.0]), torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64)
-    assert worst_error(law, [-1], lambda _: q, depth=1, keep=lambda tokens: int(tokens[0] != 2)) > 0.05
-    assert worst_error(law, [-1], lambda _: q, depth=1) < 1e-12
+    distribution, q = flat([0.9, 0.1, 0.0]), torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64)
+    assert worst_error(distribution, [-1], lambda _: q, depth=1, keep=lambda tokens: int(tokens[0] != 2)) > 0.05
+    assert worst_error(distribution, [-1], lambda _: q, depth=1) < 1e-12

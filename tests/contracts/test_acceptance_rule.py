@@ -1,4 +1,4 @@
-"""The joint law of three emitted tokens, over thousands of slots, against the exact distribution of a table.
+"""The joint distribution of three emitted tokens, over thousands of slots, against the exact distribution of a table.
 
 Every test's false alarm has odds of at most one in a million; seeds are fixed, so a run that passed passes again.
 """
@@ -10,7 +10,7 @@ import inspect
 import pytest
 import torch
 from conftest import cases
-from contracts.chances import emitted, follows, keeps_the_law
+from contracts.chances import emitted, follows, keeps_the_distribution
 from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
 
 from outrider.decoding import accept as accepting
@@ -28,8 +28,9 @@ from outrider.sampling.settings import Sampling
 
 TARGET = TableTarget.random(5)
 CASES = [case for case in cases() if "nodes" not in case.choices and case.kind not in ("layer_skip", "gemma4_assistant")]
-"""A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in `test_law_trees`.  A
-table has no layers to skip and no keys: the laws of `layer_skip` and `gemma4_assistant` are among their own tests."""
+"""A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in
+`test_acceptance_rule_trees`.  A table has no layers to skip and no keys: the distributions of `layer_skip` and
+`gemma4_assistant` are among their own tests."""
 
 REPEATS = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 2, 2, 0, 1]
 """A prompt in which most short n-grams stand already, so that drafters which look texts up have something to find."""
@@ -63,16 +64,16 @@ def made(policy: type, nodes: int, least: float = 0.3) -> Policy:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_drafter_keeps_the_law(case, workshop):
+def test_every_drafter_keeps_the_distribution(case, workshop):
     """Catches a q that is not what the drafter drew from, and noise that is used twice.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=2500)
+    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=2500)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_drafter_keeps_the_law_under_top_k_and_top_p(case, workshop):
+def test_every_drafter_keeps_the_distribution_under_top_k_and_top_p(case, workshop):
     """Catches a drafter that draws by another rule than the target's.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
-    assert keeps_the_law(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1500, sampling=sampling)
+    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1500, sampling=sampling)
 
 
 def nested(outer: str, inner: str) -> Drafter:
@@ -91,22 +92,22 @@ def nested(outer: str, inner: str) -> Drafter:
 
 @pytest.mark.parametrize("inner", ["mix", "graft"])
 @pytest.mark.parametrize("outer", ["mix", "graft"])
-def test_drafters_within_drafters_keep_the_law(outer, inner):
+def test_drafters_within_drafters_keep_the_distribution(outer, inner):
     """Catches noise that two parts on different floors share: of the second nothing is then drawn from its q.
 
     False alarm 1e-6.
     """
-    assert keeps_the_law(TableTarget.of([0.64, 0.3, 0.06]), nested(outer, inner), slots=1200)
+    assert keeps_the_distribution(TableTarget.of([0.64, 0.3, 0.06]), nested(outer, inner), slots=1200)
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_every_tree_keeps_the_law(tree):
+def test_every_tree_keeps_the_distribution(tree):
     """Catches wrong residuals between siblings and wrong paths in the cache.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, tree, slots=5000)
+    assert keeps_the_distribution(TARGET, tree, slots=5000)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_another_function_of_the_law_leaves_a_seeded_text_as_it_is(shared):
+def test_another_function_of_the_distribution_leaves_a_seeded_text_as_it_is(shared):
     """Catches noise that is shared or not by which function judges, in place of what the caller asks for."""
     rules = [None, accepting.accept, accept_chain]
     found = [emitted(TARGET, TREES["chain"], slots=100, rule=rule, seeded=True, shared_noise=shared)[0] for rule in rules]
@@ -117,36 +118,37 @@ def test_another_function_of_the_law_leaves_a_seeded_text_as_it_is(shared):
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_drafts_of_the_trees_are_partly_kept(tree):
-    """Guards the tests here against drafts that are never kept, where every law holds."""
+    """Guards the tests here against drafts that are never kept, where every distribution holds."""
     _, _, kept = emitted(TARGET, tree, slots=300)
     assert 300 < kept < 300 * 3 * 3
 
 
-def test_plain_decoding_follows_the_law():
+def test_plain_decoding_follows_the_distribution():
     """The check itself: no drafter, no way to err.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, TREES["chain"], Fixed(0), slots=5000)
+    assert keeps_the_distribution(TARGET, TREES["chain"], Fixed(0), slots=5000)
 
 
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_every_policy_keeps_the_law_with_confident_drafts(policy, tree):
-    """Catches a policy that looks at what it must not: here confidences hang on the drafted tokens.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, tree, made(policy, tree.limit), slots=2000)
+def test_every_policy_keeps_the_distribution_with_confident_drafts(policy, tree):
+    """Catches a policy that looks at what it must not: here confidences hang on the drafted tokens.  False alarm
+    1e-6."""
+    assert keeps_the_distribution(TARGET, tree, made(policy, tree.limit), slots=2000)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
-def test_every_policy_keeps_the_law_with_every_drafter(policy, case, workshop):
+def test_every_policy_keeps_the_distribution_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""
     if policy is Fixed:
-        return  # the law test above
+        return  # the distribution test above
     drafter = workshop.build(case, TARGET)
-    assert keeps_the_law(TARGET, drafter, made(policy, drafter.limit, 0.2), prompt=REPEATS, slots=1500)
+    assert keeps_the_distribution(TARGET, drafter, made(policy, drafter.limit, 0.2), prompt=REPEATS, slots=1500)
 
 
-def test_a_budget_that_comes_and_goes_keeps_the_law():
+def test_a_budget_that_comes_and_goes_keeps_the_distribution():
     """Catches drafts that survive a step in which nothing was wanted.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, TREES["without replacement"], OnAndOff(6), slots=4000)
+    assert keeps_the_distribution(TARGET, TREES["without replacement"], OnAndOff(6), slots=4000)
 
 
 # ── a policy is a stopping rule ───────────────────────────────────────────────────────────────────────────────────────
@@ -172,7 +174,8 @@ def moves_behind_its_cut(policy, sizes, confidence, other, slot) -> bool:
 
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 def test_a_later_confidence_never_moves_a_slots_cut(policy):
-    """Catches every look-ahead, whether or not some law test is sharp enough to see it.  Dense cases: few show one."""
+    """Catches every look-ahead, whether or not some distribution test is sharp enough to see it.  Dense cases: few show
+    one."""
     generator = torch.Generator().manual_seed(0)
     for case in range(300):
         slots, nodes = 1 + case % 3, 1 + case % 5
@@ -201,9 +204,9 @@ def knows_the_token_before(before, own):
 
 
 def test_a_policy_that_looks_ahead_is_caught():
-    """Planted fault 2: emits (.85, .15) where the law is (.7, .3)."""
+    """Planted fault 2: emits (.85, .15) where the distribution is (.7, .3)."""
     drafter = Drawn(even, 2, knows_the_token_before)
-    assert not keeps_the_law(UNEVEN, drafter, LookAhead(2))
+    assert not keeps_the_distribution(UNEVEN, drafter, LookAhead(2))
     tokens, _, _ = emitted(UNEVEN, drafter, LookAhead(2))
     # six standard deviations of 4000 draws
     assert float((tokens[:, 0] == 0).double().mean()) == pytest.approx(0.85, abs=0.034)
@@ -211,7 +214,7 @@ def test_a_policy_that_looks_ahead_is_caught():
 
 def test_the_same_confidences_with_a_stopping_rule_are_exact():
     """The twin of the fault above.  False alarm 1e-6."""
-    assert keeps_the_law(UNEVEN, Drawn(even, 2, knows_the_token_before), ByConfidence(2, 0.3))
+    assert keeps_the_distribution(UNEVEN, Drawn(even, 2, knows_the_token_before), ByConfidence(2, 0.3))
 
 
 def test_a_token_dropped_for_its_own_probability_is_caught():
@@ -221,11 +224,11 @@ def test_a_token_dropped_for_its_own_probability_is_caught():
         own = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
         return Draft.chain(draft.tokens, draft.sizes, draft.q, own.float())
 
-    def law(before, own):
+    def distribution(before, own):
         return torch.tensor([0.4, 0.6], dtype=torch.float64).expand(len(own), -1)
 
-    assert keeps_the_law(UNEVEN, Drawn(law, 2), ByConfidence(2, 0.5))
-    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=own_q), ByConfidence(2, 0.5))
+    assert keeps_the_distribution(UNEVEN, Drawn(distribution, 2), ByConfidence(2, 0.5))
+    assert not keeps_the_distribution(UNEVEN, Drawn(distribution, 2, bend=own_q), ByConfidence(2, 0.5))
 
 
 def test_argmax_tokens_with_a_soft_q_are_caught():
@@ -234,17 +237,17 @@ def test_argmax_tokens_with_a_soft_q_are_caught():
     def argmax(draft: Draft) -> Draft:
         return Draft.chain(draft.q.argmax(-1), draft.sizes, draft.q)
 
-    def law(before, own):
+    def distribution(before, own):
         return torch.tensor([0.45, 0.55], dtype=torch.float64).expand(len(own), -1)
 
-    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=argmax))
+    assert not keeps_the_distribution(UNEVEN, Drawn(distribution, 2, bend=argmax))
 
 
 def test_resampling_from_p_after_a_rejection_is_caught(monkeypatch):
     """Planted fault 4."""
     monkeypatch.setattr(accepting, "residual", lambda left, q: left)
-    assert not keeps_the_law(TARGET, TREES["chain"], slots=5000)
-    assert not keeps_the_law(TARGET, TREES["without replacement"], slots=5000)
+    assert not keeps_the_distribution(TARGET, TREES["chain"], slots=5000)
+    assert not keeps_the_distribution(TARGET, TREES["without replacement"], slots=5000)
 
 
 def test_pruning_a_sampled_token_that_cannot_be_emitted_is_caught():
@@ -255,24 +258,25 @@ def test_pruning_a_sampled_token_that_cannot_be_emitted_is_caught():
         legal = (draft.tokens != 2).long().cumprod(-1).sum(-1)
         return Draft.chain(draft.tokens, torch.minimum(draft.sizes, legal), draft.q)
 
-    def law(before, own):
+    def distribution(before, own):
         return torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64).expand(len(own), -1)
 
-    assert keeps_the_law(target, Drawn(law, 2))
-    assert not keeps_the_law(target, Drawn(law, 2, bend=prune))
+    assert keeps_the_distribution(target, Drawn(distribution, 2))
+    assert not keeps_the_distribution(target, Drawn(distribution, 2, bend=prune))
 
 
 # ── hostile drafts at temperature 1 ───────────────────────────────────────────────────────────────────────────────────
 
 
 class Spoilt(Drawn):
-    """Some nodes, chosen before their tokens are looked at, get an id or a q that can't be; `spoilt` counts those handed in."""
+    """Some nodes, chosen before their tokens are looked at, get an id or a q that can't be; `spoilt` counts those
+    handed in."""
 
     def __init__(self, how: str):
-        def law(before, own):
+        def distribution(before, own):
             return (0.5 * TARGET.table[before, own]).softmax(-1)
 
-        super().__init__(law, 3, bend=self._spoil)
+        super().__init__(distribution, 3, bend=self._spoil)
         self.how, self.spoilt, self.generator = how, 0, torch.Generator().manual_seed(1)
 
     def _spoil(self, draft: Draft) -> Draft:
@@ -303,6 +307,6 @@ def test_invalid_nodes_are_verified_as_deterministic_and_counted(how):
     """Catches NaN that reaches the residual, ids that wrap around, and a count that lies.  False alarm 1e-6."""
     drafter = Spoilt(how)
     tokens, state, kept = emitted(TARGET, drafter, slots=2500)
-    assert follows(tokens, TARGET.law([0], 3, state.judge.settings._replace(temperature=torch.tensor([1.0]))))
+    assert follows(tokens, TARGET.distribution([0], 3, state.judge.settings._replace(temperature=torch.tensor([1.0]))))
     assert state.invalid == drafter.spoilt > 0
     assert kept > 0

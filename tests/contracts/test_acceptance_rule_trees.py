@@ -1,5 +1,5 @@
-"""Drawn trees keep the target's distribution: through the loop, and exactly over every draft and every coin; planted faults
-do not."""
+"""Drawn trees keep the target's distribution: through the loop, and exactly over every draft and every coin; planted
+faults do not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Case
-from contracts.chances import Chance, _spread, emitted, keeps_the_law, outcomes
+from contracts.chances import Chance, _spread, emitted, keeps_the_distribution, outcomes
 from contracts.parties import Proposer, TableTarget, last_two
-from contracts.test_law_enumerated import random_law
+from contracts.test_acceptance_rule_enumerated import random_distribution
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
@@ -28,7 +28,8 @@ KINDS = pytest.mark.parametrize("replacement", [False, True], ids=["without", "w
 
 
 class Grown(Proposer):
-    """Grows trees from a law that is near the table's but not it.  `bend` may spoil the draft, as a faulty drafter would."""
+    """Grows trees from a distribution that is near the table's but not it.  `bend` may spoil the draft, as a faulty
+    drafter would."""
 
     confidence_before_draw = True
 
@@ -70,11 +71,11 @@ def contrary(replacement: bool, bend=lambda draft: draft) -> Grown:
 
 
 @KINDS
-def test_drawn_trees_keep_the_law(replacement):
+def test_drawn_trees_keep_the_distribution(replacement):
     """Catches a q that is not what a sibling was drawn from, and noise that is used twice.  False alarm 1e-6."""
     drafter = Grown(TARGET, 3, 3, 8, replacement)
-    assert keeps_the_law(TARGET, drafter, slots=2500)
-    assert keeps_the_law(TARGET, drafter, slots=1500, sampling={"temperature": 0.7, "top_k": 3, "top_p": 0.9})
+    assert keeps_the_distribution(TARGET, drafter, slots=2500)
+    assert keeps_the_distribution(TARGET, drafter, slots=1500, sampling={"temperature": 0.7, "top_k": 3, "top_p": 0.9})
     _, _, kept = emitted(TARGET, drafter, slots=200)
     assert kept > 200
 
@@ -94,38 +95,39 @@ def test_a_tree_may_be_cut_by_a_policy(replacement):
     """Catches an order of nodes that hangs on what was drawn.  False alarm 1e-6."""
 
     def trust(draft: Draft) -> Draft:
-        """How sure the parent's law is of its best token, known before the draw."""
+        """How sure the parent's distribution is of its best token, known before the draw."""
         return replace(draft, confidence=draft.q.amax(-1).float().clamp(0, 1))
 
     drafter = Grown(TARGET, 2, 3, 6, True, trust)
     drafter.replacement = replacement
-    assert keeps_the_law(TARGET, drafter, ByConfidence(6, 0.3), slots=2000)
+    assert keeps_the_distribution(TARGET, drafter, ByConfidence(6, 0.3), slots=2000)
 
 
 def test_siblings_that_share_their_noise_are_caught(monkeypatch):
-    """Planted fault: with replacement a younger sibling drawn from its elder's noise is the elder, whatever its q says."""
-    assert keeps_the_law(UNEVEN, contrary(True), slots=1500)
+    """Planted fault: with replacement a younger sibling drawn from its elder's noise is the elder, whatever its q
+    says."""
+    assert keeps_the_distribution(UNEVEN, contrary(True), slots=1500)
     draw = Streams.draw
 
     def unsalted(self, weights, depth, purpose, salt=None):
         return draw(self, weights, depth, purpose, None if salt is None else 0 * salt)
 
     monkeypatch.setattr(Streams, "draw", unsalted)
-    assert not keeps_the_law(UNEVEN, contrary(True), slots=1500)
+    assert not keeps_the_distribution(UNEVEN, contrary(True), slots=1500)
 
 
 def test_siblings_without_replacement_that_say_they_are_with_are_caught():
     """Planted fault: q of a younger sibling is not conditioned on its elders."""
-    assert keeps_the_law(UNEVEN, contrary(False), slots=1500)
-    assert not keeps_the_law(UNEVEN, contrary(False, unconditioned), slots=1500)
+    assert keeps_the_distribution(UNEVEN, contrary(False), slots=1500)
+    assert not keeps_the_distribution(UNEVEN, contrary(False, unconditioned), slots=1500)
 
 
 @pytest.mark.parametrize("replacement", [False, True])
-def test_the_trees_of_a_small_model_keep_the_law(replacement, workshop):
+def test_the_trees_of_a_small_model_keep_the_distribution(replacement, workshop):
     """Catches a cache or a mask that gives another q than what was drawn from.  False alarm 1e-6."""
     target = TableTarget.random(7)
     drafter = workshop.build(Case("small_model", {"width": 3, "nodes": 7, "replacement": replacement}), target)
-    assert keeps_the_law(target, drafter, slots=1000, prompt=[0, 3])
+    assert keeps_the_distribution(target, drafter, slots=1000, prompt=[0, 3])
 
 
 # ── exactly ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,11 +144,12 @@ def error(
     parents: tuple[int, ...], replacement: bool, seed: int, bend: Callable[[Draft], Draft] = lambda draft: draft,
     temperature: float = 1.0, top_k: int = 0, depth: int = 3,
 ) -> float:  # fmt: skip
-    """Largest difference between the law of the first `depth` tokens emitted and the target's, over every draft and coin."""
-    p, q, judge = random_law(seed), random_law(seed + 77), SamplingJudge()
+    """Largest difference between the distribution of the first `depth` tokens emitted and the target's, over every
+    draft and coin."""
+    p, q, judge = random_distribution(seed), random_distribution(seed + 77), SamplingJudge()
     judge.settings = Settings.of([Sampling(temperature, top_k=top_k)])
 
-    def law(path):
+    def distribution(path):
         return judge.distribution(p(path).log()[None])[0]
 
     def path(tree, n):
@@ -156,7 +159,7 @@ def error(
         nodes = range(tree.tokens.shape[1] - fresh, tree.tokens.shape[1])
         return torch.stack([q(path(tree, n)).log() for n in nodes])[None]
 
-    found = torch.zeros((len(law(())),) * depth, dtype=torch.float64)
+    found = torch.zeros((len(distribution(())),) * depth, dtype=torch.float64)
     script: list[int] = []
     while True:
         chance = Drawing(script)
@@ -167,9 +170,9 @@ def error(
             )
         )  # fmt: skip
         if chance.weight > 0:
-            rows = torch.stack([law(()), *(law(path(draft, n)) for n in range(len(parents)))])[None]
+            rows = torch.stack([distribution(()), *(distribution(path(draft, n)) for n in range(len(parents)))])[None]
             for weight, out in outcomes(draft, rows):
-                _spread(found, law, tuple(out[:depth]), chance.weight * weight)
+                _spread(found, distribution, tuple(out[:depth]), chance.weight * weight)
         script = chance.script
         while script and script[-1] + 1 == chance.open[len(script) - 1]:
             script.pop()
@@ -177,7 +180,7 @@ def error(
             break
         script[-1] += 1
     exact = torch.zeros_like(found)
-    _spread(exact, law, (), 1.0)
+    _spread(exact, distribution, (), 1.0)
     return float((found - exact).abs().max())
 
 

@@ -1,0 +1,3 @@
+from tiny import folder
+
+__all__ = ["folder"]
