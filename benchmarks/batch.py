@@ -1,9 +1,11 @@
 """Tokens per second by batch, plain and speculative, and whether Adaptive follows the better of the two.
 
-    python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4] [--rounds 3] [--out FILE]
+    python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4] [--rounds 3] [--out
+    FILE]
 
-On the demo target, greedy, prefill left out.  In every round plain, Fixed and Adaptive serve the same prompts one after the
-other.  Adaptive keeps what it has learnt from round to round, as a server's does; its first round is a warm-up, as theirs is.
+On the demo target, greedy, prefill left out.  In every round plain, Fixed and Adaptive serve the same prompts one after
+the other.  Adaptive keeps what it has learnt from round to round, as a server's does; its first round is a warm-up, as
+theirs is.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/block.py [--prompts 24] [--tokens 128] [--lengths 2,4,8] [--temperature 1.0] [--out FILE]
 
-The small model that ships drafts for the demo target, in float32, with the same prompts and the same noise both ways, by turns;
-both are exact.  `gain` is the ratio of tokens per step, with the standard error of the mean over prompts.
+The small model that ships drafts for the demo target, in float32, with the same prompts and the same noise both ways,
+by turns; both are exact.  `gain` is the ratio of tokens per step, with the standard error of the mean over prompts.
 """
 
 from __future__ import annotations

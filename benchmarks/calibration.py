@@ -2,10 +2,10 @@
 
     python benchmarks/calibration.py --checkpoint runs/NAME/checkpoint [--prompts 800] [--out FILE]
 
-The drafter is served at temperature 1 on held-out prompts.  The error is the expected calibration error of reaching and keeping
-each slot, over 15 bins of equally many drafts; `noise` is what perfect promises would show on so few drafts, by outcomes drawn
-from the promises.  Every second prompt is scaled on, the others are judged.  The checkpoint is read, not written; a scaling
-that it has counts as part of what it promises.
+The drafter is served at temperature 1 on held-out prompts.  The error is the expected calibration error of reaching and
+keeping each slot, over 15 bins of equally many drafts; `noise` is what perfect promises would show on so few drafts, by
+outcomes drawn from the promises.  Every second prompt is scaled on, the others are judged.  The checkpoint is read, not
+written; a scaling that it has counts as part of what it promises.
 """
 
 from __future__ import annotations

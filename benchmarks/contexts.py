@@ -1,12 +1,14 @@
-"""What a step and a prompt cost as the text grows: is the cost linear, and is each cached key read once for all rows of a slot?
+"""What a step and a prompt cost as the text grows: is the cost linear, and is each cached key read once for all rows of
+a slot?
 
     python benchmarks/contexts.py [--contexts 1,4,16,32] [--prompts 1,4] [--rows 1,8] [--rounds 15] [--out FILE]
 
-A Qwen3 with attention of the 0.6 B shape (16 heads of 128 on 8 of keys), 4 layers, a small vocabulary and random weights in
-float32, compiled, one slot.  The cache is filled with noise up to each context (in thousands of tokens), so that a step there
-can be timed without reading so long a text; steps of all widths at all contexts take turns, and the quickest of each counts.
-`over_context_ms` is what a step takes beyond a step behind 64 tokens, `bound_ms` what reading that many bytes of keys and
-values takes at the speed of a sum over as many.  Prompts (in thousands) are read whole, in chunks, as `generate` reads them.
+A Qwen3 with attention of the 0.6 B shape (16 heads of 128 on 8 of keys), 4 layers, a small vocabulary and random
+weights in float32, compiled, one slot.  The cache is filled with noise up to each context (in thousands of tokens), so
+that a step there can be timed without reading so long a text; steps of all widths at all contexts take turns, and the
+quickest of each counts. `over_context_ms` is what a step takes beyond a step behind 64 tokens, `bound_ms` what reading
+that many bytes of keys and values takes at the speed of a sum over as many.  Prompts (in thousands) are read whole, in
+chunks, as `generate` reads them.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
     python benchmarks/corpus.py [--tokens 10000000] [--out FILE]
 
-The Python sources of the standard library and of the installed packages, tokenised with the demo's tokenizer; where they are
-fewer tokens than asked for, they are repeated with every tenth token changed.  Build and search run in processes of their own.
-Contexts are 64 tokens from anywhere in the corpus, one of the last 32 changed, so that suffixes of all lengths are looked for.
+The Python sources of the standard library and of the installed packages, tokenised with the demo's tokenizer; where
+they are fewer tokens than asked for, they are repeated with every tenth token changed.  Build and search run in
+processes of their own. Contexts are 64 tokens from anywhere in the corpus, one of the last 32 changed, so that suffixes
+of all lengths are looked for.
 
-Warm is after every page was touched once.  Cold is after the mapping was dropped and the kernel was told by posix_fadvise
-(DONTNEED) to drop the files' pages.  Anonymous memory is what RssAnon grows by from before `open` until after all searches,
-modules and contexts loaded before.  Shared is what a second process that made the same searches maps together with the first,
-by smaps.
+Warm is after every page was touched once.  Cold is after the mapping was dropped and the kernel was told by
+posix_fadvise (DONTNEED) to drop the files' pages.  Anonymous memory is what RssAnon grows by from before `open` until
+after all searches, modules and contexts loaded before.  Shared is what a second process that made the same searches
+maps together with the first, by smaps.
 """
 
 from __future__ import annotations

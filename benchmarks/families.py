@@ -3,19 +3,19 @@
     python benchmarks/families.py [--form NAME …] [--tokens 64] [--out benchmarks/results/every_family.json]
     python benchmarks/families.py --settings [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
 
-Without --settings: every causal family that transformers knows, in its causal form and in the one that also reads images,
-each built from its config class alone with its sizes made small.  A prompt that crosses every limit of its config while it is
-continued is read alone and beside a longer one; so is one beyond all limits.  A family is exact, or refused with a reason.
-With --out, forms that the file has already are not tried again.
+Without --settings: every causal family that transformers knows, in its causal form and in the one that also reads
+images, each built from its config class alone with its sizes made small.  A prompt that crosses every limit of its
+config while it is continued is read alone and beside a longer one; so is one beyond all limits.  A family is exact, or
+refused with a reason. With --out, forms that the file has already are not tried again.
 
-With --settings: tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes what the
-model itself wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is accepted and
-rejected.
-Twenty prompts of unequal length share three slots.  --tokens counts those of float64 with the first attention a family has; its
-other settings compare a quarter of them.
-In float64 a token that differs is a mismatch; in float32 it is a tie if the model's two best logits lie within four times the
-measured difference between its one-row and its n-row pass there.  Behind a difference the text is taken up again.
-Prints JSON; exits with 1 on a mismatch.
+With --settings: tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes
+what the model itself wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is
+accepted and rejected.
+Twenty prompts of unequal length share three slots.  --tokens counts those of float64 with the first attention a family
+has; its other settings compare a quarter of them.
+In float64 a token that differs is a mismatch; in float32 it is a tie if the model's two best logits lie within four
+times the measured difference between its one-row and its n-row pass there.  Behind a difference the text is taken up
+again. Prints JSON; exits with 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from outrider.errors import TargetError
 from outrider.generation import serve
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
+from outrider.targets.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
 from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -124,7 +124,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64, seed: int = 3) -> PreTrainedModel:
-    """A random model of a family, its weights large enough that its text moves.  ValueError: it has no such attention."""
+    """A random model of a family, its weights large enough that its text moves.  ValueError: it has no such
+    attention."""
     kind, own = SMALL[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**own_sizes(kind), **own})
@@ -134,7 +135,8 @@ def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64
 
 
 def own_sizes(kind: str) -> dict[str, Any]:
-    """Those of BASE that configs of this kind have: one that is handed a size keeps it, whether it is its own or not."""
+    """Those of BASE that configs of this kind have: one that is handed a size keeps it, whether it is its own or
+    not."""
     of_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(of_class)} | set(of_class.attribute_map)
     return {key: value for key, value in BASE.items() if key in known}
@@ -188,7 +190,8 @@ def forms() -> list[tuple[str, str]]:
 
 
 def built(kind: str, form: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A random model of this kind from its config class alone, its sizes made small.  Raises what transformers raises."""
+    """A random model of this kind from its config class alone, its sizes made small.  Raises what transformers
+    raises."""
     try:
         return _built(kind, form, dtype, narrow=True)
     except Exception:
@@ -340,7 +343,8 @@ def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay
 
 
 def judged(target: TransformersTarget, text: list[int], prompt: int, at: int, token: int) -> dict[str, Any]:
-    """What the model says of a place where two texts part: the margin of its two best logits, and how much they move."""
+    """What the model says of a place where two texts part: the margin of its two best logits, and how much they
+    move."""
     one, difference = spread(target, text[:at], prompt)
     first, second = one.topk(2).values.tolist()
     return {"at": at - prompt, "wanted": text[at], "found": token, "margin": first - second, "difference": difference}

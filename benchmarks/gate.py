@@ -1,13 +1,14 @@
-"""Does the gate stop what got worse, and nothing else?  Simulated pairs of reports with the noise of real runs, as real files.
+"""Does the gate stop what got worse, and nothing else?  Simulated pairs of reports with the noise of real runs, as real
+files.
 
     python benchmarks/gate.py [--times 200] [--noise FILE] [--out FILE]
 
-Nine tasks, 200 prompts in all, every rule on.  First the demo target is measured twice with the n-gram drafter: what differs
-between the two runs, prompt by prompt, is noise and nothing else.  It is centered, scaled to a standard deviation of 0.08 of
-the paired log-ratio of speed-ups, and laid over every simulated run with replacement: its shape is real, its size is set, and
-what was measured is in the result.  Beside it each run's machine is faster or slower as a whole by 3 %, every step's acceptance
-is drawn anew, and one answer in thirty scores otherwise by chance, so that no rule has an easy life.  Both reports are written
-as JSON, read back and judged; some go through the command line.
+Nine tasks, 200 prompts in all, every rule on.  First the demo target is measured twice with the n-gram drafter: what
+differs between the two runs, prompt by prompt, is noise and nothing else.  It is centered, scaled to a standard
+deviation of 0.08 of the paired log-ratio of speed-ups, and laid over every simulated run with replacement: its shape is
+real, its size is set, and what was measured is in the result.  Beside it each run's machine is faster or slower as a
+whole by 3 %, every step's acceptance is drawn anew, and one answer in thirty scores otherwise by chance, so that no
+rule has an easy life.  Both reports are written as JSON, read back and judged; some go through the command line.
 --noise takes the measured noise from an earlier result and needs no model.
 """
 

@@ -1,13 +1,14 @@
 """Does speculation pay where a target does not fit into the caches?
 
-    python benchmarks/large.py [--shape 0.6b] [--values float32,bfloat16] [--rows 8] [--new 24] [--rounds 3] [--plain-path]
+    python benchmarks/large.py [--shape 0.6b] [--values float32,bfloat16] [--rows 8] [--new 24] [--rounds 3]
+    [--plain-path]
                                [--out FILE]
 
-A Qwen3 of that shape with random weights, as float32 numbers or as exact bfloat16 ones, greedy, one request at a time.  Drafts
-are replayed: chains of which so much is right as the demo's dspark (the checkpoint of the last `make demo`) kept on the demo
-target, step by step; drafting them costs nothing here, so the ratio is what verification allows.  Plain and drafted requests
-take turns, and all texts are compared.  `share`: how fast a plain step reads the packed weights beside the quickest reading of
-as many bytes in the same run.
+A Qwen3 of that shape with random weights, as float32 numbers or as exact bfloat16 ones, greedy, one request at a time.
+Drafts are replayed: chains of which so much is right as the demo's dspark (the checkpoint of the last `make demo`) kept
+on the demo target, step by step; drafting them costs nothing here, so the ratio is what verification allows.  Plain and
+drafted requests take turns, and all texts are compared.  `share`: how fast a plain step reads the packed weights beside
+the quickest reading of as many bytes in the same run.
 """
 
 from __future__ import annotations

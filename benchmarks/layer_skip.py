@@ -2,10 +2,11 @@
 
     python benchmarks/layer_skip.py [--tries 30] [--tokens 32] [--prompts 3] [--plain-path] [--out FILE]
 
-Sets of sublayers are searched on six prompts, and the best of each size (sublayers left out) is told: how often its first
-drafted token is the target's own, its seconds, and the bound of its speed-up, E[tokens] T(1) / (T(n) + T_draft).  `decoded` are
-the best set and SWIFT's start, every second layer, on other prompts: greedy, one request, each through all ways by turns.
-Drafting passes take the plain path; with compiled steps (the default) T(1) and T(n) do not, so that the bound is lower.
+Sets of sublayers are searched on six prompts, and the best of each size (sublayers left out) is told: how often its
+first drafted token is the target's own, its seconds, and the bound of its speed-up, E[tokens] T(1) / (T(n) + T_draft).
+`decoded` are the best set and SWIFT's start, every second layer, on other prompts: greedy, one request, each through
+all ways by turns. Drafting passes take the plain path; with compiled steps (the default) T(1) and T(n) do not, so that
+the bound is lower.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/lm_eval.py [--limit 48] [--out benchmarks/results/lm_eval.json]
 
-Tasks of our own (benchmarks/lm_eval), whose rows come from the running interpreter's library.  First both runs of each task, at
-temperature 0: every answer must be the same.  Then, where lm-eval's `hf` model can be imported (pip install 'lm-eval[hf]'), its
-log-likelihoods and answers on the demo target's folder beside ours.  Seconds mean little where `load` is above the cores.
+Tasks of our own (benchmarks/lm_eval), whose rows come from the running interpreter's library.  First both runs of each
+task, at temperature 0: every answer must be the same.  Then, where lm-eval's `hf` model can be imported (pip install
+'lm-eval[hf]'), its log-likelihoods and answers on the demo target's folder beside ours.  Seconds mean little where
+`load` is above the cores.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/loading.py [--target FOLDER] [--dtype float32 --dtype bfloat16] [--rounds 3] [--out FILE]
 
-Without --target, a model of the shape of Qwen3-0.6B with random weights is saved to a temporary folder.  Every round loads
-by turns: transformers alone, a target with an empty cache folder, a target again.  Prints JSON: seconds of each, the median
-of what a target takes more, and the process's own seconds of CPU, which a busy machine does not stretch.
+Without --target, a model of the shape of Qwen3-0.6B with random weights is saved to a temporary folder.  Every round
+loads by turns: transformers alone, a target with an empty cache folder, a target again.  Prints JSON: seconds of each,
+the median of what a target takes more, and the process's own seconds of CPU, which a busy machine does not stretch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The demo's training here, and on an emulated machine without bfloat16 units: `python benchmarks/machines.py --out FILE`.
+"""The demo's training here, and on an emulated machine without bfloat16 units: `python benchmarks/machines.py --out
+FILE`.
 
-Each turn is a process of its own: the first steps of recipes/demo.yaml on pieces of the standard library, in the type that
-`train.dtype: auto` takes there; once more in bfloat16 where units are missing, which is what a forced choice costs.  The
-emulation is torch's and oneDNN's own AVX2 code: no bfloat16 instructions, and products that torch multiplies number by number.
-Float32 products may stay faster than an older CPU's.  Steps a second by turns, their medians, and ratios to the native choice.
+Each turn is a process of its own: the first steps of recipes/demo.yaml on pieces of the standard library, in the type
+that `train.dtype: auto` takes there; once more in bfloat16 where units are missing, which is what a forced choice
+costs.  The emulation is torch's and oneDNN's own AVX2 code: no bfloat16 instructions, and products that torch
+multiplies number by number. Float32 products may stay faster than an older CPU's.  Steps a second by turns, their
+medians, and ratios to the native choice.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python benchmarks/methods.py [--only dspark,dflash] [--seeds 0,1,2] [--column minutes,steps] [--table]
 
-A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one core,
-timed once and the same for the method's other seeds; column `steps`: the same number of steps for all.  Data, batch,
-optimiser and prompts are the same, settings are the recipes'; what a cell says is a line of results/methods.jsonl, so a run
-that is stopped goes on where it was, and two may run beside each other on methods of their own.  Time is the process's own
-CPU time, which work beside it does not count in; no cell sees its prompts in training.  Measured in interleaved runs of a few
-methods, at temperatures 0 and 1, against `generate` and plain decoding.
+A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one
+core, timed once and the same for the method's other seeds; column `steps`: the same number of steps for all.  Data,
+batch, optimiser and prompts are the same, settings are the recipes'; what a cell says is a line of
+results/methods.jsonl, so a run that is stopped goes on where it was, and two may run beside each other on methods of
+their own.  Time is the process's own CPU time, which work beside it does not count in; no cell sees its prompts in
+training.  Measured in interleaved runs of a few methods, at temperatures 0 and 1, against `generate` and plain
+decoding.
 
-The table is over all cells there are: mean and spread over seeds, and every comparison of two methods as a ratio of tokens per
-step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
+The table is over all cells there are: mean and spread over seeds, and every comparison of two methods as a ratio of
+tokens per step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
 """
 
 from __future__ import annotations

@@ -1,21 +1,24 @@
-"""Tokens per second beside other engines on the same machine: whole requests, prompt included, one at a time and in batches.
+"""Tokens per second beside other engines on the same machine: whole requests, prompt included, one at a time and in
+batches.
 
     python benchmarks/engines/build_llama.py
     python benchmarks/engines/install_openvino.py
     python3.11 benchmarks/engines/install.py
-    python benchmarks/peers.py [--batches 1,4,16,64] [--only ours,llama] [--prompts 8] [--new 96] [--rounds 2] [--out FILE]
+    python benchmarks/peers.py [--batches 1,4,16,64] [--only ours,llama] [--prompts 8] [--new 96] [--rounds 2] [--out
+    FILE]
 
-The demo target, greedy, every way of every party by turns.  Ours, compiled: plain, with ngram, and with the checkpoint of the
-last `make demo`.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with our small
-model and with that checkpoint as drafters.  OpenVINO GenAI on the file of 16 bits, with and without its prompt lookup; vLLM
-in float32, with and without its n-grams; `generate` of transformers.  What can't be had here, or fails in the warm-up, is in
-`left_out`, with the reason.
+The demo target, greedy, every way of every party by turns.  Ours, compiled: plain, with ngram, and with the checkpoint
+of the last `make demo`.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with
+our small model and with that checkpoint as drafters.  OpenVINO GenAI on the file of 16 bits, with and without its
+prompt lookup; vLLM in float32, with and without its n-grams; `generate` of transformers.  What can't be had here, or
+fails in the warm-up, is in `left_out`, with the reason.
 
-Batch 1 is `--prompts` requests, one after the other, ways by turns at each; `first_ms` is a request for one token.  Batch b is
-twice b requests, at least eight: b are served at a time, and where one ends the next comes.  Servers get b clients and b
-slots; transformers, which can't replace a row, b prompts after b prompts, padded on the left.  vLLM starts once, with as many
-slots as the largest batch has.  No prefix of a prompt is kept.  Texts are compared with our plain ones, whose weights and
-caches are float32; caches of others are as they come: llama.cpp's in 16 bits, OpenVINO's in 8.
+Batch 1 is `--prompts` requests, one after the other, ways by turns at each; `first_ms` is a request for one token.
+Batch b is twice b requests, at least eight: b are served at a time, and where one ends the next comes.  Servers get b
+clients and b slots; transformers, which can't replace a row, b prompts after b prompts, padded on the left.  vLLM
+starts once, with as many slots as the largest batch has.  No prefix of a prompt is kept.  Texts are compared with our
+plain ones, whose weights and caches are float32; caches of others are as they come: llama.cpp's in 16 bits, OpenVINO's
+in 8.
 
 LLAMA_SERVER names another binary of llama.cpp; our dspark is converted by the source beside it.  Prints JSON.
 """

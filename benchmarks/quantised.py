@@ -1,11 +1,12 @@
-"""One checkpoint beside its target in float32 and in int8: tokens per step, speed and memory, on the same prompts by turns.
+"""One checkpoint beside its target in float32 and in int8: tokens per step, speed and memory, on the same prompts by
+turns.
 
     python benchmarks/quantised.py [--prompts 24] [--tokens 96] [--drafter runs/demo/checkpoint] [--out FILE]
 
-The checkpoint was trained beside float32 weights.  `lost` is how many tokens per step fewer it has beside int8 ones, with the
-standard error of the mean over prompts; the draft's own weights are float32 or int8.  Every text is compared with that same
-target's `generate`.  `apart` is the largest difference of a logit between single steps and one pass over the same tokens: for
-int8-dynamic it is why that mode is refused.  The plain path throughout, since int8 has no other.
+The checkpoint was trained beside float32 weights.  `lost` is how many tokens per step fewer it has beside int8 ones,
+with the standard error of the mean over prompts; the draft's own weights are float32 or int8.  Every text is compared
+with that same target's `generate`.  `apart` is the largest difference of a logit between single steps and one pass over
+the same tokens: for int8-dynamic it is why that mode is refused.  The plain path throughout, since int8 has no other.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def dynamic() -> nn.Module:
 
 @torch.inference_mode()
 def apart(model: nn.Module, target: TransformersTarget) -> dict[str, float]:
-    """Largest difference of a logit between passes of one token and a pass of 16, in our own cache; and the largest logit."""
+    """Largest difference of a logit between passes of one token and a pass of 16, in our own cache; and the largest
+    logit."""
     own, target.model = target.model, model
     trunk, target._trunk = target._trunk, model.base_model
     try:

@@ -33,9 +33,9 @@ from outrider.targets.transformers import TransformersTarget
 class Replay(Drafter):
     """Proposes what comes next in texts it knows, with wrong branches beside it and wrong tokens now and then.
 
-    At every depth stand `width` siblings, of which at most one is the true token; it is the eldest where `eldest`, which a
-    target needs that verifies chains alone.  With a chance of 1 - `right` none is true and the draft goes on all the same;
-    under a wrong sibling the true text may go on as well, where it must not be kept.
+    At every depth stand `width` siblings, of which at most one is the true token; it is the eldest where `eldest`,
+    which a target needs that verifies chains alone.  With a chance of 1 - `right` none is true and the draft goes on
+    all the same; under a wrong sibling the true text may go on as well, where it must not be kept.
     """
 
     def __init__(

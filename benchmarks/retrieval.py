@@ -2,11 +2,11 @@
 
     python benchmarks/retrieval.py [--prompts 12] [--new 88] [--plain-path] [--out FILE]
 
-The corpus holds the standard library's other modules, which the target was trained on; held-out modules are not in it.  Two
-distractor corpora hold C++ headers and package metadata.  Nothing that one text says is remembered for the next, but in the row
-that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out modules; `seen`, pieces
-of modules in the corpus; `edit`, a held-out piece whose first half stands there twice.  The cold row reads a copy of the
-corpus whose pages are dropped before every text.
+The corpus holds the standard library's other modules, which the target was trained on; held-out modules are not in it.
+Two distractor corpora hold C++ headers and package metadata.  Nothing that one text says is remembered for the next,
+but in the row that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out
+modules; `seen`, pieces of modules in the corpus; `edit`, a held-out piece whose first half stands there twice.  The
+cold row reads a copy of the corpus whose pages are dropped before every text.
 
 See corpus.py and trie.py for what searching and growing cost.
 """

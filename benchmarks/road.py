@@ -1,7 +1,7 @@
 """What the road promises, against what `make demo` measured last: `python benchmarks/road.py > road.json`.
 
-Reads runs/demo/report.json (one interleaved run), times `outrider --help`, and says of every promise what was wanted, what was
-found, and whether it holds.  --readme also puts the report's table into README.md.
+Reads runs/demo/report.json (one interleaved run), times `outrider --help`, and says of every promise what was wanted,
+what was found, and whether it holds.  --readme also puts the report's table into README.md.
 """
 
 from __future__ import annotations

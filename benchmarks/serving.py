@@ -77,7 +77,8 @@ def serve(
 
 
 def parties(names: Sequence[str], compiled: bool = True) -> tuple[TransformersTarget, dict[str, Drafter]]:
-    """The demo target and drafters by name; `dspark` is the checkpoint of the last `make demo`.  Compiled where asked for."""
+    """The demo target and drafters by name; `dspark` is the checkpoint of the last `make demo`.  Compiled where asked
+    for."""
     target = load_target("demo", compile=False)
     drafters: dict[str, Drafter] = {}
     for name in names:

@@ -1,19 +1,20 @@
-"""Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any temperature.
+"""Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any
+temperature.
 
     python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled] [--case NUMBER | --resume FILE …] [--out FILE]
 
-A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests with
-settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text to come
-with wrong tokens in it, and a policy.  In a third of the cases ids become text by byte fallback, in a third the model comes
-with a random generation_config, and in a tenth four threads share the target, each with requests and a drafter of its own.
-The requests are continued twice by the same engine: without a drafter, and with it in other slots.  Requests above temperature
-0 without a seed keep them company and are not compared.  What ends a text, and the log probabilities, must be equal too; a text
-must be that of all its tokens, up to its first stop string; and what a generation_config asks for must be what `generate`
-writes.
-In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its type, it is a tie if
-logits that are moved by four times the measured difference draw both tokens from the same noise.  Measured is what lies between
-the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text and over longer ones: an
-index of keys whose scores are equal chooses otherwise in every shape.
+A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests
+with settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text
+to come with wrong tokens in it, and a policy.  In a third of the cases ids become text by byte fallback, in a third the
+model comes with a random generation_config, and in a tenth four threads share the target, each with requests and a
+drafter of its own. The requests are continued twice by the same engine: without a drafter, and with it in other slots.
+Requests above temperature 0 without a seed keep them company and are not compared.  What ends a text, and the log
+probabilities, must be equal too; a text must be that of all its tokens, up to its first stop string; and what a
+generation_config asks for must be what `generate` writes.
+In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its type, it is a
+tie if logits that are moved by four times the measured difference draw both tokens from the same noise.  Measured is
+what lies between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
+and over longer ones: an index of keys whose scores are equal chooses otherwise in every shape.
 Prints JSON; exits with 1 on a mismatch.  A case hangs on --seed and its number alone.
 """
 
@@ -97,7 +98,8 @@ class Case:
 
     @property
     def rounds(self) -> bool:
-        """Its type is float32, or its family computes something in float32 whatever the type: an index of keys, a router."""
+        """Its type is float32, or its family computes something in float32 whatever the type: an index of keys, a
+        router."""
         found = self.target.selftest
         return self.dtype == "float32" or max(found.errors.values()) > FLOAT64
 
@@ -591,7 +593,8 @@ def _asked(request: Request) -> list[str]:
 
 
 def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: int) -> dict[str, Any] | None:
-    """What was measured where two texts part, if it is a tie: logits that near give both tokens.  None for a mismatch."""
+    """What was measured where two texts part, if it is a tie: logits that near give both tokens.  None for a
+    mismatch."""
     judge = SamplingJudge()
     state = DecodeState(1, case.context, case.ends, judge=judge)
     state.admit(0, request)
@@ -653,7 +656,8 @@ class Sum:
         self.found.ties += one.ties
 
     def add_file(self, path: Path, seed: int) -> None:
-        """What an earlier run of this seed has found; its cases with mismatches are judged again, by the code as it is now."""
+        """What an earlier run of this seed has found; its cases with mismatches are judged again, by the code as it is
+        now."""
         read = json.loads(path.read_text())
         assert read["totals"]["seed"] == seed, f"{path} is of seed {read['totals']['seed']}"
         doubted = sorted({one["case"] for one in read["mismatches"]})

@@ -1,10 +1,12 @@
-"""A server that answers as OpenAI's API does, with a text that follows from the prompt: for replays that measure the replay.
+"""A server that answers as OpenAI's API does, with a text that follows from the prompt: for replays that measure the
+replay.
 
     python benchmarks/stub_server.py [--port 0] [--pieces 8] [--first-ms 5] [--gap-ms 5] [--slower 1] [--other]
 
-It prints its port on the first line.  The answer is `pieces` pieces of two tokens each, drafted as if one of three drafted
-tokens were kept a step; counters at /metrics (vLLM's names), the same figures on each answer's last event.  GET /received gives
-{X-Request-Id: time on the machine's monotonic clock}, with --remember.  A call may ask for trouble in its body, under `stub`:
+It prints its port on the first line.  The answer is `pieces` pieces of two tokens each, drafted as if one of three
+drafted tokens were kept a step; counters at /metrics (vLLM's names), the same figures on each answer's last event.  GET
+/received gives {X-Request-Id: time on the machine's monotonic clock}, with --remember.  A call may ask for trouble in
+its body, under `stub`:
 
     {"status": 429, "times": 2, "retry_after": 0.1}   this status the first two times (by prompt), then the answer
     {"hang": true}       nothing at all          {"stall": 3}      nothing after 3 pieces

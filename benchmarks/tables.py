@@ -1,5 +1,5 @@
-"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, and what was promised
-and found into RESULTS.md: `python benchmarks/tables.py`.
+"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, and what was
+promised and found into RESULTS.md: `python benchmarks/tables.py`.
 """
 
 from __future__ import annotations
@@ -473,7 +473,8 @@ def _processor(found: dict[str, Any]) -> str:
 
 
 def peers(found: dict[str, Any]) -> str:
-    """One line a way, the fastest alone first: tokens/s at each batch, the first token alone, and texts that are ours."""
+    """One line a way, the fastest alone first: tokens/s at each batch, the first token alone, and texts that are
+    ours."""
     batches = sorted({row["batch"] for row in found["rows"]})
     by_way: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in found["rows"]:

@@ -2,12 +2,13 @@
 
     python benchmarks/trie.py [--sizes 10000,30000,100000,300000,1000000] [--depth 5] [--nodes 16] [--out FILE]
 
-Python source of installed packages, as the demo target's tokenizer reads it, goes into one trie file by file.  At each size
-the next tokens are read one by one with a tree proposed by frequency after each, in short runs; update is the first without
-the second.  Medians over the runs, of processor time, since other work on the machine is no cost of the trie.
+Python source of installed packages, as the demo target's tokenizer reads it, goes into one trie file by file.  At each
+size the next tokens are read one by one with a tree proposed by frequency after each, in short runs; update is the
+first without the second.  Medians over the runs, of processor time, since other work on the machine is no cost of the
+trie.
 
-How many tokens a step such trees would bring is counted on the same files: the text itself stands for the target, from a third
-of each file on.
+How many tokens a step such trees would bring is counted on the same files: the text itself stands for the target, from
+a third of each file on.
 """
 
 from __future__ import annotations

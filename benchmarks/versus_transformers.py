@@ -2,9 +2,10 @@
 
     python benchmarks/versus_transformers.py [--prompts 12] [--new 88] [--plain-path] [--out FILE]
 
-Every prompt goes through all ways one after the other, so that a slow moment of the machine falls on all.  Ratios are of total
-times, prefill included.  The bound of a drafter is tokens_per_step * T(1) / (T(n) + T_draft), with T the calls into the models
-alone and T(1) those of plain decoding on the same path; `of_bound` says how near the measured speed-up over plain comes to it.
+Every prompt goes through all ways one after the other, so that a slow moment of the machine falls on all.  Ratios are
+of total times, prefill included.  The bound of a drafter is tokens_per_step * T(1) / (T(n) + T_draft), with T the calls
+into the models alone and T(1) those of plain decoding on the same path; `of_bound` says how near the measured speed-up
+over plain comes to it.
 """
 
 from __future__ import annotations
