@@ -11,7 +11,7 @@ from tiny import write_run_file
 
 import outrider
 from outrider.errors import ConfigError
-from outrider.runs.reporter import Evaluated, Plan, Prepared, Reporter, Result, Trained, Update
+from outrider.runs.reporter import Evaluated, Plan, Prepared, Reporter, Result, Trained, TrainingPlan, Update
 
 
 class Recorder(Reporter):
@@ -49,6 +49,24 @@ def test_a_run_file_is_one_call(
     again = Recorder()
     assert outrider.run(file, stages=["prepare", "train"], reporter=again) is None
     assert again.updates == {"Preparing": [], "TrainingPlan": []} and again.plans[0].done == 6
+
+
+def test_a_run_holds_answers_out_and_is_compared_with_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a held-out answer that trains, and rows compared with answers that were colder than their texts."""
+    monkeypatch.chdir(tmp_path)
+    file, heard = write_run_file(tmp_path / "tiny.yaml", folder), Recorder()
+    prompts = "".join(f'{{"id": "p{i}", "prompt": "say {i}"}}\n' for i in range(33))
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    settings = ["prepare.count=33", "prepare.temperature=0.6", "prepare.top_p=1", "prepare.top_k=0", "evaluate.prompts=1"]
+    report = outrider.run(file, [*settings, "evaluate.temperatures=[0, 1]"], reporter=heard)
+    training = next(plan for plan in heard.plans if isinstance(plan, TrainingPlan))
+    found = report.training["dspark"]
+    assert (training.source.manifest.texts + found.held_out, found.temperature) == (33, 0.6)
+    assert found.held_out == 2 and len(found.acceptance) == len(found.agreement) > 0
+    by_temperature = {row.temperature: row.predicted_by_depth for row in report.rows if row.drafter == "dspark"}
+    assert len(by_temperature[0]) == len(found.agreement) and by_temperature[1] == ()
 
 
 def test_a_stage_that_is_named_must_be_in_the_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
