@@ -14,11 +14,12 @@ BEGIN, END = "<!-- formats -->", "<!-- /formats -->"
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown of `outrider formats`: a line a format and method."""
-    lines = ["| format | method | export | import | layer numbers |", "|---|---|---|---|---|"]
+    lines = ["| format | method | export | import | engines | layer numbers |", "|---|---|---|---|---|---|"]
     for row in rows:
         ways = ["yes" if row[way] else "–" for way in ("export", "import")]
         counted = f"ours + {row['shift']}" if row["shift"] else "as ours"
-        lines.append(f"| {row['format']} | {row['kind']} | {' | '.join(ways)} | {counted} |")
+        engines = ", ".join(row["engines"]) or "–"
+        lines.append(f"| {row['format']} | {row['kind']} | {' | '.join(ways)} | {engines} | {counted} |")
     return "\n".join(lines)
 
 
@@ -29,9 +30,9 @@ def replaced(page: str, text: str) -> str:
 
 
 def main() -> None:
-    from outrider.export.formats import matrix
+    from outrider.engines.names import rows
 
-    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table(matrix())), encoding="utf-8")
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table(rows())), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from outrider.engines.names import rows
 from outrider.export import gguf
-from outrider.export.formats import find, matrix
+from outrider.export.formats import find
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
@@ -27,8 +28,8 @@ def script() -> Any:
 
 def test_the_table_on_the_page_is_that_of_the_code(script):
     """Catches a format or a method that came or went without its line: python scripts/formats_page.py writes it."""
-    assert script.replaced(PAGE, script.table(matrix())) == PAGE
-    missing = script.table(matrix()[1:])
+    assert script.replaced(PAGE, script.table(rows())) == PAGE
+    missing = script.table(rows()[1:])
     assert script.replaced(PAGE, missing) != PAGE
 
 
