@@ -17,6 +17,8 @@ HIGH = 0.05
 """Share of lost time from which a run is slowed down so much that it is measured again."""
 SHORT_S = 30.0
 """Longest run that is measured again."""
+HELPS = 0.8
+"""Share of the lost time before, above which measuring once more is not worth its time."""
 TICKS = 3
 """Clock ticks of the kernel below which a counter of them says nothing."""
 
@@ -115,13 +117,16 @@ def watched(work: Callable[[], T]) -> tuple[T, Contention]:
 
 
 def calmest(work: Callable[[], T], repeats: int) -> tuple[list[T], list[Contention]]:
-    """Call `work`; where it was short and lost much time, call it again, at most `repeats` times.
+    """Call `work`; where it was short and lost much time, call it again, at most `repeats` times and while that helps.
 
     Returns what every call gave, the calmest first, with what each lost.
     """
     found = [watched(work)]
     while len(found) <= repeats and found[-1][1].is_high and found[-1][1].seconds < SHORT_S:
         found.append(watched(work))
+        before, now = (each[1].lost or 0.0 for each in found[-2:])
+        if now > HELPS * before:  # the load lasts
+            break
     found.sort(key=lambda each: each[1].lost or 0.0)
     return [result for result, _ in found], [contention for _, contention in found]
 

@@ -76,6 +76,13 @@ def test_a_run_under_load_is_repeated_until_it_is_calm(monkeypatch: pytest.Monke
     assert found == [1, 2, 0] and shares[0].lost == 0.2
 
 
+def test_a_load_that_lasts_does_not_triple_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an evaluation on a busy server that takes three times as long and finds nothing calmer."""
+    lost = iter([0.5, 0.45, 0.0])
+    monkeypatch.setattr(contention, "between", lambda *_: Contention(0.1, next(lost), None, None, None))
+    assert len(calmest(lambda: "run", 2)[0]) == 2
+
+
 def test_a_long_run_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an hour that is measured three times."""
     found = Contention(2 * contention.SHORT_S, 0.5, None, None, None)

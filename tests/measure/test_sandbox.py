@@ -56,7 +56,7 @@ def test_code_passes_when_its_tests_come_to_their_end(walls: str) -> None:
         ("x = [0] * 10**10", "out of memory"),
         ("open('big', 'wb').write(bytes(17 << 20))", "File too large"),
         ("def f(n=0): return f(n + 1)", "RecursionError"),
-        ("import os\nfor n in range(3, 256):\n  try: os.write(n, b'x' * 50000)\n  except OSError: pass", "the pipe that is for results"),
+        ("import os\nfor n in range(3, 256):\n  try: os.write(n, b'x' * 50000)\n  except OSError: pass", "pipe that is for"),
     ],
 )  # fmt: skip
 def test_leaving_early_never_counts_as_passed(code: str, reason: str, walls: str) -> None:
