@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, write_json
+from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, say, write_json
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
@@ -49,7 +48,7 @@ Settings = Annotated[
 
 @console.restarted("comparison")
 def parity(
-    recipe: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
     overrides: Overrides = None,
     target: Annotated[str | None, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder.")] = None,
@@ -77,21 +76,21 @@ def parity(
     if texts:
         _texts(texts, json_to)
         return
-    if not (recipe or drafter):
+    if not (file or drafter):
         raise ConfigError(
             "nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice"
         )
-    if recipe and (target or drafter or settings or dtype):
+    if file and (target or drafter or settings or dtype):
         raise ConfigError(
-            f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file"
+            f"{file} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file"
         )
-    if recipe:
-        loaded, built, name = _of_recipe(recipe, overrides)
+    if file:
+        loaded, built, name = _of_run_file(file, overrides)
     else:
         loaded, name = load_target(target or "demo", dtype=dtype), drafter or ""
         built = load_drafter(name, loaded, **override({}, settings or ()))
     ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
-    _say(
+    say(
         f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
         f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write"
     )
@@ -104,9 +103,9 @@ def parity(
     has_failed = greedy.verdict == "bug"
     if temperature:
         short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
-        _say(
-            f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and without; "
-            f"{counted(2 * samples * len(short) * sampled_tokens)} tokens to write"
+        say(
+            f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and "
+            f"without; {counted(2 * samples * len(short) * sampled_tokens)} tokens to write"
         )
         with bar("texts", 2 * samples * len(short)) as update:
             drawn = compare_samples(
@@ -121,9 +120,9 @@ def parity(
         raise typer.Exit(1)
 
 
-def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
+def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
     """The run's target and its drafter, the trained one where it trains one."""
-    run, _ = load(recipe, overrides or [])
+    run, _ = load(file, overrides or [])
     loaded = target_of(run, Reporter())
     kind, own = parted(run.drafter)
     trained = run.train is not None
@@ -134,19 +133,10 @@ def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersT
     )
 
 
-def _say(text: str, style: str | None = None) -> None:
-    console.out.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
-    return table
-
-
 def _say_greedy(found: Comparison) -> None:
-    table = _table("prompt", "tokens", "shared", "verdict", "margin", "strays")
+    table = console.table(
+        "prompt", "tokens", "shared", "verdict", "margin", "strays", right=("tokens", "shared", "margin")
+    )
     for pair in found.pairs:
         margin = (
             "-" if pair.margin is None else f"{pair.margin.units:.2f}" if pair.margin.units < 1e6 else "beyond rounding"
@@ -161,25 +151,26 @@ def _say_greedy(found: Comparison) -> None:
             strays,
             style=STYLES.get(pair.verdict, "red"),
         )
-    console.out.print(table)
+    console.show(table)
     verdicts = Counter(pair.verdict for pair in found.pairs)
-    _say(
+    say(
         f"          {verdicts['equal']} of {len(found.pairs)} texts equal, token for token; {verdicts['tie']} ties; "
-        f"margins in units of {found.dtype} rounding, up to {found.allowed:g} is a tie; no drafted token stands more than "
-        f"{found.worst:.2f} below the likeliest"
+        f"margins in units of {found.dtype} rounding, up to {found.allowed:g} is a tie; no drafted token stands more "
+        f"than {found.worst:.2f} below the likeliest"
     )
     _say_verdict(found.verdict)
 
 
 def _say_samples(found: Samples) -> None:
-    table = _table("test", "statistic", "chance", "allowed", "")
+    table = console.table("test", "statistic", "chance", "allowed", "", right=("statistic", "chance", "allowed"))
     for test in found.tests:
         table.add_row(
-            test.name, f"{test.statistic:.4g}", f"{test.chance:.4f}", f"{test.allowed:.4f}", "differs" if test.differs else "",
+            test.name, f"{test.statistic:.4g}", f"{test.chance:.4f}", f"{test.allowed:.4f}",
+            "differs" if test.differs else "",
             style="red" if test.differs else "",
         )  # fmt: skip
-    console.out.print(table)
-    _say(
+    console.show(table)
+    say(
         f"          {found.samples} texts of each of {found.prompts} prompts in each set; a total variation of "
         f"{found.detectable:.3f} at one place would have been found four times in five; false alarms: {found.alpha:g}"
     )
@@ -187,7 +178,7 @@ def _say_samples(found: Samples) -> None:
 
 
 def _say_verdict(verdict: str) -> None:
-    _say(f"verdict   {verdict}", STYLES.get(verdict, "bold white on red"))
+    say(f"verdict   {verdict}", STYLES.get(verdict, "bold white on red"))
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
@@ -195,14 +186,14 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
     if len(paths) != 2:
         raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
     found = compare_texts(*paths)
-    table = _table("prompt", "first difference", str(paths[0]), str(paths[1]))
+    table = console.table("prompt", "first difference", str(paths[0]), str(paths[1]))
     for pair in found.pairs:
         if pair.excerpts is not None:
             table.add_row(pair.id, f"character {pair.first_character}", *(repr(text) for text in pair.excerpts))
     if found.equal < len(found.pairs):
-        console.out.print(table)
+        console.show(table)
     equal = f"{found.equal} of {len(found.pairs)} texts equal"
-    _say(f"          {equal}; tokens are unknown here, so a tie can't be told from a fault")
+    say(f"          {equal}; tokens are unknown here, so a tie can't be told from a fault")
     _say_verdict(found.verdict)
     write_json(json_to, found.as_json())
     if found.verdict == "different":
@@ -260,7 +251,7 @@ def lm_eval(
         include_path=include_path, slots=slots, chat=chat, margin=margin, max_gen_toks=max_gen_toks,
         allow_code=allow_code_execution, **({} if timeout_s is None else {"timeout_s": timeout_s}),
     )  # fmt: skip
-    _say(
+    say(
         f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "
         f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side"
     )
@@ -275,9 +266,8 @@ def lm_eval(
 
 
 def _say_runs(found: list[TaskRun], margin: float) -> None:
-    table = _table(
-        "task", "metric", "plain", "drafted", "equal", "plain s", "drafted s", "speed-up", "tokens per step", "verdict"
-    )
+    numbers = ("plain", "drafted", "equal", "plain s", "drafted s", "speed-up", "tokens per step")
+    table = console.table("task", "metric", *numbers, "verdict", right=numbers)
     for run in found:
         for i, score in enumerate(run.scores):
             speed = (
@@ -291,16 +281,17 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
                 "" if i else run.task, score.metric, f"{score.plain:.4f}", f"{score.drafted:.4f}", *shared,
                 style=STYLES.get(run.verdict, "red") if run.holds else "red",
             )  # fmt: skip
-    console.out.print(table)
+    console.show(table)
     for run in found:
         if not run.holds and not run.is_sampled:
-            _say(
-                f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none may; "
-                "`outrider parity` tells a rounding tie from a fault",
+            say(
+                f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none "
+                "may; `outrider parity` tells a rounding tie from a fault",
                 "red",
             )  # fmt: skip
         needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
         if run.verdict == "not enough prompts":
-            _say(
-                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could"
+            say(
+                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} "
+                "could"
             )
