@@ -30,8 +30,11 @@ def make(kinds: Iterable[str]) -> dict[str, Any]:
     schema = _with_short_names(run_file.model_json_schema())
     for kind, module in modules.items():
         _describe(schema["$defs"][kind], module.__doc__ or "")
-    for section in schema["$defs"].values():
+    for section in (schema, *schema["$defs"].values()):
         _take_one_for_a_list(section["properties"])
+        for one in (section, *section["properties"].values()):
+            if "description" in one:
+                one["description"] = " ".join(one["description"].split())
     _take_short_forms(schema)
     return {"$schema": DIALECT, **schema}
 
@@ -51,7 +54,7 @@ def _with_short_names(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(drafter: dict[str, Any], docstring: str) -> None:
-    drafter["description"] = " ".join(docstring.partition("\n\n")[0].split())
+    drafter["description"] = docstring.partition("\n\n")[0]
     drafter["required"] = ["kind", *(name for name in drafter.get("required", ()) if name != "kind")]
     for name, setting in drafter["properties"].items():
         if name in FROM_TARGET and setting.get("default", 0) is None:

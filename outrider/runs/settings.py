@@ -70,8 +70,7 @@ def _settings(found: dict[str, Any], is_run: bool = False, prefix: str = "") -> 
             continue
         is_required = name in found.get("required", ())
         default = "required" if is_required else one.get("x-default") or _default(one.get("default"))
-        meaning = " ".join(one.get("description", "").split())
-        yield Setting(prefix + name, _words(one), default, meaning)
+        yield Setting(prefix + name, _words(one), default, one.get("description", ""))
         for part in () if is_run else _options(one):
             if "$ref" in part:
                 yield from _settings(schema()["$defs"][part["$ref"].rpartition("/")[2]], prefix=f"{prefix}{name}.")

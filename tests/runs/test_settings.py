@@ -88,10 +88,12 @@ def test_the_shipped_schema_and_page_are_those_of_the_configs(schema):
 def test_every_run_file_of_ours_fits_the_schema(schema):
     """Catches a schema that marks good files in an editor."""
     validator = jsonschema.Draft202012Validator(schema)
-    files = sorted((ROOT / "recipes").glob("*.yaml"))
+    files = sorted((ROOT / "recipes").glob("**/*.yaml"))
     assert len(files) > 10
     for path in files:
         assert not [error.message for error in validator.iter_errors(yaml.load(path.read_text(), Yaml12))], path.name
+        named = path.read_text().partition("$schema=")[2].split()[0]
+        assert (path.parent / named).resolve() == settings.SCHEMA, f"{path.name} names another schema for editors"
 
 
 @pytest.mark.parametrize(
