@@ -27,7 +27,8 @@ def settings_from(section: Mapping[str, Any], target: str, revision: str | None,
     given = {key: value for key, value in section.items() if key != "from"}
     if not isinstance(name := section["from"], str):
         raise ConfigError(f"drafter.from is {name!r}; wanted the folder of a trained drafter, or its Hugging Face id")
-    source, verifier = loading.describe(name), sketch(target, revision, trust_remote_code)
+    source = loading.describe(name)
+    verifier: Any = sketch(target, revision, trust_remote_code)  # a drafter's settings need no more of a target
     if source.format is None:
         own = {"kind": source.kind, **checkpoint.config_of(source.manifest, source.folder, verifier)}
     else:
