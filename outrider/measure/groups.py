@@ -14,12 +14,12 @@ from outrider.decoding.protocols import Policy
 from outrider.decoding.state import Request
 from outrider.measure import prompts, rejections, timing
 from outrider.measure.config import Config
-from outrider.measure.contention import Contention, calmest
+from outrider.measure.contention import calmest, mean
 from outrider.measure.journal import PromptRecord, Record, Traced
 from outrider.measure.row import Measured, Run
 from outrider.measure.tasks import Prompt
 from outrider.policies import named
-from outrider.report.schema import TracedToken
+from outrider.report.schema import Load, TracedToken
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.transformers import TransformersTarget
 
@@ -199,5 +199,18 @@ def _teach(
             trace(target, asked, table[number], config)
 
 
-def all_contention(records: Sequence[Record]) -> list[Contention]:
-    return [each for record in records for each in record.contention]
+def with_load(before: Load, records: Sequence[Record]) -> Load:
+    """What other programs took, with that of further records."""
+    unique = list({id(record): record for record in records}.values())
+    runs = [run for record in unique for own in record.prompts for run in (*own.runs, *own.plain.values())]
+    every = [each for record in unique for each in record.contention]
+    means = mean(every)
+    weight = before.runs / max(1, before.runs + len(every))
+    shares = {
+        name: own if (old := getattr(before, name)) is None or own is None else weight * old + (1 - weight) * own
+        for name, own in means.items()
+    }
+    return Load(
+        runs=before.runs + len(every), repeated=before.repeated + sum(run.repeats > 0 for run in runs),
+        contended=before.contended + sum(each.is_high for each in every), **shares,
+    )  # fmt: skip

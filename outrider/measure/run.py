@@ -19,7 +19,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.generation import DrafterLike, as_drafters, as_target
-from outrider.measure import contention, groups, journal, scoring, tasks, timing
+from outrider.measure import groups, journal, scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
 from outrider.measure.groups import Asked
@@ -320,7 +320,7 @@ def _summarise(
         )
     found.left_out += lost
     found.prompts += len(measured)
-    found.load = _with_load(found.load, [known[index] for index in measured])
+    found.load = groups.with_load(found.load, [known[index] for index in measured])
     for number, entry in enumerate(entries):
         own = _measured(entry, task, config, shard)
         _fill(own, number, measured, known, prompts, config)
@@ -350,23 +350,6 @@ def _fill(
             own.traced.append(TracedPrompt(id=prompts[index].id, tokens=tuple(trace.tokens[:SHOWN])))
     if config.traced_prompts:
         own.rejections = patterns(tokens)
-
-
-def _with_load(before: Load, records: Sequence[Record]) -> Load:
-    """What other programs took, with that of further records."""
-    unique = list({id(record): record for record in records}.values())
-    runs = [run for record in unique for own in record.prompts for run in (*own.runs, *own.plain.values())]
-    every = [each for record in unique for each in record.contention]
-    means = contention.mean(every)
-    weight = before.runs / max(1, before.runs + len(every))
-    shares = {
-        name: own if (old := getattr(before, name)) is None or own is None else weight * old + (1 - weight) * own
-        for name, own in means.items()
-    }
-    return Load(
-        runs=before.runs + len(every), repeated=before.repeated + sum(run.repeats > 0 for run in runs),
-        contended=before.contended + sum(each.is_high for each in every), **shares,
-    )  # fmt: skip
 
 
 def _score(target: TransformersTarget, measured: Measured, config: Config) -> None:
