@@ -43,7 +43,7 @@ def told(
 
 
 @given(
-    st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.05, 1), st.data()
+    st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.0625, 1, width=32), st.data()
 )
 def test_a_draft_is_verified_up_to_the_first_node_that_is_unlikely_to_be_reached_and_kept(confidence, least, data):
     """Catches a mean in place of the product, a node after an unlikely one, padding that is kept; by hand."""
