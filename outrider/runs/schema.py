@@ -24,8 +24,8 @@ STARTED = {
 def make(kinds: Iterable[str]) -> dict[str, Any]:
     """The schema of run files with the settings of these drafters.  Raises ConfigError for one that can't be used."""
     modules = {kind: find(kind) for kind in sorted(kinds)}
-    configs = Union[tuple(module.Config for module in modules.values())]  # noqa: UP007
-    drafter = Annotated[configs, Field(discriminator="kind", description=RunConfig.model_fields["drafter"].description)]
+    configs: Any = Union[tuple(module.Config for module in modules.values())]  # noqa: UP007
+    drafter: Any = Annotated[configs, Field(discriminator="kind", description=RunConfig.model_fields["drafter"].description)]
     run_file = create_model("RunFile", __base__=RunConfig, __doc__=RunConfig.__doc__, drafter=(drafter, ...))
     schema = _with_short_names(run_file.model_json_schema())
     for kind, module in modules.items():
