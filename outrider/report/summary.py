@@ -74,19 +74,21 @@ def skew(row: Row) -> str:
     )
 
 
-def distrust(row: Row) -> str:
-    """Why a speed-up is not to be trusted, as a sentence; empty where nothing speaks against it."""
-    return "" if row.under_load is None else f"{named(row)} was {UNDER_LOAD}: {row.under_load}."
+def distrust(report: Report) -> str:
+    """Which speed-ups are not to be trusted, and why, as a sentence; empty where nothing speaks against any."""
+    found = [row for row in report.rows if row.under_load is not None]
+    if not found:
+        return ""
+    others = f", and {many(len(found) - 1, 'more row')}" if len(found) > 1 else ""
+    return f"{named(found[0])}{others}: {UNDER_LOAD}, because {found[0].under_load}. Measure again on a quiet machine."
 
 
 def busy(report: Report) -> str:
-    """How much time other programs took at most, as a sentence; empty where it was little."""
+    """How much time other programs took at most, as a sentence; empty where it was little, or where `distrust` says it."""
     lost, name = max(((row.contention or 0.0, named(row)) for row in report.rows), default=(0.0, ""))
-    return (
-        f"Other programs took up to {100 * lost:.0f} % of the time ({name}): measure again on a quiet machine."
-        if lost > BUSY
-        else ""
-    )
+    if lost <= BUSY or distrust(report):
+        return ""
+    return f"Other programs took up to {100 * lost:.0f} % of the time ({name}): measure again on a quiet machine."
 
 
 def loss(row: Row) -> str:

@@ -389,7 +389,10 @@ def test_a_speedup_under_load_is_marked_wherever_it_is_shown():
     assert said in markdown(found) and "**3.10× (1.60–1.84) !**" in markdown(found)
     assert said in "\n".join(printed(found, 80)) and "3.10× (1.60–1.84) !" in "\n".join(printed(found, 80))
     html = render(found)
-    assert f"dspark · chat · T 0 was {said}: {reason}." in Page(html).text
+    assert f"dspark · chat · T 0: {said}, because {reason}." in Page(html).text
+    several = render(report(*[row(under_load=reason, contention=0.6)] * 3))
+    assert several.count('class="alarm"') == 1 and "and 2 more rows: measured under load" in several
+    assert "Other programs" not in several
     assert html.count('class="shout"') == 2 and '<div class="bad"><span>Speed-up of dspark' in html
     quiet = report(row())
     assert all(said not in text for text in (headline(quiet), markdown(quiet), render(quiet), "".join(printed(quiet, 80))))
