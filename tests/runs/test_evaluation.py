@@ -74,7 +74,8 @@ def wait_for(happened: Callable[[], bool], process: multiprocessing.Process, log
 
 
 TIMES = (
-    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "contention", "tpot", "itl", "ttft",
+    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "under_load", "contention", "tpot", "itl",
+    "ttft",
 )  # fmt: skip
 
 
