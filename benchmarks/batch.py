@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--drafter", default="dspark", choices=["dspark", "ngram", "small_model"])
     parser.add_argument("--new", type=int, default=128, help="tokens a prompt")
-    parser.add_argument("--queue", type=int, default=4, help="prompts a slot, so that slots are used again as they fall free")
+    parser.add_argument(
+        "--queue", type=int, default=4, help="prompts a slot, so that slots are used again as they fall free"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)
@@ -40,7 +42,8 @@ def main() -> None:
         prompts = prompts_of(target, max(options.queue * batch, 8))
         # per batch, as many policies as ways: what one has learnt is not the other's
         ways: dict[str, tuple[Any, Policy | None]] = {
-            "plain": (None, None), "fixed": (drafter, Fixed(drafter.limit)), "adaptive": (drafter, Adaptive(drafter.limit)),
+            "plain": (None, None), "fixed": (drafter, Fixed(drafter.limit)), "adaptive": (drafter,
+            Adaptive(drafter.limit)),
         }  # fmt: skip
         sums = {name: Served() for name in ways}
         texts: dict[str, list[list[int]]] = {}
@@ -53,10 +56,15 @@ def main() -> None:
         rate = {name: served.tokens / served.seconds for name, served in sums.items()}
         best = max(rate["plain"], rate["fixed"])
         rows.append({
-            "batch": batch, "prompts": len(prompts), "texts_that_differ": differ, "speedup": rate["fixed"] / rate["plain"],
+            "batch": batch, "prompts": len(prompts), "texts_that_differ": differ,
+            "speedup": rate["fixed"] / rate["plain"],
             "adaptive_over_better": rate["adaptive"] / best, **{name: served.says() for name, served in sums.items()},
         })  # fmt: skip
-        print(f"batch {batch}: {rows[-1]['speedup']:.2f}x, adaptive {rate['adaptive'] / best:.3f}", file=sys.stderr, flush=True)
+        print(
+            f"batch {batch}: {rows[-1]['speedup']:.2f}x, adaptive {rate['adaptive'] / best:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
     promises = [
         {"promise": f"adaptive over the better of plain and fixed at batch {row['batch']}", "wanted": 0.95,
          "found": row["adaptive_over_better"], "holds": row["adaptive_over_better"] >= 0.95}
@@ -64,7 +72,8 @@ def main() -> None:
     ]  # fmt: skip
     path = "plain" if options.plain_path else "compiled"
     write(
-        {"path": path, "drafter": options.drafter, "new_tokens": options.new, "promises": promises, "rows": rows}, options.out
+        {"path": path, "drafter": options.drafter, "new_tokens": options.new, "promises": promises, "rows": rows},
+        options.out,
     )
 
 

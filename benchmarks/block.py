@@ -32,7 +32,9 @@ def main() -> None:
     target = load_target("demo")
     target.ends = frozenset()
     prompts = prompts_of(target, options.prompts)
-    rows = [row(target, prompts, int(length), options.tokens, options.temperature) for length in options.lengths.split(",")]
+    rows = [
+        row(target, prompts, int(length), options.tokens, options.temperature) for length in options.lengths.split(",")
+    ]
     promises = [
         {"promise": f"block verification keeps more, chains of {row['length']}", "wanted": 1.0, "found": row["gain"],
          "holds": row["gain"] > 1} for row in rows
@@ -55,7 +57,12 @@ def row(target: Any, prompts: list[list[int]], length: int, tokens: int, tempera
     means = {way: statistics.mean(kept) for way, kept in found.items()}
     differences = [more - less for more, less in zip(found["block"], found["standard"], strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 / means["standard"]
-    return {"length": length, "tokens_per_step": means, "gain": means["block"] / means["standard"], "standard_error": error}
+    return {
+        "length": length,
+        "tokens_per_step": means,
+        "gain": means["block"] / means["standard"],
+        "standard_error": error,
+    }
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from outrider.decoding.generate import PREFILL_CHUNK
 from outrider.targets.transformers import TransformersTarget
 
 SHAPE = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8,
     "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 40_960,
 }  # fmt: skip
 SHORT = 64
@@ -64,7 +65,9 @@ def steps(target: TransformersTarget, contexts: list[int], rows: list[int], roun
     target.prefill(cache, [0], torch.zeros(1, SHORT, dtype=torch.int64), [SHORT])
     for buffer in cache._stacks:
         buffer.normal_()
-    drafts = {count: Draft.chain(torch.zeros(1, count - 1, dtype=torch.int64), torch.tensor([count - 1])) for count in rows}
+    drafts = {
+        count: Draft.chain(torch.zeros(1, count - 1, dtype=torch.int64), torch.tensor([count - 1])) for count in rows
+    }
     seconds: dict[tuple[int, int], float] = {}
     sums: dict[int, float] = {}
     whole = torch.ones(bytes_of(max(contexts)) // 4)
@@ -79,7 +82,8 @@ def steps(target: TransformersTarget, contexts: list[int], rows: list[int], roun
         sums[context] = min(sums.get(context, 1e9), time.perf_counter() - began)
     return [
         {
-            "context": context, "rows": count, "ms": 1e3 * taken, "over_context_ms": 1e3 * (taken - seconds[SHORT, count]),
+            "context": context, "rows": count, "ms": 1e3 * taken, "over_context_ms": 1e3 * (taken - seconds[SHORT,
+            count]),
             "bound_ms": 1e3 * sums[context], "mb_of_keys_and_values": bytes_of(context) / 1e6,
         }
         for (context, count), taken in seconds.items()

@@ -67,12 +67,14 @@ def main() -> None:
 
 def _part(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--tokens", str(options.tokens)]
-    done = subprocess.run([*command, "--searches", str(options.searches)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*command, "--searches", str(options.searches)], check=True, stdout=subprocess.PIPE, text=True
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-# ── building ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── building ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def build(folder: Path, tokens: int) -> None:
@@ -134,7 +136,7 @@ class _Sources:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-# ── searching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── searching ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def search(folder: Path, searches: int) -> None:
@@ -146,7 +148,8 @@ def search(folder: Path, searches: int) -> None:
         Corpus.open(folder)
         opened.append(1e3 * (time.perf_counter() - began))
     found = {
-        "searches": searches, "open_ms": {"median": statistics.median(opened), "max": max(opened)}, **_warm(folder, contexts),
+        "searches": searches, "open_ms": {"median": statistics.median(opened), "max": max(opened)}, **_warm(folder,
+        contexts),
         "anonymous_bytes": _memory("RssAnon") - before, "cold_us": _cold(folder, contexts[:200]),
     }  # fmt: skip
     print(json.dumps(found))
@@ -159,7 +162,11 @@ def _warm(folder: Path, contexts: list[list[int]]) -> dict[str, Any]:
     lengths = [corpus.longest(context).length for context in contexts]
     child = [sys.executable, __file__, "--only", "share", "--folder", str(folder), "--searches", str(len(contexts))]
     return {
-        "match_tokens": {"median": statistics.median(lengths), "mean": statistics.fmean(lengths), "none": lengths.count(0)},
+        "match_tokens": {
+            "median": statistics.median(lengths),
+            "mean": statistics.fmean(lengths),
+            "none": lengths.count(0),
+        },
         "warm_us": {
             "native": _times(corpus.longest, contexts),
             "python": _times(lambda context: corpus._longest_in_python(array("q", context), 1), contexts[:2000]),
@@ -195,7 +202,8 @@ def _times(function: Callable[[list[int]], object], contexts: list[list[int]]) -
         taken.append(1e-3 * (time.perf_counter_ns() - began))
     taken.sort()
     return {
-        "p50": taken[len(taken) // 2], "p99": taken[len(taken) * 99 // 100], "max": taken[-1], "mean": statistics.fmean(taken),
+        "p50": taken[len(taken) // 2], "p99": taken[len(taken) * 99 // 100], "max": taken[-1],
+        "mean": statistics.fmean(taken),
     }  # fmt: skip
 
 

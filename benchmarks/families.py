@@ -49,7 +49,8 @@ from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget
 
 BASE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
 }  # fmt: skip
@@ -71,7 +72,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": ALTERNATE}),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": ALTERNATE}),
     "gemma4": ("gemma4_text", {"sliding_window": 24, "layer_types": ALTERNATE, "vocab_size_per_layer_input": 128}),
-    "gpt-oss": ("gpt_oss", {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATE}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ALTERNATE}),
     "llama4-chunks": (
         "llama4_text",
         {
@@ -83,7 +85,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
             "v_head_dim": 16, "num_key_value_heads": 4, "n_shared_experts": 1, "head_dim": 8,
         },
     ),
@@ -107,14 +110,16 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h": (
         "nemotron_h",
         {
-            "hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+            "hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+            "n_groups": 1,
             "chunk_size": 16,
         },
     ),
     "jamba": (
         "jamba",
         {
-            "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "expert_layer_period": 2, "mamba_d_state": 8,
+            "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "expert_layer_period": 2,
+            "mamba_d_state": 8,
             "use_mamba_kernels": False,
         },
     ),
@@ -146,7 +151,8 @@ def own_sizes(kind: str) -> dict[str, Any]:
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 INDEXER = {
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 16, "indexer_compress_ratio": 4,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
 }  # fmt: skip
 ZAMBA = ["linear_attention"] * 2 + ["hybrid"] + ["linear_attention"] * 5 + ["hybrid"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -235,7 +241,11 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
     except TargetError as error:
         return row | {"outcome": "refused", "reason": str(error)[:400]}
     target.ends = frozenset()
-    row |= {"mode": target.spec.mode, "reason": target.selftest.failed, "loaded_s": round(time.perf_counter() - began, 1)}
+    row |= {
+        "mode": target.spec.mode,
+        "reason": target.selftest.failed,
+        "loaded_s": round(time.perf_counter() - began, 1),
+    }
     words = plain_words(target, 2, FIRST_CONTEXT + 10)
     texts = [continued(model, words[0][: LIMIT // 2], tokens), continued(model, words[1], tokens)]
     differ = 0
@@ -245,7 +255,9 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
         found: list[list[int]] = [[] for _ in requests]
         for progress in serve(target, requests, drafter, policy="fixed", slots=slots):
             found[progress.request] += progress.tokens
-        differ += sum(a != b for text, got in zip(texts, found, strict=True) for a, b in zip(text[-tokens:], got, strict=False))
+        differ += sum(
+            a != b for text, got in zip(texts, found, strict=True) for a, b in zip(text[-tokens:], got, strict=False)
+        )
         differ += sum(tokens - len(got) for got in found)
     return row | {
         "outcome": "wrong" if differ else "exact", "tokens": 4 * tokens, "mismatches": differ,
@@ -308,7 +320,12 @@ def written(model: PreTrainedModel, counts: list[int]) -> list[list[int]]:
     texts = []
     for length, count in zip(PROMPTS, counts, strict=True):
         prompt = torch.randint(128, (1, length), generator=noise)
-        given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        given = {
+            "attention_mask": torch.ones_like(prompt),
+            "max_new_tokens": count,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         texts.append(model.generate(prompt, **given)[0].tolist())
     return texts
 
@@ -354,7 +371,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", action="store_true", help="compare some families in every attention and type")
     parser.add_argument("--family", action="append", choices=list(SMALL), help="with --settings; may be given again")
-    parser.add_argument("--form", action="append", help="a config kind, such as gemma3; may be given again; all without it")
+    parser.add_argument(
+        "--form", action="append", help="a config kind, such as gemma3; may be given again; all without it"
+    )
     parser.add_argument("--tokens", type=int, help="64, or 2000 with --settings, unless given")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()

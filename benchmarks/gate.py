@@ -62,15 +62,22 @@ def main() -> None:
         shell = {name: through_shell(Path(folder), noise, cases[name]) for name in SHELL}
     promises = [
         {"promise": f"{name}: share stopped of {options.times}", "wanted": [low, high],
-         "found": found[name]["stopped"] / options.times, "holds": low <= found[name]["stopped"] / options.times <= high}
+         "found": found[name]["stopped"] / options.times,
+         "holds": low <= found[name]["stopped"] / options.times <= high}
         for name, (low, high) in WANTED.items()
-    ] + [{"promise": "exit codes of the command line", "wanted": SHELL, "found": shell, "holds": shell == SHELL}]  # fmt: skip
+    ] + [{"promise": "exit codes of the command line", "wanted": SHELL, "found": shell,
+    "holds": shell == SHELL}]  # fmt: skip
     result = {
         "command": "python benchmarks/gate.py",
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "promises": promises,
         "cases": found,
-        "settings": {"times": options.times, "tasks": TASKS, "drift": DRIFT, "sigma": float(np.std(noise[:, 0] - noise[:, 1]))},
+        "settings": {
+            "times": options.times,
+            "tasks": TASKS,
+            "drift": DRIFT,
+            "sigma": float(np.std(noise[:, 0] - noise[:, 1])),
+        },
         "noise": {"sigma_measured": sigma, "logs": measured.round(6).tolist()},
         "cpu_seconds": round(time.process_time() - began),
     }
@@ -95,7 +102,10 @@ def measure_noise() -> Noise:
     config = Config(prompts=24, max_new_tokens=TOKENS, temperatures=(0.0,), traced_prompts=0)
     runs = [evaluate(target, {"ngram": load_drafter("ngram", target)}, config).rows[0].per_prompt for _ in range(2)]
     return np.log(
-        [[a.tokens_per_s / b.tokens_per_s, a.plain_tokens_per_s / b.plain_tokens_per_s] for a, b in zip(*runs, strict=True)]
+        [
+            [a.tokens_per_s / b.tokens_per_s, a.plain_tokens_per_s / b.plain_tokens_per_s]
+            for a, b in zip(*runs, strict=True)
+        ]
     )
 
 
@@ -106,7 +116,7 @@ def scaled(measured: Noise) -> tuple[Noise, float]:
     return centered * SIGMA / float(np.std(centered[:, 0] - centered[:, 1])), sigma
 
 
-# ── simulated reports ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── simulated reports ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def reports(
@@ -114,15 +124,20 @@ def reports(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A candidate and a baseline: the same prompts, the same drafter, and in the candidate what is to be found."""
     base = {
-        task: {"rate": draw.beta(5, 5, count), "speed": np.exp(draw.normal(4.5, 0.2, count)), "right": draw.random(count) < 0.6,
+        task: {"rate": draw.beta(5, 5, count), "speed": np.exp(draw.normal(4.5, 0.2, count)),
+        "right": draw.random(count) < 0.6,
                "gain": np.exp(draw.normal(0.4, 0.15, count))}
         for task, count in tasks.items()
     }  # fmt: skip
     machines = np.exp(draw.normal(0, DRIFT, 2))
     made = []
     for machine, loss, is_new in ((machines[0], slower, True), (machines[1], 0.0, False)):
-        rows = [row(draw, task, own, noise if is_new else np.zeros((1, 2)), machine, loss) for task, own in base.items()]
-        made.append({"schema": 1, "target": "demo", "rows": rows, "share_left_out": 0.05, "fingerprint": {"cpu": "simulated"}})
+        rows = [
+            row(draw, task, own, noise if is_new else np.zeros((1, 2)), machine, loss) for task, own in base.items()
+        ]
+        made.append(
+            {"schema": 1, "target": "demo", "rows": rows, "share_left_out": 0.05, "fingerprint": {"cpu": "simulated"}}
+        )
     if wrong:
         at = draw.integers(len(rows))
         broken = made[0]["rows"][at]
@@ -155,7 +170,9 @@ def row(
     count = len(base["rate"])
     kept, steps = steps_of(draw, base["rate"])
     happened = np.arange(TOKENS) < steps[:, None]
-    histogram = [[0] * (deep + 1) for deep in range(DEPTH)] + [np.bincount(kept[happened], minlength=DEPTH + 1).tolist()]
+    histogram = [[0] * (deep + 1) for deep in range(DEPTH)] + [
+        np.bincount(kept[happened], minlength=DEPTH + 1).tolist()
+    ]
     strayed = np.exp(noise[draw.integers(0, len(noise), count)]) * machine
     alone, drafted = base["speed"] * strayed[:, 1], base["speed"] * base["gain"] * (1 - loss) * strayed[:, 0]
     flipped = draw.random((2, count)) < 1 / 30
@@ -173,14 +190,15 @@ def row(
         "drafter": "ngram", "task": task, "prompts": count, "temperature": 0.0,
         "tokens_per_step": float(TOKENS * count / steps.sum()), "accepted_by_depth": shares,
         "tokens_per_s": float(drafted.mean()), "plain_tokens_per_s": float(alone.mean()),
-        "speedup": float(drafted.mean() / alone.mean()), "exact": True, "plain_exact": True, "compared_tokens": TOKENS * count,
+        "speedup": float(drafted.mean() / alone.mean()), "exact": True, "plain_exact": True,
+        "compared_tokens": TOKENS * count,
         "share": {}, "ttft_ms": {}, "itl_ms": {}, "accepted_histogram": histogram, "lossless": True,
         "predicted_by_depth": PREDICTED, "clean": {"contaminated": [f"{task}0"], "checked": count},
         "per_prompt": prompts,
     }  # fmt: skip
 
 
-# ── judged ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── judged ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def written(folder: Path, draw: np.random.Generator, noise: Noise, settings: dict[str, Any]) -> tuple[Path, Path]:

@@ -80,7 +80,8 @@ def main() -> None:
     kept = demo_kept(options.rows - 1)
     rows = [measured(options, values, kept) for values in options.values.split(",")]
     promises = [
-        promise(f"{row['values']}: speculation over its own plain", WANTED[row["values"]], row["speedup"]) for row in rows
+        promise(f"{row['values']}: speculation over its own plain", WANTED[row["values"]], row["speedup"])
+        for row in rows
     ] + [promise(f"{row['values']}: plain's share of the bandwidth", 0.9, row["share"]) for row in rows]
     promises += [
         promise(f"{row['values']}: share of a {way} step within the model", 0.97, 1 - row[f"{way}_overhead"])
@@ -116,7 +117,13 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
     drafter = Replay(options.rows - 1, kept)
     bytes_read = prepacked.stored(target.model)
     whole = torch.ones(bytes_read // 4)
-    times: dict[str, list[float]] = {"read": [], "plain": [], "drafted": [], "plain overhead": [], "drafted overhead": []}
+    times: dict[str, list[float]] = {
+        "read": [],
+        "plain": [],
+        "drafted": [],
+        "plain overhead": [],
+        "drafted overhead": [],
+    }
     differ, steps, tokens = 0, 0, 0
     for number in range(options.rounds + 1):
         for prompt in prompts:
@@ -137,7 +144,8 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
         print(f"{values}: round {number} of {options.rounds}", file=sys.stderr, flush=True)
     median = {name: statistics.median(taken) for name, taken in times.items()}
     return {
-        "values": values, "compiled": target.step.graph is not None, "compiled_in_s": seconds, "stored_gb": bytes_read / 1e9,
+        "values": values, "compiled": target.step.graph is not None, "compiled_in_s": seconds,
+        "stored_gb": bytes_read / 1e9,
         "plain_ms_per_token": 1e3 * median["plain"], "drafted_ms_per_token": 1e3 * median["drafted"],
         "tokens_per_step": tokens / steps, "speedup": median["plain"] / median["drafted"],
         "drafted_ms_per_step": 1e3 * median["drafted"] * tokens / steps, "read_ms": 1e3 * min(times["read"]),

@@ -52,7 +52,12 @@ def main() -> None:
     decoded_, mismatches = decoded(target, found[0], prompts[SEARCHED:], options.tokens)
     best = max(row["over_plain"] for row in decoded_)
     promises = [
-        {"promise": "texts that differ from plain decoding's", "wanted": 0, "found": mismatches, "holds": mismatches == 0},
+        {
+            "promise": "texts that differ from plain decoding's",
+            "wanted": 0,
+            "found": mismatches,
+            "holds": mismatches == 0,
+        },
         {"promise": "best measured speed-up over plain", "wanted": 1.0, "found": best, "holds": best > 1.0},
     ]
     write(

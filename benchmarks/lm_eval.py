@@ -44,10 +44,13 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=24, help="prompts of each task for lm-eval's own model")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "lm_eval.json")
     options = parser.parse_args()
-    job = Job(tasks=TASKS, drafter="ngram", limit=options.limit, include_path=str(HERE / "lm_eval"), slots=options.slots)
+    job = Job(
+        tasks=TASKS, drafter="ngram", limit=options.limit, include_path=str(HERE / "lm_eval"), slots=options.slots
+    )
     runs = both(job)
     result = {
-        "command": f"python benchmarks/lm_eval.py --limit {options.limit} --slots {options.slots} --beside {options.beside}",
+        "command": f"python benchmarks/lm_eval.py --limit {options.limit} --slots {options.slots} "
+        f"--beside {options.beside}",
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version_of(name) for name in ("outrider", "lm-eval", "torch", "transformers")},
         "threads": torch.get_num_threads(),

@@ -26,7 +26,8 @@ from benchmarks.replay import provenance, publish
 from outrider.targets.load import load_target
 
 SHAPE = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -65,7 +66,9 @@ def measured(target: Path, dtype: str, rounds: int) -> dict[str, Any]:
     for n, clock in enumerate(("s", "cpu_s")):
         row |= {f"{way}_{clock}": [round(run[n], 2) for run in runs] for way, runs in ways.items()}
         for name, more in (("first", first), ("again", again)):
-            row[f"{name}_more_{clock}"] = round(statistics.median(a - b for a, b in zip(more[n], base[n], strict=True)), 2)
+            row[f"{name}_more_{clock}"] = round(
+                statistics.median(a - b for a, b in zip(more[n], base[n], strict=True)), 2
+            )
     return row
 
 

@@ -56,13 +56,16 @@ def compare(rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for way, (environment, dtype, steps) in WAYS.items():
             command = [sys.executable, __file__, "--turn", dtype, str(steps)]
-            done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+            )
             turns[way].append(json.loads(done.stdout.splitlines()[-1]))
     rates = {way: statistics.median(one["steps_per_s"] for one in own) for way, own in turns.items()}
     native = next(iter(rates))
     return {
         "ways": {
-            way: {"steps_per_s": rates[way], "of_native": rates[way] / rates[native], "turns": turns[way]} for way in WAYS
+            way: {"steps_per_s": rates[way], "of_native": rates[way] / rates[native], "turns": turns[way]}
+            for way in WAYS
         },
         "machine": fingerprint() | processor(),
     }
@@ -99,7 +102,8 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
         optimise(model, optimizer, batch, config, step, False)
         taken.append(time.perf_counter() - began)
     return {
-        "dtype": config.dtype, "steps_per_s": 1 / statistics.median(taken[WARM_UP:]), "products_ms": machine.matmul_times().ms,
+        "dtype": config.dtype, "steps_per_s": 1 / statistics.median(taken[WARM_UP:]),
+        "products_ms": machine.matmul_times().ms,
     }  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def main() -> None:
     write(table(list(cells())), options.out)
 
 
-# ── one seed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one seed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -311,7 +311,17 @@ def slug(name: str) -> str:
 
 def short(row: Row) -> dict[str, Any]:
     """What of a report's row a cell keeps."""
-    kept = ("temperature", "prompts", "tokens", "steps", "tokens_per_step", "accepted_by_depth", "speedup", "exact", "share")
+    kept = (
+        "temperature",
+        "prompts",
+        "tokens",
+        "steps",
+        "tokens_per_step",
+        "accepted_by_depth",
+        "speedup",
+        "exact",
+        "share",
+    )
     prompts = [[one.id, one.tokens, one.steps] for one in row.per_prompt]
     return row.model_dump(mode="json", include=set(kept)) | {"per_prompt": prompts}
 
@@ -326,7 +336,7 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-# ── all cells ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── all cells ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def cells() -> Iterator[dict[str, Any]]:
@@ -386,7 +396,9 @@ def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict
     if not seeds:
         return None
     pairs = {
-        seed: [(sides[0][seed][prompt], sides[1][seed][prompt]) for prompt in sides[0][seed] if prompt in sides[1][seed]]
+        seed: [
+            (sides[0][seed][prompt], sides[1][seed][prompt]) for prompt in sides[0][seed] if prompt in sides[1][seed]
+        ]
         for seed in seeds
     }
     ratio = ratio_of([pair for of in pairs.values() for pair in of])
@@ -397,7 +409,8 @@ def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict
     )
     low, high = drawn[100], drawn[-101]
     return {
-        "better": claim.better, "worse": claim.worse, "why": claim.said, "temperature": claim.temperature, "column": column,
+        "better": claim.better, "worse": claim.worse, "why": claim.said, "temperature": claim.temperature,
+        "column": column,
         "seeds": len(seeds), "wanted": claim.ratio, "ratio": ratio, "interval": [low, high],
         "differs": low > 1 or high < 1, "holds": ratio >= claim.ratio and low > 1,
     }  # fmt: skip

@@ -82,7 +82,7 @@ def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
     return rows
 
 
-# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def made() -> tuple[torch.Tensor, Settings, Draft, Streams]:

@@ -125,7 +125,9 @@ def save(target: Any, rows: list[dict[str, Any]], left_out: list[dict[str, Any]]
 def settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=lambda said: [int(one) for one in said.split(",")], default=[1])
-    parser.add_argument("--only", type=lambda said: tuple(said.lower().split(",")), help="beginnings of names; ours always")
+    parser.add_argument(
+        "--only", type=lambda said: tuple(said.lower().split(",")), help="beginnings of names; ours always"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="at batch 1")
     parser.add_argument("--new", type=int, default=96, help="tokens a prompt, at most")
     parser.add_argument("--rounds", type=int, default=2)
@@ -133,7 +135,7 @@ def settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ── what was found ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what was found ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def started(
@@ -213,7 +215,9 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     best = max(theirs, key=speed.__getitem__)
     found = [promise(f"batch {batch}: {mine} over the best of others, {best}", 1.5, speed[mine] / speed[best])]
     if SIXTEEN in speed:
-        found.insert(0, promise(f"batch {batch}: plain over llama.cpp with 16-bit weights", 1.1, plain / speed[SIXTEEN]))
+        found.insert(
+            0, promise(f"batch {batch}: plain over llama.cpp with 16-bit weights", 1.1, plain / speed[SIXTEEN])
+        )
     found += [promise(f"batch {batch}: plain over {name}", 1.5, plain / speed[name]) for name in PLAIN if name in speed]
     if batch == 1:
         first = min(own[name]["first_ms"] for name in theirs)
@@ -221,7 +225,7 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     return found
 
 
-# ── the parties ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the parties ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def our_ways(target: Any, drafters: dict[str, Any]) -> Iterator[Offer]:
@@ -250,7 +254,9 @@ def transformers(target: Any, more: dict[str, Any], prompts: list[list[int]], ne
         longest = max(map(len, part))
         given = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in part])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in part])
-        texts = target.model.generate(given, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad, **more)
+        texts = target.model.generate(
+            given, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad, **more
+        )
         found += [without_ends(target, text) for text in texts[:, longest:].tolist()]
     return found
 
@@ -312,7 +318,9 @@ def vllm(target: Any, slots: int, speculative: dict[str, Any] | None) -> Iterato
         yield partial(pooled, ask)
 
 
-def pooled(ask: Callable[[list[int], int], list[int]], prompts: list[list[int]], new: int, slots: int) -> list[list[int]]:
+def pooled(
+    ask: Callable[[list[int], int], list[int]], prompts: list[list[int]], new: int, slots: int
+) -> list[list[int]]:
     """A server's answers to so many clients, each with one request at a time."""
     with ThreadPoolExecutor(slots) as clients:
         return list(clients.map(ask, prompts, itertools.repeat(new)))

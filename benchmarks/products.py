@@ -90,9 +90,11 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
         bound = max(read_s, rows * flop / peak)
         found.append(
             {
-                "shape": shape, "values": kind, "rows": rows, "ms": {way: 1e3 * seconds[way] for way in held}, "best": best,
+                "shape": shape, "values": kind, "rows": rows, "ms": {way: 1e3 * seconds[way] for way in held},
+                "best": best,
                 "stored_mb": {way: size / 1e6 for way, size in stored.items()}, "read_gb_s": max(speed) / 1e9,
-                "peak_gflop_s": peak / 1e9, "bound_ms": 1e3 * bound, "set_by": "bytes" if bound == read_s else "arithmetic",
+                "peak_gflop_s": peak / 1e9, "bound_ms": 1e3 * bound,
+                "set_by": "bytes" if bound == read_s else "arithmetic",
                 "times_bound": seconds[best] / bound,
             }
         )  # fmt: skip

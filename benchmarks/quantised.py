@@ -50,7 +50,9 @@ def main() -> None:
     targets = {mode: load_target("demo", quantize=mode, compile=False) for mode in (None, "int8")}
     for target in targets.values():
         target.ends = frozenset()
-    drafters = {way: load_drafter(options.drafter, targets[mode], quantize=draft) for way, (mode, draft) in WAYS.items()}
+    drafters = {
+        way: load_drafter(options.drafter, targets[mode], quantize=draft) for way, (mode, draft) in WAYS.items()
+    }
     rows, mismatches = measured(targets, drafters, prompts_of(targets[None], options.prompts), options.tokens)
     write(
         {
@@ -58,7 +60,8 @@ def main() -> None:
                 {"promise": "texts that differ from the same target's generate", "wanted": 0, "found": mismatches,
                  "holds": mismatches == 0}
             ],
-            "drafter": named(options.drafter), "prompts": options.prompts, "tokens_a_prompt": options.tokens, "rows": rows,
+            "drafter": named(options.drafter), "prompts": options.prompts, "tokens_a_prompt": options.tokens,
+            "rows": rows,
             "apart": {str(mode or "float32"): apart(target.model, target) for mode, target in targets.items()}
             | {"int8-dynamic": apart(dynamic(), targets[None])},
             "bytes": {str(mode or "float32"): weight_bytes(target.model) for mode, target in targets.items()},

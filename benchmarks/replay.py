@@ -170,7 +170,8 @@ def processor() -> dict[str, str]:
         lines = []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return {
-        "cpu": machine.cpu_name(), "flags": " ".join(flag for flag in flags if flag.startswith(("avx", "amx", "fma", "f16c"))),
+        "cpu": machine.cpu_name(), "flags": " ".join(flag for flag in flags if flag.startswith(("avx", "amx", "fma",
+        "f16c"))),
     }  # fmt: skip
 
 

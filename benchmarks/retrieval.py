@@ -53,12 +53,16 @@ def main() -> None:
         found = measured(target, ways, options.prompts, options.new)
     rows = [row(name, task, runs, found["plain", task]) for (name, task), runs in found.items()]
     differ = sum(
-        a.tokens != b.tokens for (_, task), runs in found.items() for a, b in zip(runs, found["plain", task], strict=True)
+        a.tokens != b.tokens
+        for (_, task), runs in found.items()
+        for a, b in zip(runs, found["plain", task], strict=True)
     )
     write(
         {
-            "path": "plain" if options.plain_path else "compiled", "prompts": options.prompts, "new_tokens": options.new,
-            "nodes": NODES, "corpora_tokens": sizes, "texts_that_differ": differ, "promises": promises(rows), "rows": rows,
+            "path": "plain" if options.plain_path else "compiled", "prompts": options.prompts,
+            "new_tokens": options.new,
+            "nodes": NODES, "corpora_tokens": sizes, "texts_that_differ": differ, "promises": promises(rows),
+            "rows": rows,
         },
         options.out,
     )  # fmt: skip
@@ -79,7 +83,9 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
         "suffix, corpus": load_drafter("suffix", target, nodes=NODES, corpora=corpus),
         "suffix, corpus, cold": load_drafter("suffix", target, nodes=NODES, corpora=["cold"]),
         "suffix, corpus and two distractors": load_drafter("suffix", target, nodes=NODES, corpora=three),
-        "suffix, corpus, shared with earlier texts": load_drafter("suffix", target, nodes=NODES, corpora=corpus, shared="all"),
+        "suffix, corpus, shared with earlier texts": load_drafter(
+            "suffix", target, nodes=NODES, corpora=corpus, shared="all"
+        ),
         "mix(ngram, recycle)": load_drafter("mix", target, nodes=NODES),
     }
     if "dspark" in trained:
@@ -90,13 +96,15 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
         ways |= {
             "dspark": trained["dspark"],
             "mix(dspark, suffix, corpus)": load_drafter("mix", target, members=both, nodes=NODES),
-            "mix(dspark, suffix, corpus), by request": load_drafter("mix", target, members=both, nodes=NODES, share="request"),
+            "mix(dspark, suffix, corpus), by request": load_drafter(
+                "mix", target, members=both, nodes=NODES, share="request"
+            ),
             "graft(dspark, recycle)": load_drafter("graft", target, base=dspark, nodes=NODES),
         }
     return ways
 
 
-# ── texts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── texts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sources() -> dict[str, Iterator[str]]:
@@ -132,10 +140,12 @@ def tasks(target: TransformersTarget, count: int) -> dict[str, list[list[int]]]:
     }
 
 
-# ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measuring ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measured(target: TransformersTarget, ways: dict[str, Any], count: int, new: int) -> dict[tuple[str, str], list[Run]]:
+def measured(
+    target: TransformersTarget, ways: dict[str, Any], count: int, new: int
+) -> dict[tuple[str, str], list[Run]]:
     prompts = tasks(target, count)
     found: dict[tuple[str, str], list[Run]] = {(name, task): [] for task in prompts for name in ways}
     for drafter in ways.values():  # a warm-up for each, that it is not the first which pays
@@ -184,7 +194,8 @@ def promises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("suffix with corpus over ngram, tokens per step, task new", 1.5,
          per_step["suffix, corpus", "new"] / per_step["ngram", "new"]),
         ("two distractors, share of tokens per step that stays", 0.95,
-         min(per_step["suffix, corpus and two distractors", task] / per_step["suffix, corpus", task] for task in kinds)),
+         min(per_step["suffix, corpus and two distractors", task] / per_step["suffix, corpus",
+         task] for task in kinds)),
     ]  # fmt: skip
     mix, parts = "mix(dspark, suffix, corpus)", ("dspark", "suffix, corpus")
     if (mix, "new") in per_step:

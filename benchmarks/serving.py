@@ -110,7 +110,8 @@ def write(found: dict[str, Any], out: Path | None) -> None:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             **processor(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "torch": torch.__version__,
             "transformers": transformers.__version__, "python": platform.python_version(),
         },
         **found,

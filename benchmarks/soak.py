@@ -165,7 +165,9 @@ def drawn(seed: int, number: int, compiled: bool = False) -> Case:
     has_bytes = family not in ("demo", COMPILED) and noise.random() < 1 / 3
     generation = _generation(noise, vocabulary) if noise.random() < 1 / 3 else {}
     with configured(target, generation):
-        ends = frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
+        ends = (
+            frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
+        )
         requests = _requests(noise, target, min(context - 2, 40), has_bytes)
         if noise.random() < 0.15:
             requests[:3] = _mixed(noise, target, requests[0])
@@ -174,10 +176,12 @@ def drawn(seed: int, number: int, compiled: bool = False) -> Case:
             sampling = target.default_sampling(requests[n].prompt, requests[n].max_new_tokens)
             requests[n] = replace(requests[n], sampling=sampling)
     return Case(
-        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 12, 16, 24, 32]), noise.choice([12, 24, 40]), context,
+        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 12, 16, 24, 32]), noise.choice([12, 24, 40]),
+        context,
         ends,
         {
-            "depth": noise.randint(1, 6), "width": noise.choice([1, 2, 2, 3]), "right": noise.choice([0.3, 0.6, 0.8, 0.95]),
+            "depth": noise.randint(1, 6), "width": noise.choice([1, 2, 2, 3]), "right": noise.choice([0.3, 0.6, 0.8,
+            0.95]),
             "eldest": noise.random() < 0.5, "soft": noise.random() < 0.4, "obeys": noise.random() < 0.8,
             "seed": noise.randrange(2**31),
         },
@@ -259,7 +263,9 @@ def byte_fallback(vocabulary: int) -> Detokenizer:
     """As Llama 2's: half of the ids are bytes, of which two in a row are often a letter."""
     bytes_ = [*range(0xC2, 0xCA), 0xE3, 0xE4, 0xE5, 0xF0, *range(0x80, 0xB4)]
     names = [f"<0x{byte:02X}>" for byte in bytes_] + ["▁", "▁a", "\n", "。", "é", "▁the"]
-    names = [*names, *(f"▁w{token}" if token % 3 else f"v{token}" for token in range(len(names), vocabulary))][:vocabulary]
+    names = [*names, *(f"▁w{token}" if token % 3 else f"v{token}" for token in range(len(names), vocabulary))][
+        :vocabulary
+    ]
     tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, [], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -336,7 +342,10 @@ def replace_sampling(request: Request, **settings: Any) -> Request:
 def _sampling(noise: random.Random, vocabulary: int) -> Sampling:
     temperature = noise.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.0, 1.6])
     is_company = temperature > 0 and noise.random() < 0.08
-    given: dict[str, Any] = {"temperature": temperature, "seed": None if is_company else noise.randrange(-(2**63), 2**63)}
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": None if is_company else noise.randrange(-(2**63), 2**63),
+    }
     chances: dict[str, Any] = {
         "top_k": lambda: noise.choice([1, 2, 5, 20, vocabulary + 5]),
         "top_p": lambda: noise.uniform(0.3, 0.99),
@@ -563,7 +572,13 @@ def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> 
     if at is None and len(wanted) == len(plain.tokens):
         outcome.events["tokens that `generate` writes too"] += len(wanted)
         return
-    what: dict[str, Any] = {"case": case.number, "request": n, "family": case.family, "dtype": case.dtype, "of": "generate"}
+    what: dict[str, Any] = {
+        "case": case.number,
+        "request": n,
+        "family": case.family,
+        "dtype": case.dtype,
+        "of": "generate",
+    }
     at = min(len(wanted), len(plain.tokens)) if at is None else at
     place = {"at": at, "wanted": wanted[at : at + 1], "found": plain.tokens[at : at + 1]}
     is_tie = case.rounds and place["wanted"] and place["found"]
@@ -681,7 +696,9 @@ class Sum:
             "provenance": provenance(self.seconds + seconds),
             "totals": counts | {"mismatches": len(found.mismatches), "of_these": kinds, "ties": len(found.ties)},
             "spans": [span for span in self.spans if span[0] < span[1]],
-            "settings": {name: {"cases": self.cases[name], "tokens": found.by_setting[name]} for name in sorted(self.cases)},
+            "settings": {
+                name: {"cases": self.cases[name], "tokens": found.by_setting[name]} for name in sorted(self.cases)
+            },
             "events": dict(sorted(found.events.items())),
             "mismatches": found.mismatches,
             "ties": found.ties,
@@ -695,7 +712,9 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="the demo target alone, compiled: the kernels' paths")
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
     parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
-    parser.add_argument("--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable")
+    parser.add_argument(
+        "--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
     logging.set_verbosity_error()  # of keys that greedy decoding has no use for

@@ -25,7 +25,22 @@ import time
 from collections import Counter
 from typing import Any
 
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi"]
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+]
 DRAFTED, KEPT = 3, 1
 
 
@@ -57,7 +72,8 @@ class Stub:
             (f"{name}accepted_tokens_total", drafts * KEPT),
             (f'{name}accepted_tokens_per_pos_total{{position="0"}}', drafts * KEPT),
             ("vllm:generation_tokens_total", self.counts["tokens"]), (f"{gaps}_count", drafts),
-            ("vllm:time_to_first_token_seconds_count", self.counts["calls"]), ("process_start_time_seconds", self.started),
+            ("vllm:time_to_first_token_seconds_count", self.counts["calls"]), ("process_start_time_seconds",
+            self.started),
         ]  # fmt: skip
         return "# TYPE vllm:generation_tokens counter\n" + "".join(f"{row} {count}\n" for row, count in rows)
 
@@ -113,7 +129,11 @@ class Connection(asyncio.Protocol):
         tokens = 2 * len(pieces)
         steps = max(1, len(pieces) - 1)
         stub.counts.update(calls=1, drafts=steps, tokens=tokens)
-        counts = {"num_spec_steps": steps, "num_draft_tokens": steps * DRAFTED, "num_accepted_draft_tokens": steps * KEPT}
+        counts = {
+            "num_spec_steps": steps,
+            "num_draft_tokens": steps * DRAFTED,
+            "num_accepted_draft_tokens": steps * KEPT,
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": tokens}
         last: dict[str, Any] = {"choices": [], "usage": usage, "metrics": {"speculative_decoding": counts}}
         if wish.get("silent"):

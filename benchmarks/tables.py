@@ -57,7 +57,9 @@ def glance(found: dict[str, Any]) -> str:
             promises = [{"promise": one, "holds": holds} for one, holds in promises.items()]
         if promises:
             short = [one for one in promises if not one["holds"]]
-            worst = "; ".join(_promise(one) for one in short[:2]) + (f"; {len(short) - 2} more" if len(short) > 2 else "")
+            worst = "; ".join(_promise(one) for one in short[:2]) + (
+                f"; {len(short) - 2} more" if len(short) > 2 else ""
+            )
             held = f"{len(promises) - len(short)} of {len(promises)}"
             lines.append(_line(name, worst and f"short: {worst}", f"{len(promises)} promises", held, not short))
     lines.append(
@@ -85,9 +87,12 @@ def families(found: dict[str, Any]) -> str:
         by_family.setdefault(row["family"], []).append(row)
     lines = []
     for family, rows in by_family.items():
-        tokens = {dtype: sum(row["tokens"] for row in rows if row["dtype"] == dtype) for dtype in ("float64", "float32")}
+        tokens = {
+            dtype: sum(row["tokens"] for row in rows if row["dtype"] == dtype) for dtype in ("float64", "float32")
+        }
         lines.append([
-            family, " ".join(dict.fromkeys(row["attention"] for row in rows)), " ".join({row["mode"]: 0 for row in rows}),
+            family, " ".join(dict.fromkeys(row["attention"] for row in rows)),
+            " ".join({row["mode"]: 0 for row in rows}),
             f"{tokens['float64']:,}", f"{tokens['float32']:,}", str(sum(len(row["mismatches"]) for row in rows)),
             str(sum(len(row["ties"]) for row in rows)), str(max(row.get("deepest", 0) for row in rows)),
             "; ".join(dict.fromkeys(row["failed"].split(":")[0] for row in rows if row["failed"])) or "–",
@@ -141,7 +146,10 @@ def soak(found: dict[str, Any]) -> str:
         for name, counts in found["settings"].items() if not name.startswith("family ")
     ]  # fmt: skip
     lines.append(
-        [f"families, in {len(families)} forms", *(f"{sum(one[of] for one in families):,}" for of in ("cases", "tokens"))]
+        [
+            f"families, in {len(families)} forms",
+            *(f"{sum(one[of] for one in families):,}" for of in ("cases", "tokens")),
+        ]
     )
     events = [[name, f"{times:,}"] for name, times in found["events"].items()]
     said = (
@@ -155,7 +163,10 @@ def soak(found: dict[str, Any]) -> str:
     told = [f"{totals['of_these'][kind]} {name}" for kind, name in others.items() if kind in totals["of_these"]]
     cases = ", ".join(str(one["case"]) for one in found["mismatches"])
     said += f" Besides: {', '.join(told)} (cases {cases})." if told else ""
-    tables = [_table(["setting", "cases", "tokens"], lines, right=slice(1, 3)), _table(["event", "times"], events, slice(1, 2))]
+    tables = [
+        _table(["setting", "cases", "tokens"], lines, right=slice(1, 3)),
+        _table(["event", "times"], events, slice(1, 2)),
+    ]
     return "\n\n".join([said, *tables])
 
 
@@ -168,12 +179,12 @@ def versus_transformers(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]  # fmt: skip
     theirs = [
-        [f"transformers: {name}", "", f"{one['over_generate']:.2f}", "", "", ""] for name, one in found["transformers"].items()
+        [f"transformers: {name}", "", f"{one['over_generate']:.2f}", "", "", ""]
+        for name, one in found["transformers"].items()
     ]
     heads = ["way", "tokens per step", "over generate", "over plain", "bound", "of the bound"]
-    said = (
-        f"{found['compared_tokens']:,} tokens compared with `generate`, {found['mismatches']} texts differ. {_machine(found)}"
-    )
+    tokens, texts = found["compared_tokens"], found["mismatches"]
+    said = f"{tokens:,} tokens compared with `generate`, {texts} texts differ. {_machine(found)}"
     return "\n\n".join([said, _table(heads, [*lines, *theirs], slice(1, 6)), _promises(found)])
 
 
@@ -221,7 +232,8 @@ def corpus(found: dict[str, Any]) -> str:
     build, warm, cold = found["build"], found["search"]["warm_us"], found["search"]["cold_us"]
     lines = [[way, f"{times['p50']:.1f}", f"{times['p99']:.1f}"] for way, times in (*warm.items(), ("cold", cold))]
     said = (
-        f"{build['tokens']:,} tokens: tokenised in {build['tokenise_seconds']:.0f} s, sorted in {build['sort_seconds']:.1f} s, "
+        f"{build['tokens']:,} tokens: tokenised in {build['tokenise_seconds']:.0f} s, sorted in "
+        f"{build['sort_seconds']:.1f} s, "
         f"{build['peak_bytes'] / 1e6:.0f} MB at most, {build['disk_bytes'] / 1e6:.0f} MB on disk. {_machine(found)}"
     )
     return "\n\n".join([said, _table(["a search", "p50, µs", "p99, µs"], lines, slice(1, 3)), _promises(found)])
@@ -232,7 +244,8 @@ def trie(found: dict[str, Any]) -> str:
     python = {row["stored_tokens"]: row for row in found["curves"]["python"]}
     lines = [
         [
-            f"{row['stored_tokens']:,}", f"{row['us_per_token']:.1f}", f"{python[row['stored_tokens']]['us_per_token']:.0f}",
+            f"{row['stored_tokens']:,}", f"{row['us_per_token']:.1f}",
+            f"{python[row['stored_tokens']]['us_per_token']:.0f}",
             f"{row['bytes_per_token']:.0f}",
         ]
         for row in native
@@ -259,7 +272,9 @@ def layer_skip(found: dict[str, Any]) -> str:
 def methods(found: dict[str, Any]) -> str:
     """A table a column of cells, and the published orders."""
     exact = "every text" if found["exact"] else "**not** every text"
-    parts = [f"{found['cells']} cells (method, seed, column); at temperature 0 {exact} is `generate`'s. {_machine(found)}"]
+    parts = [
+        f"{found['cells']} cells (method, seed, column); at temperature 0 {exact} is `generate`'s. {_machine(found)}"
+    ]
     titles = {
         "minutes": f"Trained for {found['training_minutes_of_one_core']:g} minutes of one core",
         "steps": f"Trained for {found['training_steps']} steps",
@@ -299,7 +314,8 @@ def _method(row: dict[str, Any]) -> list[str]:
     per_step, speedup = both(cold)
     return [
         row["method"], str(row["seeds"]), f"{row['parameters'] / 1e6:.1f} M", str(row["training_steps"]),
-        str(row["training_cpu_seconds"]), per_step, " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]), speedup,
+        str(row["training_cpu_seconds"]), per_step, " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]),
+        speedup,
         *both(hot),
     ]  # fmt: skip
 
@@ -316,7 +332,9 @@ def best(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]  # fmt: skip
     heads = ["drafter", "T", "tokens per step", "accepted by depth", "over plain, compiled", "over generate", "exact"]
-    said = f"{minutes['answers']} minutes of one core for answers, {minutes['training']} for training, beside other work. "
+    said = (
+        f"{minutes['answers']} minutes of one core for answers, {minutes['training']} for training, beside other work. "
+    )
     return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, 6))])
 
 
@@ -335,13 +353,16 @@ def calibration(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     slots = [f"slot {k}, %" for k in range(len(found["survival"]))]
     heads = ["confidences", *slots, "mean, %", "noise of the mean, %"]
-    said = f"{found['drafts']['scaled_on']:,} drafts scaled on, {found['drafts']['judged_on']:,} of other prompts judged. "
+    said = (
+        f"{found['drafts']['scaled_on']:,} drafts scaled on, {found['drafts']['judged_on']:,} of other prompts judged. "
+    )
     return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
 
 
 def quantised(found: dict[str, Any]) -> str:
     lines = [
-        [row["way"], f"{row['tokens_per_step']:.2f}", f"{row['lost']:.3f} ± {row['lost_error']:.3f}"] for row in found["rows"]
+        [row["way"], f"{row['tokens_per_step']:.2f}", f"{row['lost']:.3f} ± {row['lost_error']:.3f}"]
+        for row in found["rows"]
     ]
     heads = ["target, drafter", "tokens per step", "lost against float32"]
     return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 3)), _promises(found)])
@@ -361,12 +382,15 @@ def replay(found: dict[str, Any]) -> str:
     schedule, death = found["schedule"], found["death"]
     late, memory = schedule["sent_after_due_ms"], schedule["memory_mib"]
     said = [
-        f"{schedule['calls']:,} calls at {schedule['rate_per_s']:g} a second: sent {late['p50']:.1f} ms after they were due "
-        f"(p50), {late['p99']:.1f} ms (p99); {schedule['cpu_ms_per_call']['replay']:.2f} ms of CPU a call; the process waited "
+        f"{schedule['calls']:,} calls at {schedule['rate_per_s']:g} a second: sent {late['p50']:.1f} ms after they "
+        f"were due "
+        f"(p50), {late['p99']:.1f} ms (p99); {schedule['cpu_ms_per_call']['replay']:.2f} ms of CPU a call; the process "
+        f"waited "
         f"{schedule['waited_for_a_core_s']:.0f} s for a core; memory {memory['after_a_quarter']} MiB after a quarter, "
         f"{memory['at_the_end']} at the end.",
         f"The server killed and started again: of {death['calls']:,} calls {death['answered']:,} answered, "
-        f"{sum(death['cut_off'].values())} cut off, {sum(death['failed'].values())} failed, {death['not_accounted_for']} lost.",
+        f"{sum(death['cut_off'].values())} cut off, {sum(death['failed'].values())} failed, "
+        f"{death['not_accounted_for']} lost.",
     ]
     lines = [[name, f"{one['cpu_ms_per_call']:.2f}"] for name, one in found["readers"].items()]
     table = _table(["reader of a streamed answer of 8 pieces", "CPU, ms a call"], lines, right=slice(1, 2))
@@ -407,7 +431,8 @@ def engines(found: dict[str, Any]) -> str:
         steps = row.get("steps") or ["–", "–"]
         equal = row.get("steps_equal")
         lines.append([
-            row["row"], "–" if row.get("error") else f"{row['texts_equal']} of {row['prompts']}", f"{steps[0]} / {steps[1]}",
+            row["row"], "–" if row.get("error") else f"{row['texts_equal']} of {row['prompts']}",
+            f"{steps[0]} / {steps[1]}",
             "–" if equal is None else f"{100 * equal:.1f} %", kept or "–", _short(row.get("error")),
         ])  # fmt: skip
     heads = ["draft", "texts equal", "steps, ours / engine", "steps equal", "kept by depth, ours/engine", "error"]
@@ -417,7 +442,9 @@ def engines(found: dict[str, Any]) -> str:
 def _short(error: str | None) -> str:
     """The sentence of an error that says what is wrong."""
     return (
-        "–" if error is None else next((line for line in error.splitlines() if "Error, " in line), error).split(" [")[0].strip()
+        "–"
+        if error is None
+        else next((line for line in error.splitlines() if "Error, " in line), error).split(" [")[0].strip()
     )
 
 
@@ -446,7 +473,8 @@ def _source(found: dict[str, Any]) -> str:
     """What was run, with what, when."""
     facts = found["provenance"]
     return (
-        f"`{facts['command']}`, {facts['seconds'] / 60:.0f} minutes on {facts['cpus']} shared CPUs, torch {facts['torch']}, "
+        f"`{facts['command']}`, {facts['seconds'] / 60:.0f} minutes on {facts['cpus']} shared CPUs, torch "
+        f"{facts['torch']}, "
         f"transformers {facts['transformers']}, {facts['made'][:10]}."
     )
 
@@ -463,7 +491,10 @@ def machines(found: dict[str, Any]) -> str:
         for way, own in found["ways"].items()
     ]
     return "\n\n".join(
-        [_processor(found), _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5))]
+        [
+            _processor(found),
+            _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5)),
+        ]
     )
 
 
@@ -516,7 +547,8 @@ def large(found: dict[str, Any]) -> str:
          str(row["texts_that_differ"])]
         for row in found["rows"]
     ]  # fmt: skip
-    heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms", f"step of {found['rows_verified']} rows, ms",
+    heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms",
+    f"step of {found['rows_verified']} rows, ms",
              "tokens per step", "speed-up", "loop, of a plain step", "texts that differ"]  # fmt: skip
     return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 9)), _kept(found)])
 
@@ -532,7 +564,9 @@ def contexts(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     heads = ["context", "keys and values, MB", "one reading, ms"]
     heads += [head for rows in widths for head in (f"step of {rows}, ms", "of it context, ms")]
-    prompts = [[f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{row['ms_per_token']:.2f}"] for row in found["prompts"]]
+    prompts = [
+        [f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{row['ms_per_token']:.2f}"] for row in found["prompts"]
+    ]
     said = _table(["prompt", "first token, s", "ms a token"], prompts, slice(1, 3))
     return "\n\n".join([_processor(found), _table(heads, lines, slice(0, len(heads))), said, _kept(found)])
 

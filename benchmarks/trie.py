@@ -68,7 +68,13 @@ def main() -> None:
         })  # fmt: skip
     steps = {name: tokens_per_step(texts[:12], make) for name, make in ways(options.depth, options.nodes).items()}
     write(
-        {"depth": options.depth, "nodes": options.nodes, "promises": promises, "curves": curves, "tokens_per_step": steps},
+        {
+            "depth": options.depth,
+            "nodes": options.nodes,
+            "promises": promises,
+            "curves": curves,
+            "tokens_per_step": steps,
+        },
         options.out,
     )
 
@@ -85,7 +91,9 @@ def texts_of(tokens: int) -> list[list[int]]:
             found += len(text)
         if found >= tokens:
             return texts
-    raise SystemExit(f"the installed packages have {found} tokens of Python source, {tokens} are wanted; give smaller --sizes")
+    raise SystemExit(
+        f"the installed packages have {found} tokens of Python source, {tokens} are wanted; give smaller --sizes"
+    )
 
 
 def sources() -> Iterator[Path]:
@@ -129,9 +137,12 @@ def curve(grown: Tries, texts: Sequence[list[int]], sizes: Sequence[int], nodes:
         stored = size + 2 * RUNS * RUN
         rows.append({
             **row, "us_per_token": statistics.median(both.cpu), "us_update": statistics.median(updates.cpu),
-            "us_per_token_by_the_wall": statistics.median(both.wall), "us_slowest_run": max(both.cpu), "samples": RUNS * RUN,
+            "us_per_token_by_the_wall": statistics.median(both.wall), "us_slowest_run": max(both.cpu),
+            "samples": RUNS * RUN,
         })  # fmt: skip
-        print(f"{type(grown).__name__} {size:>9,}: {rows[-1]['us_per_token']:.1f} us a token", file=sys.stderr, flush=True)
+        print(
+            f"{type(grown).__name__} {size:>9,}: {rows[-1]['us_per_token']:.1f} us a token", file=sys.stderr, flush=True
+        )
     return rows
 
 

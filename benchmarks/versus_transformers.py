@@ -84,12 +84,18 @@ def main() -> None:
     ]
     rows = [row(name, runs[name], runs["plain"], seconds) for name in ours]
     promises += [
-        {"promise": f"{one['name']} of its bound", "wanted": 0.85, "found": one["of_bound"], "holds": one["of_bound"] >= 0.85}
+        {
+            "promise": f"{one['name']} of its bound",
+            "wanted": 0.85,
+            "found": one["of_bound"],
+            "holds": one["of_bound"] >= 0.85,
+        }
         for one in rows
     ]
     write(
         {
-            "path": "plain" if options.plain_path else "compiled", "prompts": options.prompts, "new_tokens": options.new,
+            "path": "plain" if options.plain_path else "compiled", "prompts": options.prompts,
+            "new_tokens": options.new,
             "compared_tokens": compared, "mismatches": mismatches, "promises": promises, "rows": rows,
             "transformers": {name: {"over_generate": seconds["generate"] / seconds[name]} for name in theirs},
         },

@@ -92,8 +92,11 @@ def grouped(server: str, count: int, few: int, max_tokens: int, concurrency: int
 def told(group: str, meaning: str, found: dict[str, Any]) -> None:
     """One group in two lines."""
     counted, holds = found["counters"], found["holds"]
-    print(f"{group:9} {found['requests']} requests, {meaning}: {found['tokens']:,} tokens in {counted['steps']:,} steps, "
-          f"{counted['drafts']:,} with a draft, kept by depth {list(counted['by_position'])}, cut {found['cut']}")  # fmt: skip
+    print(
+        f"{group:9} {found['requests']} requests, {meaning}: {found['tokens']:,} tokens in {counted['steps']:,} "
+        f"steps, {counted['drafts']:,} with a draft, accepted by depth {list(counted['by_position'])}, "
+        f"cut {found['cut']}"
+    )
     print(f"          {sum(holds.values())} of {len(holds)} identities hold", flush=True)
 
 
@@ -152,7 +155,8 @@ def replayed(
         holds |= {f"{name}: counters = answers": counted[name] == said[name] for name in names}
         holds |= {"cut is at most the last draft of each request": 0 <= cut <= 5 * end.answered}
     found = {
-        "requests": end.sent, "answered": end.answered, "failed": end.failed, "cut_off": end.cut_off, "tokens": end.tokens,
+        "requests": end.sent, "answered": end.answered, "failed": end.failed, "cut_off": end.cut_off,
+        "tokens": end.tokens,
         "counters": counted, "answers": said, "cut": cut, "holds": holds,
     }  # fmt: skip
     return found, answers
@@ -191,7 +195,8 @@ def taken_apart(server: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
             for place in range(accepted):
                 places[place] += 1
     return {
-        "requests": len(bodies), **totals, "counters": counted | {"by_position": counted_places}, "asked_again": asked_again,
+        "requests": len(bodies), **totals, "counters": counted | {"by_position": counted_places},
+        "asked_again": asked_again,
         "holds": {
             "tokens = 1 + steps + accepted - cut, in every request": explained == len(bodies),
             "steps: counters = pieces of the streams": counted["steps"] == totals["steps"],

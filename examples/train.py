@@ -2,7 +2,8 @@
 
     $ python examples/train.py [key.path=value ...]
 
-Results: runs/train with checkpoint/, report.json and report.html.  A run that was stopped goes on when it is called again.
+Results: runs/train with checkpoint/, report.json and report.html.  A run that was stopped goes on when it is called
+again.
 """
 
 import sys

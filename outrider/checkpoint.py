@@ -4,8 +4,8 @@ needs.
     checkpoint/
     ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
     ├── model.safetensors     the draft's own weights; embedding and head where they are the target's are not here
-    ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its content
-    └── training.safetensors  optimiser moments and random state; may be deleted once training is done
+    ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its
+    content └── training.safetensors  optimiser moments and random state; may be deleted once training is done
 
 A checkpoint is written next to the old one, forced to the disk, and then replaces it, so there is always a whole one,
 also after a crash or a power cut.
@@ -34,7 +34,12 @@ from outrider.targets.protocol import Target
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
+MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES = (
+    "outrider.json",
+    "model.safetensors",
+    "training.safetensors",
+    "training.grams",
+)
 MEASURED = ("calibration", "report")
 """Keys of a manifest about finished weights; further training drops them, export and import copy them."""
 SHAPE: Mapping[str, type] = {
@@ -46,7 +51,8 @@ OPTIONAL = ("facts", "training")
 
 
 def save(
-    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None,
+    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str,
+    Tensor] | None = None,
     files: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
@@ -76,7 +82,8 @@ def manifest_for(
         "version": VERSION,
         "kind": config.pop("kind"),
         "config": config,
-        "target": {key: getattr(spec, key) for key in ("name", "revision", "precision", "base_hash")} | binding(model.target),
+        "target": {key: getattr(spec, key) for key in ("name", "revision", "precision", "base_hash")}
+        | binding(model.target),
         "taps": list(model.taps),
         "tap_convention": "output of decoder layer i, counted from 0",
         "facts": dict(model.facts()),
@@ -144,24 +151,28 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
         raise TrainingError(
-            f"can't write checkpoint {folder}: {what}; "
-            "the last one is whole: make room and run again"
+            f"can't write checkpoint {folder}: {what}; the last one is whole: make room and run again"
         ) from error
 
 
 def manifest_of(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.  Raises CheckpointError where there is none, or none that this version reads."""
+    """The manifest of a checkpoint folder.  Raises CheckpointError where there is none, or none that this version
+    reads."""
     path = whole(folder) / MANIFEST
     try:
         manifest = read_object(path)
         for key, wanted in SHAPE.items():
             found = manifest.get(key)
-            if type(found) is not wanted and not (found is None and key in OPTIONAL):  # not isinstance: True is not a version
+            if type(found) is not wanted and not (
+                found is None and key in OPTIONAL
+            ):  # not isinstance: True is not a version
                 raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint manifest ({error}); train or copy it again") from None
     if (found := manifest["version"]) != VERSION:
-        raise CheckpointError(f"{path} is of version {found}, this Outrider reads {VERSION}; use the release that wrote it")
+        raise CheckpointError(
+            f"{path} is of version {found}, this Outrider reads {VERSION}; use the release that wrote it"
+        )
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
 
@@ -206,7 +217,9 @@ def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
     """Refuse a checkpoint that was trained on other layers than its config gives now."""
     if (taps := manifest["taps"]) != list(model.taps):
-        raise CheckpointError(f"{folder} was trained on taps {taps}, its config gives {list(model.taps)}; set drafter.taps")
+        raise CheckpointError(
+            f"{folder} was trained on taps {taps}, its config gives {list(model.taps)}; set drafter.taps"
+        )
 
 
 def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
@@ -216,8 +229,7 @@ def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pa
         if facts.get(key) != own:
             wrong = f"{key} {facts.get(key)} in its manifest, {own} in its weights"
             raise CheckpointError(
-                f"{folder} has a manifest and weights of different drafters: {wrong}; "
-                "copy or train it again"
+                f"{folder} has a manifest and weights of different drafters: {wrong}; copy or train it again"
             )
 
 
@@ -257,8 +269,7 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
         return load_file(path) if path.exists() else None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} can't be read: {error}; "
-            "delete it to start training again from these weights"
+            f"{path} can't be read: {error}; delete it to start training again from these weights"
         ) from None
 
 
@@ -272,8 +283,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(
-            f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; "
-            "use the kind itself"
+            f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself"
         )
     settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
     model: DraftModel = module.Model(settings, target)
@@ -284,7 +294,9 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
         raise CheckpointError(f"{folder}: {problem}; copy or train it again")
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
-        raise CheckpointError(f"{folder}: {target.spec.dtype} can't hold {', '.join(lost[:4])}; load the target in float32")
+        raise CheckpointError(
+            f"{folder}: {target.spec.dtype} can't hold {', '.join(lost[:4])}; load the target in float32"
+        )
     return model
 
 

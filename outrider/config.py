@@ -20,8 +20,10 @@ T = TypeVar("T", bound="Config")
 
 
 RENAMED = {
-    "beside": "baselines", "copies": "init_from_layers", "fresh": "min_first_ngrams", "gram": "ngram", "grams": "ngram_hashes",
-    "least": "min_confidence", "least_overlap": "min_overlap", "least_prompts": "min_prompts", "observed": "traced_prompts",
+    "beside": "baselines", "copies": "init_from_layers", "fresh": "min_first_ngrams", "gram": "ngram",
+    "grams": "ngram_hashes",
+    "least": "min_confidence", "least_overlap": "min_overlap", "least_prompts": "min_prompts",
+    "observed": "traced_prompts",
     "parts": "members", "runners_up": "siblings",
 }  # fmt: skip
 """Former names of settings, and their names now."""
@@ -48,7 +50,8 @@ ELSEWHERE = {
     "prepare.max_new_tokens": "max_tokens max_completion_length max_gen_toks",
     "train": "training",
     "train.lr": "lr learning_rate",
-    "train.batch": "batch batch_size per_device_batch per_device_batch_size per_device_train_batch_size train_batch_size "
+    "train.batch": "batch batch_size per_device_batch per_device_batch_size per_device_train_batch_size "
+    "train_batch_size "
                    "micro_batch_size gradient_accumulation_steps",
     "train.epochs": "epochs epoch num_epochs num_train_epochs",
     "train.steps": "steps max_steps total_steps num_steps num_train_steps max_num_steps",
@@ -84,13 +87,16 @@ class Config(BaseModel):
         for key in data:
             if key not in cls.model_fields:
                 now = RENAMED.get(key)
-                hint = f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
+                hint = (
+                    f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
+                )
                 raise ValueError(f"unknown key {key!r}{hint}")
         return {key: _meant(cls.model_fields[key].annotation, value) for key, value in data.items()}
 
 
 def _elsewhere(key: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown key: what another trainer's setting is called here, or the nearest known key."""
+    """The end of a sentence about an unknown key: what another trainer's setting is called here, or the nearest known
+    key."""
     paths = {name: [path for path, names in ELSEWHERE.items() if name in names.split()] for name in OTHER_NAMES | {key}}
     here = {name: [leaf for path in own if (leaf := path.rpartition(".")[2]) in known] for name, own in paths.items()}
     found = here[key] or paths[key]
@@ -107,7 +113,9 @@ def _meant(annotation: Any, value: Any) -> Any:
     """A value as it was meant: one thing or `a,b` for a list, 1e4 (which YAML reads as text) for a whole number."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     options = typing.get_args(annotation) if is_union else (annotation,)
-    plain = [typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options]
+    plain = [
+        typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options
+    ]
     wanted = {typing.get_origin(option) or option for option in plain}
     if value is None or type(value) in wanted or isinstance(value, list | tuple):
         return value
@@ -119,7 +127,8 @@ def _meant(annotation: Any, value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or all of them.  Case and dashes do not matter."""
+    """The end of a sentence about an unknown word: the nearest known one, or all of them.  Case and dashes do not
+    matter."""
     plain = {re.sub(r"[\W_]", "", name).lower(): name for name in known}
     close = difflib.get_close_matches(re.sub(r"[\W_]", "", word).lower(), plain, 1)
     return f"; did you mean {plain[close[0]]!r}?" if close else f"; known: {', '.join(sorted(plain.values()))}"
@@ -141,7 +150,8 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.  Raises ConfigError, with the line, for what is not YAML and for a key in it twice."""
+    """The mapping in a YAML file.  Raises ConfigError, with the line, for what is not YAML and for a key in it
+    twice."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -159,7 +169,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
-    """A ConfigError from inside names the line of the file with the setting that it is about, unless an override set it."""
+    """A ConfigError from inside names the line of the file with the setting that it is about, unless an override set
+    it."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,5 @@
-"""Is a name a folder here, or a repository of the Hugging Face hub?  A folder that is missing is never asked of the hub."""
+"""Is a name a folder here, or a repository of the Hugging Face hub?  A folder that is missing is never asked of the
+hub."""
 
 import re
 from pathlib import Path

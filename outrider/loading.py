@@ -1,4 +1,5 @@
-"""A drafter by its name: a kind, a checkpoint, a draft model as others publish it, or a Hugging Face id of one of these."""
+"""A drafter by its name: a kind, a checkpoint, a draft model as others publish it, or a Hugging Face id of one of
+these."""
 
 import inspect
 import logging

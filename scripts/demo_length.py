@@ -15,7 +15,9 @@ from outrider import machine
 from outrider.machine import TRAINING, MatmulTimes
 from outrider.runs.file import RunConfig, load
 
-TRIED = MatmulTimes({"float32": {"8": 1.6, "64": 8.0, TRAINING: 5.6}, "bfloat16": {"8": 0.54, "64": 1.8, TRAINING: 0.69}})
+TRIED = MatmulTimes(
+    {"float32": {"8": 1.6, "64": 8.0, TRAINING: 5.6}, "bfloat16": {"8": 0.54, "64": 1.8, TRAINING: 0.69}}
+)
 """Milliseconds of the machine where the minutes were measured: two threads of an AMD EPYC with AVX-512 in bfloat16."""
 STAGES = {"prepare": "answers", "train": "training", "evaluate": "measuring"}
 

@@ -1,4 +1,5 @@
-"""Write the table of sizes into docs/export.md, between its two marks: our defaults for the demo target, in every format.
+"""Write the table of sizes into docs/export.md, between its two marks: our defaults for the demo target, in every
+format.
 
 python scripts/export_sizes.py
 

@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("outrider", "tests", "benchmarks", "recipes", "docs", "scripts", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = (
+    "outrider",
+    "tests",
+    "benchmarks",
+    "recipes",
+    "docs",
+    "scripts",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+)
 SECONDS = 120
 """Longest that one of a fault's tests may take; a fault that only makes it hang is not caught."""
 
@@ -45,7 +55,9 @@ class Fault(NamedTuple):
 
 
 CONTRACTS, SAMPLING = "tests/contracts/", "outrider/sampling/"
-ACCEPT, STATE, DRAFT, LOOP, NOISE = (f"outrider/decoding/{name}.py" for name in ("accept", "state", "draft", "loop", "noise"))
+ACCEPT, STATE, DRAFT, LOOP, NOISE = (
+    f"outrider/decoding/{name}.py" for name in ("accept", "state", "draft", "loop", "noise")
+)
 FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "text"))
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
 MEMORY = "outrider/nn/memory.py"
@@ -80,7 +92,13 @@ FAULTS = [
     ),
     Fault(
         "the tree mask is one column wide: a node sees its sibling",
-        [Edit(DRAFT, "sees[n + 1] |= sees[parent + 1]", "sees[n + 1] |= sees[parent + 1]\n        sees[n + 1, n] = True")],
+        [
+            Edit(
+                DRAFT,
+                "sees[n + 1] |= sees[parent + 1]",
+                "sees[n + 1] |= sees[parent + 1]\n        sees[n + 1, n] = True",
+            )
+        ],
         ["tests/decoding/test_draft.py"],
     ),
     Fault(
@@ -89,7 +107,9 @@ FAULTS = [
             Edit(SERVING, "self.q.append(self.state.judge.distribution(logits))", "self.q.append(logits.softmax(-1))"),
             Edit(SERVING, "draw(self.q[-1], len", "draw(self.state.judge.distribution(logits), len"),
         ],
-        [f"{CONTRACTS}test_acceptance_rule.py::test_every_drafter_keeps_the_distribution_under_top_k_and_top_p[small_model]"],
+        [
+            f"{CONTRACTS}test_acceptance_rule.py::test_every_drafter_keeps_the_distribution_under_top_k_and_top_p[small_model]"
+        ],
     ),
     Fault(
         "all nodes throw the same acceptance coin",
@@ -204,7 +224,19 @@ def plant(fault: Fault, there: Path) -> None:
 def failed(tests: Sequence[str], there: Path, *options: str) -> tuple[list[str], str]:
     """Node ids of the tests that fail in this copy, and what pytest said.  An error outside of a test is no failure."""
     environment = os.environ | {"PYTHONPATH": str(there)}
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-rf", "-p", "no:cacheprovider", "-o", "addopts=", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *tests,
+        "-q",
+        "-rf",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        *options,
+    ]
     limit = SECONDS * len(tests)
     try:
         run = subprocess.run(command, cwd=there, env=environment, capture_output=True, text=True, timeout=limit)
@@ -216,12 +248,15 @@ def failed(tests: Sequence[str], there: Path, *options: str) -> tuple[list[str],
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", type=int, choices=range(1, len(FAULTS) + 1), metavar="N", help="plant this fault alone")
+    parser.add_argument(
+        "--only", type=int, choices=range(1, len(FAULTS) + 1), metavar="N", help="plant this fault alone"
+    )
     only = parser.parse_args().only
     chosen = [(n, fault) for n, fault in enumerate(FAULTS, 1) if only in (None, n)]
     with copied() as there:
         where = subprocess.run(
-            [sys.executable, "-c", "import outrider; print(outrider.__file__)"], cwd=there, text=True, capture_output=True,
+            [sys.executable, "-c", "import outrider; print(outrider.__file__)"], cwd=there, text=True,
+            capture_output=True,
             env=os.environ | {"PYTHONPATH": str(there)},
         ).stdout  # fmt: skip
         if not Path(where.strip()).is_relative_to(there):

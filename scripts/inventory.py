@@ -1,7 +1,8 @@
 """Print all that a user can name, a sorted line a fact: verbs, settings, kinds, formats, public names and so on.
 
 python scripts/inventory.py > docs/inventory.txt
-python scripts/inventory.py --against docs/inventory.txt    # what is missing (-) and new (+); exits with 1 if any is missing
+python scripts/inventory.py --against docs/inventory.txt    # what is missing (-) and new (+); exits with 1 if any is
+missing
 
 Every list is the code's own, looked up where it may stand, and else in the only file of the package that defines it.
 """
@@ -30,10 +31,14 @@ HOMES = {
     "RULES": "policies.lossy decoding.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
-TABLES = dict(task="TASKS", loss="DIVERGENCES", weighing="WEIGHINGS", limit="LIMITS", log="FORMATS", precision="PRECISIONS")
+TABLES = dict(
+    task="TASKS", loss="DIVERGENCES", weighing="WEIGHINGS", limit="LIMITS", log="FORMATS", precision="PRECISIONS"
+)
 ROOT = Path(outrider.__file__).parent
 TEXTS = {
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text(encoding="utf-8")
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text(
+        encoding="utf-8"
+    )
     for path in sorted(ROOT.rglob("*.py"))
 }
 is_section = lambda kind: isinstance(kind, type) and (issubclass(kind, BaseModel) or is_dataclass(kind))
@@ -41,8 +46,13 @@ is_section = lambda kind: isinstance(kind, type) and (issubclass(kind, BaseModel
 
 def home(name: str) -> Any:
     """What a name means in the package."""
-    defining = [place for place, text in TEXTS.items() if re.search(rf"^(class |def )?{name}\b *[:=(]", text, re.MULTILINE)]
-    for place in [*(f"outrider.{place}" for place in HOMES.get(name, "").split()), *(defining if len(defining) == 1 else ())]:
+    defining = [
+        place for place, text in TEXTS.items() if re.search(rf"^(class |def )?{name}\b *[:=(]", text, re.MULTILINE)
+    ]
+    for place in [
+        *(f"outrider.{place}" for place in HOMES.get(name, "").split()),
+        *(defining if len(defining) == 1 else ()),
+    ]:
         if place in TEXTS and hasattr(module := import_module(place), name):
             return getattr(module, name)
     raise SystemExit(f"{name} was not found (defined in: {', '.join(defining) or 'no file'}); add its module to HOMES")
@@ -53,7 +63,9 @@ def said(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         limits = [limit for given in args[1:] for limit in getattr(given, "metadata", [given])]
-        return " ".join([said(args[0]), *(repr(limit) for limit in limits if type(limit).__module__ == "annotated_types")])
+        return " ".join(
+            [said(args[0]), *(repr(limit) for limit in limits if type(limit).__module__ == "annotated_types")]
+        )
     if origin is Literal or is_section(kind):
         return "section" if origin is None else "choice"
     if origin in (Union, UnionType):
@@ -76,7 +88,10 @@ def settings(head: str, schema: Any, given: Any = None) -> Iterator[str]:
         found = [(key, hints[key], each.default) for key, each in inspect.signature(schema).parameters.items()]
     else:
         first = lambda info: ... if info.is_required() else info.get_default(call_default_factory=True)
-        found = [(key, Annotated[each.annotation, *each.metadata, 0], first(each)) for key, each in schema.model_fields.items()]
+        found = [
+            (key, Annotated[each.annotation, *each.metadata, 0], first(each))
+            for key, each in schema.model_fields.items()
+        ]
     for name, kind, usual in found:
         value, parts = usual if given is None else getattr(given, name), [kind]
         yield f"{head}{name}: {said(kind)}{default(value)}"
@@ -102,14 +117,20 @@ def verbs(command: Any, path: str) -> Iterator[str]:
         yield from (f"{path} {name}", *verbs(load(name), f"{path} {name}"))
     for place, each in enumerate(sorted(command.params, key=lambda each: each.opts[0].startswith("-")), 1):
         kind = said(each.type_descriptor.annotation) if hasattr(each, "type_descriptor") else each.type.name
-        kind += "".join(f" {end}={getattr(each, end)}" for end in ("min", "max") if getattr(each, end, None) is not None)
+        kind += "".join(
+            f" {end}={getattr(each, end)}" for end in ("min", "max") if getattr(each, end, None) is not None
+        )
         for key in [*each.opts, *each.secondary_opts]:
-            yield f"{path} {'' if key[0] == '-' else f'{place} '}{key}: {kind}{default(... if each.required else each.default)}"
+            what = key if key[0] == "-" else f"{place} {key}"
+            yield f"{path} {what}: {kind}{default(... if each.required else each.default)}"
 
 
 def facts() -> Iterator[str]:
     yield from verbs(home("app"), "verb")
-    run = [*settings("setting ", home("RunConfig")), *settings("setting gate.", get_type_hints(home("policy_of"))["return"])]
+    run = [
+        *settings("setting ", home("RunConfig")),
+        *settings("setting gate.", get_type_hints(home("policy_of"))["return"]),
+    ]
     yield from (*run, *settings("sampling ", home("Sampling")), *settings("metric report.", home("Report")))
     yield from ("optimizer " + line.split("'")[1] for line in run if line.startswith("setting train.optimizer may be "))
     for kind in home("kinds")():
@@ -117,11 +138,17 @@ def facts() -> Iterator[str]:
         yield from (f"kind {kind}{fact}" for fact in ("", " can be trained")[: 1 + hasattr(module, "Model")])
         yield from settings(f"setting drafter[{kind}].", module.Config)
     for place in (place for place, text in TEXTS.items() if re.search(r"def (budget|keep)\(", text)):
-        ours = [each for each in vars(import_module(place)).values() if isinstance(each, type) and each.__module__ == place]
-        ours = [each for each in ours if {"budget", "keep"} <= {*dir(each)} and not getattr(each, "_is_protocol", False)]
+        ours = [
+            each for each in vars(import_module(place)).values() if isinstance(each, type) and each.__module__ == place
+        ]
+        ours = [
+            each for each in ours if {"budget", "keep"} <= {*dir(each)} and not getattr(each, "_is_protocol", False)
+        ]
         yield from (line for each in ours for line in called(f"policy {each.__name__}", each))
     yield from (line for name, rule in home("RULES").items() for line in called(f"rule {name}", rule))
-    yield from (f"format {row['format']} {row['kind']} {way}" for row in home("matrix")() for way in row if row[way] is True)
+    yield from (
+        f"format {row['format']} {row['kind']} {way}" for row in home("matrix")() for way in row if row[way] is True
+    )
     yield from (f"{sort} {name}" for sort, table in TABLES.items() for name in home(table))
     for name, engine in home("ENGINES").items():
         yield from (f"engine {name}", *(f"engine {name} {kind}" for kind in engine.methods))
@@ -130,8 +157,12 @@ def facts() -> Iterator[str]:
         yield from called(f"public {name}", home(name) if inspect.ismodule(found) else found)
         bases = [base for base in getattr(found, "__mro__", ()) if base.__module__.startswith("outrider")]
         yield from (f"public {name}.{what}" for base in bases for what in vars(base) if not what.startswith("_"))
-    yield from (f"metric {row.server} {key}: {name}" for row in home("NAMES") for key, name in row._asdict().items() if name)
-    errors = [each for each in vars(sys.modules[home("OutriderError").__module__]).values() if hasattr(each, "with_traceback")]
+    yield from (
+        f"metric {row.server} {key}: {name}" for row in home("NAMES") for key, name in row._asdict().items() if name
+    )
+    errors = [
+        each for each in vars(sys.modules[home("OutriderError").__module__]).values() if hasattr(each, "with_traceback")
+    ]
     yield from (f"error {each.__name__} is {base.__name__}" for each in errors for base in each.__mro__[1:-2])
 
 

@@ -6,9 +6,10 @@ last checkpoint after an interruption.
     corpus       tokenizer (byte-level BPE, Qwen2's pre-tokenizer), token ids of the training and the held-out modules
     target       16 layers x 256, trained on the training modules: bf16 weights, float32 masters; Muon for the matrices
                  (half the steps that AdamW needs here), AdamW for embedding and norms
-    steady       the target taught not to loop: it continues training code greedily, and tokens that end an 8-gram it has
-                 written before are made unlikely (unlikelihood training, arXiv 1908.04319), beside ordinary training; then
-                 a mean of the weights before and after, which keeps most of both gains
+    steady       the target taught not to loop: it continues training code greedily, and tokens that end an 8-gram it
+    has
+                 written before are made unlikely (unlikelihood training, arXiv 1908.04319), beside ordinary training;
+                 then a mean of the weights before and after, which keeps most of both gains
     text         what the target itself writes after pieces of the training modules
     small_model  2 layers x 128, trained on that text against the target's own distribution
     package      both models, the tokenizer and the model card into outrider/demo/
@@ -42,7 +43,9 @@ from outrider.targets.anatomy import cache_argument  # noqa: E402
 VOCABULARY = 4096
 SPECIALS = ["<|endoftext|>", "<|pad|>", "<|mask|>", *(f"<|reserved_{i}|>" for i in range(13))]
 END, PAD = 0, 1
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
     "<|endoftext|>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
@@ -51,10 +54,20 @@ CHAT_TEMPLATE = (
 
 SHAPES = {
     "target": dict(
-        hidden_size=256, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=704
+        hidden_size=256,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=704,
     ),
     "small_model": dict(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=320
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=320,
     ),
 }
 
@@ -85,7 +98,7 @@ def main() -> None:
         {f.__name__: f for f in (corpus, target, steady, text, small_model, package)}[stage](options)
 
 
-# ── corpus ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── corpus ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def corpus(options: argparse.Namespace) -> None:
@@ -137,7 +150,7 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     )
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def new_model(shape: str) -> Qwen3ForCausalLM:
@@ -176,7 +189,9 @@ class Masters:
         matrices = [m for m, is_inner in zip(self.masters, inner, strict=True) if is_inner]
         others = [m for m, is_inner in zip(self.masters, inner, strict=True) if not is_inner]
         self.optimizers = [
-            torch.optim.Muon(matrices, weight_decay=options.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(
+                matrices, weight_decay=options.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            ),
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
 
@@ -241,7 +256,10 @@ def fit(
         if (step + 1) % every == 0 or step + 1 == steps:
             log.append([step + 1, round(loss.item(), 4), round(held_out_loss(model, held_out, device), 4)])
             rate = (step + 1 - first) * options.step_tokens / (time.time() - began)
-            print(f"step {step + 1:6d}  loss {log[-1][1]:.3f}  held out {log[-1][2]:.3f}  {rate:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1:6d}  loss {log[-1][1]:.3f}  held out {log[-1][2]:.3f}  {rate:,.0f} tokens/s",
+                flush=True,
+            )
             part = checkpoint.with_suffix(".part")
             torch.save({"step": step + 1, "log": log, "masters": masters.state()}, part)
             part.replace(checkpoint)
@@ -295,12 +313,13 @@ def target(options: argparse.Namespace) -> None:
         fit("target", new_model("target"), ids, held_out, options.passes, options)
 
 
-# ── what the target writes ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the target writes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
 def write(model: Qwen3ForCausalLM, prompts: Tensor, new: int, temperature: float, seed: int) -> Tensor:
-    """Continue every row of `prompts` [B, S] by `new` tokens.  Returns [B, S + new]; end-of-text does not stop a row."""
+    """Continue every row of `prompts` [B, S] by `new` tokens.  Returns [B, S + new]; end-of-text does not stop a
+    row."""
     from transformers import StaticCache
 
     noise = torch.Generator(prompts.device).manual_seed(seed)
@@ -319,7 +338,9 @@ def write(model: Qwen3ForCausalLM, prompts: Tensor, new: int, temperature: float
 
 
 def load(path: Path, device: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=getattr(torch, machine.training_dtype(device))).to(device).eval()
+    return (
+        Qwen3ForCausalLM.from_pretrained(path, dtype=getattr(torch, machine.training_dtype(device))).to(device).eval()
+    )
 
 
 def pieces(ids: np.ndarray, count: int, length: int, seed: int) -> Tensor:
@@ -349,7 +370,9 @@ def samples(options: argparse.Namespace) -> None:
         {"prompt": tokenizer.decode(p), "text": tokenizer.decode(o), "fresh": round(s, 2)}
         for p, o, s in zip(prompt[:12].tolist(), out, shares, strict=False)
     ]
-    (options.work / "samples.json").write_text(json.dumps({"kept": kept, "of": len(shares), "samples": shown}, indent=1))
+    (options.work / "samples.json").write_text(
+        json.dumps({"kept": kept, "of": len(shares), "samples": shown}, indent=1)
+    )
 
 
 def repeats(rows: Tensor, start: int, n: int = 8) -> Tensor:
@@ -403,7 +426,12 @@ def steady(options: argparse.Namespace) -> None:
         share = repeated[:, 64:].float().mean().item()
         if (step + 1) % 10 == 0 or step + 1 == options.steady_steps:
             log.append(
-                [step + 1, round(loss.item(), 4), round(held_out_loss(model, held_out, options.device), 4), round(share, 3)]
+                [
+                    step + 1,
+                    round(loss.item(), 4),
+                    round(held_out_loss(model, held_out, options.device), 4),
+                    round(share, 3),
+                ]
             )
             print(
                 f"step {step + 1}: loss, held out, share of repeated tokens {log[-1][1:]}, {time.time() - began:.0f} s",
@@ -450,11 +478,15 @@ def small_model(options: argparse.Namespace) -> None:
     fit("small_model", new_model("small_model"), ids, held_out, options.small_passes, options, teacher)
 
 
-# ── package ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── package ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def describe(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def package(options: argparse.Namespace) -> None:

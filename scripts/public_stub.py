@@ -1,4 +1,5 @@
-"""Write outrider/__init__.pyi: the public names, and `load_drafter` with the settings of every kind, which editors complete.
+"""Write outrider/__init__.pyi: the public names, and `load_drafter` with the settings of every kind, which editors
+complete.
 
 $ python scripts/public_stub.py
 """

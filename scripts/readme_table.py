@@ -15,7 +15,9 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 def main(folder: str) -> None:
     text = README.read_text(encoding="utf-8")
     table = f"<!-- table -->\n{markdown(Report.load(folder))}\n<!-- /table -->"
-    README.write_text(re.sub(r"<!-- table -->.*?<!-- /table -->", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
+    README.write_text(
+        re.sub(r"<!-- table -->.*?<!-- /table -->", lambda _: table, text, flags=re.DOTALL), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pictures of the report page, to look at: `python scripts/screenshots.py [REPORT] [--out runs/screenshots]`.
 
-REPORT is a report.json or its folder; without one the page is of made-up numbers that fill every part.  Needs Chromium and
-Playwright's Python package.
+REPORT is a report.json or its folder; without one the page is of made-up numbers that fill every part.  Needs Chromium
+and Playwright's Python package.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main() -> None:
     if given.html is None:
         page_file.write_text(_html(given.report), encoding="utf-8")
     with tempfile.TemporaryDirectory() as profile, sync_playwright() as play:
-        browser = play.chromium.launch_persistent_context(profile, executable_path=given.chromium, headless=True, args=FLAGS)
+        browser = play.chromium.launch_persistent_context(
+            profile, executable_path=given.chromium, headless=True, args=FLAGS
+        )
         for scheme in ("light", "dark"):
             for width in (1400, 800, 360):
                 page = browser.new_page()

@@ -1,4 +1,5 @@
-"""Write the schema of run files (outrider/runs/schema.json) and the page of settings (docs/settings.md) from the Configs.
+"""Write the schema of run files (outrider/runs/schema.json) and the page of settings (docs/settings.md) from the
+Configs.
 
 python scripts/settings.py
 """

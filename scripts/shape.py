@@ -34,7 +34,9 @@ def main() -> None:
     lengths = sorted(length for length, _ in functions)
     print(f"{sum(lines.values()):,} code lines in {len(files)} files")
     print("rooms:             " + ", ".join(f"{room} {count:,}" for room, count in rooms.most_common()))
-    print("largest files:     " + ", ".join(f"{name(file)} {count}" for file, count in Counter(lines).most_common(MOST)))
+    print(
+        "largest files:     " + ", ".join(f"{name(file)} {count}" for file, count in Counter(lines).most_common(MOST))
+    )
     middle, high = statistics.median(lengths), lengths[len(lengths) * 99 // 100]
     print(f"functions:         {len(lengths):,}, median {middle:.0f} lines, p99 {high}")
     longest = sorted(functions, reverse=True)[:MOST]

@@ -2,9 +2,10 @@
 
     python scripts/wheel.py [VENV ...]        # unless given: .venv and every .venv-*
 
-The packages that Outrider needs are borrowed from these environments, so that nothing is downloaded again but what builds the
-wheel; every Python of the machine with the version of one of them is tried.  `make install VENV=.venv-3.12 PYTHON=python3.12`
-makes another.  Exits with 1 where a file of the package is missing in the wheel, or where the example fails on some Python.
+The packages that Outrider needs are borrowed from these environments, so that nothing is downloaded again but what
+builds the wheel; every Python of the machine with the version of one of them is tried.  `make install VENV=.venv-3.12
+PYTHON=python3.12` makes another.  Exits with 1 where a file of the package is missing in the wheel, or where the
+example fails on some Python.
 """
 
 from __future__ import annotations
@@ -89,8 +90,12 @@ def tried(wheel: Path, python: Path, venv: Path, folder: Path) -> str:
     subprocess.run([*pip(), "--python", inside, "install", "--quiet", "--no-deps", wheel], check=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     borrowed = next((venv / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(f"{borrowed.resolve()}\n")  # its own .pth files, of which one is ours, are not read
-    example = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (site / "borrowed.pth").write_text(
+        f"{borrowed.resolve()}\n"
+    )  # its own .pth files, of which one is ours, are not read
+    example = re.search(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert example is not None
     cache = folder.parent / "cache"  # what this machine is fast at is measured once
     alone = {"PATH": str(folder / "bin"), "HOME": str(folder), "OUTRIDER_CACHE": str(cache), "LANG": "C.UTF-8"}

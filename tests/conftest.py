@@ -86,7 +86,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiled packages of the tests: the user's own are neither read nor added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain path
+        # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
+        # path
         patch.setattr(compiled, "BUILDS", {"libraries": {}})
         patch.setattr(compiled.Compiled, "_pays", lambda self, graph: True)
         # every step drafts, whatever it costs: on tiny models drafts pay by chance
@@ -96,14 +97,16 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is drafted unless a policy is named: what the shipped default does where drafts cost more than they bring."""
+    """Nothing is drafted unless a policy is named: what the shipped default does where drafts cost more than they
+    bring."""
     monkeypatch.setattr(named, "POLICIES", {**named.POLICIES, "spares": lambda _limit: Fixed(0)})
     monkeypatch.setattr(named, "DEFAULT", "spares")
 
 
 @pytest.fixture(autouse=True)
 def audible() -> None:
-    """Warnings can be heard: libraries that a test loads (lm-eval, accelerate) may have turned loggers down for the process."""
+    """Warnings can be heard: libraries that a test loads (lm-eval, accelerate) may have turned loggers down for the
+    process."""
     logging.disable(logging.NOTSET)
     logging.root.setLevel(logging.WARNING)
     for name, logger in logging.root.manager.loggerDict.items():
@@ -143,7 +146,12 @@ def plain() -> Plain:
     def continued(target: TransformersTarget, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
         text = torch.tensor([prompt])
         out = target.model.generate(
-            text, attention_mask=torch.ones_like(text), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            text,
+            attention_mask=torch.ones_like(text),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         return tuple(out[0, len(prompt) :].tolist())
 
@@ -188,7 +196,8 @@ def usable(kind: str) -> ModuleType | None:
 def cases() -> list[Case]:
     """Every drafter found, own and third-party; one case more for each value of `markov`, and some for trees.
 
-    Left out is what needs texts that both models can read, which the tiny target has none of: see `test_cross_vocabulary`.
+    Left out is what needs texts that both models can read, which the tiny target has none of: see
+    `test_cross_vocabulary`.
     """
     found = []
     for kind in sorted(drafters.kinds().keys() - {"cross_vocabulary"}):
@@ -221,7 +230,9 @@ class Workshop:
         values: dict[str, object] = {key: value for key, value in SMALL.items() if key in schema.model_fields}
         values |= SMALL_OF.get(case.kind, {}) | case.choices
         if "model" in schema.model_fields:
-            values["model"] = (self._assistant_folder if case.kind == "gemma4_assistant" else self._model_folder)(target)
+            values["model"] = (self._assistant_folder if case.kind == "gemma4_assistant" else self._model_folder)(
+                target
+            )
         return schema(**values)
 
     def model(self, case: Case, target: Target) -> DraftModel:
@@ -233,7 +244,8 @@ class Workshop:
         return drafters.find(case.kind).build(self.config(case, target), target)
 
     def _assistant_folder(self, target: Target) -> str:
-        """An assistant whose heads fit the target's keys; its head is fitted, so that it often agrees with the target."""
+        """An assistant whose heads fit the target's keys; its head is fitted, so that it often agrees with the
+        target."""
         path, own = self.folder / f"assistant-{target.spec.name}-{target.spec.vocabulary}", target.model.config
         if not path.exists():
             wide = 2 * target.spec.hidden

@@ -101,7 +101,8 @@ def test_overrides_go_as_deep_as_their_path_and_leave_the_rest() -> None:
     given = {"inner": {"lr": 1.0, "steps": 5}, "weights": {"ce": 1.0}}
     merged = configs.override(given, ["inner.steps=7", "weights.kl=2", "name=z", "new.deep.key=[1, 2]"])
     assert merged == {
-        "inner": {"lr": 1.0, "steps": 7}, "weights": {"ce": 1.0, "kl": 2}, "name": "z", "new": {"deep": {"key": [1, 2]}},
+        "inner": {"lr": 1.0, "steps": 7}, "weights": {"ce": 1.0, "kl": 2}, "name": "z", "new": {"deep": {"key": [1,
+        2]}},
     }  # fmt: skip
     assert given == {"inner": {"lr": 1.0, "steps": 5}, "weights": {"ce": 1.0}}
 
@@ -127,7 +128,12 @@ def test_a_bad_override_is_refused(item: str, said: str) -> None:
 
 def test_flattening_names_every_leaf_by_its_path() -> None:
     """Catches a nested or an empty mapping that vanishes from `outrider show`."""
-    assert configs.flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}, "f": [3]}) == {"a.b": 1, "a.c.d": 2, "e": {}, "f": [3]}
+    assert configs.flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}, "f": [3]}) == {
+        "a.b": 1,
+        "a.c.d": 2,
+        "e": {},
+        "f": [3],
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,8 +183,15 @@ def test_the_resolved_run_is_a_run_file_that_resolves_to_itself(tmp_path: Path) 
 
 def test_target_and_drafter_may_be_single_words(tmp_path: Path) -> None:
     """Catches the short form being lost when an override names a key below it."""
-    run, _ = load(write(tmp_path / "a.yaml", "target: demo\ndrafter: ngram\n"), ["target.dtype=float64", "drafter.length=3"])
-    assert (run.target.name, run.target.dtype, run.drafter["kind"], run.drafter["length"]) == ("demo", "float64", "ngram", 3)
+    run, _ = load(
+        write(tmp_path / "a.yaml", "target: demo\ndrafter: ngram\n"), ["target.dtype=float64", "drafter.length=3"]
+    )
+    assert (run.target.name, run.target.dtype, run.drafter["kind"], run.drafter["length"]) == (
+        "demo",
+        "float64",
+        "ngram",
+        3,
+    )
     assert isinstance(run, RunConfig)
 
 
@@ -194,7 +207,10 @@ def test_target_and_drafter_may_be_single_words(tmp_path: Path) -> None:
         ("target: demo\ndrafter: ngram\ntrain: {step: 3}\n", "train: unknown key 'step'; did you mean 'steps'"),
         ("target: demo\ndrafter: ngram\nprepare: {count: 0}\n", "prepare.count: "),
         ("target: {name: demo, dtype: fp4}\ndrafter: ngram\n", "target.dtype: Input should be 'auto', "),
-        ("target: demo\ndrafter: {kind: ngram, shortest: 5, longest: 3}\n", "drafter: shortest must be at most longest"),
+        (
+            "target: demo\ndrafter: {kind: ngram, shortest: 5, longest: 3}\n",
+            "drafter: shortest must be at most longest",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said: str, tmp_path: Path) -> None:
@@ -256,7 +272,8 @@ def test_every_recipe_that_ships_can_be_read(path: Path) -> None:
 def test_every_method_that_trains_has_a_recipe_for_the_demo_and_its_paper_s() -> None:
     """Catches a new method without recipes."""
     kinds = {
-        of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of} for of in ("recipes", "paper")
+        of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of}
+        for of in ("recipes", "paper")
     }
     assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 11
 
@@ -289,7 +306,8 @@ def test_what_is_meant_is_taken(text: str, key: str, value: object, tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("target: demo\ndrafter: EAGLE3\n", "a.yaml, line 2: drafter.kind: unknown drafter 'EAGLE3'; did you mean 'eagle3'?"),
+        ("target: demo\ndrafter: EAGLE3\n",
+        "a.yaml, line 2: drafter.kind: unknown drafter 'EAGLE3'; did you mean 'eagle3'?"),
         ("target: demo\ndrafter: layer-skip\n", "did you mean 'layer_skip'?"),
         ("model: demo\ndrafter: ngram\n", "a.yaml, line 1: unknown key 'model'; it is called 'target' here"),
         (
@@ -305,13 +323,16 @@ def test_what_is_meant_is_taken(text: str, key: str, value: object, tmp_path: Pa
         ("target: demo\ndrafter: {kind: dspark, num_speculative_tokens: 2}\n", "it is called 'block' here"),
         ("target: demo\ndrafter: ngram\nevaluate: {temperature: 0}\n", "it is called 'temperatures' here"),
         ("target: demo\ndrafter: dspark\ntrain:\n  clip: 1\n  steps: -3\n", "a.yaml, line 5: train.steps: "),
-        ("target: demo\ndrafter: dspark\ntrain:\n  loss:\n    klt: 1\n", "a.yaml, line 4: train.loss: unknown loss 'klt'"),
+        ("target: demo\ndrafter: dspark\ntrain:\n  loss:\n    klt: 1\n",
+        "a.yaml, line 4: train.loss: unknown loss 'klt'"),
         ("target: demo\ndrafter: dspark\ntrain: {steps: 2, epochs: 2}\n", "give one of them"),
         ("target: demo\ndrafter:\n  kind: ngram\n bad: 1\n", "a.yaml, line 4, column 2, is not YAML: "),
         ("target: demo\ndrafter: ngram\ntarget: other\n", "a.yaml, line 3: target is there twice, in line 1 too"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_or_value_is_an_error_with_its_line_and_the_right_name(text: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_name_or_value_is_an_error_with_its_line_and_the_right_name(
+    text: str, said: str, tmp_path: Path
+) -> None:
     """Catches an error that only lists what is known, and one without a line."""
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path / "a.yaml", text))
@@ -328,7 +349,8 @@ def test_an_override_that_is_wrong_is_not_blamed_on_a_line_of_the_file(tmp_path:
 def test_what_others_call_a_setting_is_a_setting_here() -> None:
     """Catches an advice to use a setting that there is not."""
     sections: dict[str, type[configs.Config]] = {
-        "": RunConfig, "prepare": PrepareConfig, "train": TrainConfig, "evaluate": EvaluateConfig, "target": TargetConfig,
+        "": RunConfig, "prepare": PrepareConfig, "train": TrainConfig, "evaluate": EvaluateConfig,
+        "target": TargetConfig,
     }  # fmt: skip
     every = {field for kind in kinds() for field in find(kind).Config.model_fields}
     for path in ELSEWHERE:

@@ -22,9 +22,14 @@ BOTH = pytest.mark.parametrize("folder", [demo.TARGET, demo.SMALL_MODEL], ids=["
 
 def test_the_demo_fits_into_a_wheel():
     """Catches a checkpoint in float32, or training state, slipping into the package."""
-    sizes = {path: path.stat().st_size for path in demo.TARGET.parent.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    sizes = {
+        path: path.stat().st_size for path in demo.TARGET.parent.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }
     assert sum(sizes.values()) < 30e6
-    assert sum(size for path, size in sizes.items() if path.suffix == ".safetensors" and demo.SMALL_MODEL in path.parents) < 2e6
+    assert (
+        sum(size for path, size in sizes.items() if path.suffix == ".safetensors" and demo.SMALL_MODEL in path.parents)
+        < 2e6
+    )
 
 
 def test_the_target_has_the_promised_shape():
@@ -88,7 +93,9 @@ def test_no_module_is_in_both_splits_and_none_is_a_test():
     splits = {split: {module.name for module in demo.modules(split)} for split in ("train", "held_out")}
     assert not splits["train"] & splits["held_out"]
     assert {name.split("/")[0].removesuffix(".py") for name in splits["held_out"]} <= demo.HELD_OUT
-    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for names in splits.values() for name in names)
+    assert not any(
+        {"test", "tests", "site-packages"} & set(name.split("/")) for names in splits.values() for name in names
+    )
 
 
 def test_prompts_are_the_same_every_time_and_cover_modules_before_repeating_one():
@@ -106,7 +113,8 @@ def test_an_interpreter_without_its_source_is_a_clear_error(monkeypatch, tmp_pat
 
 
 def test_the_demo_says_its_length_first_scaled_to_this_machine() -> None:
-    """Catches ten minutes promised on a machine half as fast, answers counted twice, and a demo that begins in silence."""
+    """Catches ten minutes promised on a machine half as fast, answers counted twice, and a demo that begins in
+    silence."""
     files = [load(ROOT / "recipes" / name)[0] for name in ("demo-dflash.yaml", "demo.yaml")]
     usual = demo_length.minutes(files, demo_length.TRIED)
     assert usual["prepare"] == files[1].usual_minutes["prepare"]
@@ -114,7 +122,9 @@ def test_the_demo_says_its_length_first_scaled_to_this_machine() -> None:
     tried = demo_length.TRIED.ms
     slow = MatmulTimes({name: {column: 2 * ms for column, ms in own.items()} for name, own in tried.items()})
     assert demo_length.minutes(files, slow) == pytest.approx({stage: 2 * value for stage, value in usual.items()})
-    assert demo_length.line(usual, "here").startswith(f"demo      about {sum(usual.values()):.0f} minutes on this machine: ")
+    assert demo_length.line(usual, "here").startswith(
+        f"demo      about {sum(usual.values()):.0f} minutes on this machine: "
+    )
     steps = (ROOT / "Makefile").read_text().partition("\ndemo: ")[2].splitlines()[1:4]
     assert "scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml" in steps[0]
     assert [step.split()[-1] for step in steps[1:]] == ["recipes/demo-dflash.yaml", "recipes/demo.yaml"]

@@ -17,7 +17,8 @@ def test_a_repository_s_name_is_asked_of_the_hub(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["runs/x", "runs/x/checkpoint", "./x", "../x", "/no/such", "~/no-such", "models/x", "a/b/c", "a.jsonl", "d/m.json"]
+    "name",
+    ["runs/x", "runs/x/checkpoint", "./x", "../x", "/no/such", "~/no-such", "models/x", "a/b/c", "a.jsonl", "d/m.json"],
 )
 def test_a_missing_folder_is_not_asked_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `runs/x` before any run being looked for on the network, and an owner that is a folder here."""

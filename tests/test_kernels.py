@@ -1,4 +1,5 @@
-"""Our kernels say what torch says, row by row the same whatever is computed beside it, and nothing is lost without them."""
+"""Our kernels say what torch says, row by row the same whatever is computed beside it, and nothing is lost without
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
 @pytest.mark.parametrize("inner", [1, 7, 256])
 def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_half: bool) -> None:
-    """Catches a panel's edge, a row block's edge, swapped halves of a word, a lost last k.  Whole numbers: sums are exact."""
+    """Catches a panel's edge, a row block's edge, swapped halves of a word, a lost last k.  Whole numbers: sums are
+    exact."""
     noise = torch.Generator().manual_seed(outputs * inner)
     weight = torch.randint(-99, 100, (outputs, inner), generator=noise).float()
     # odd numbers above 256 have nine bits, and a bfloat16 eight
@@ -42,7 +44,8 @@ def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_h
 
 @here
 def test_a_row_says_the_same_alone_and_among_others() -> None:
-    """Catches an order of summation that hangs on the number of rows, so that a verified token is not the one written alone."""
+    """Catches an order of summation that hangs on the number of rows, so that a verified token is not the one written
+    alone."""
     torch.manual_seed(1)
     for weight in (torch.randn(150, 333), torch.randn(150, 333).bfloat16().float()):
         x = torch.randn(40, 333)
@@ -57,8 +60,11 @@ def test_a_row_says_the_same_alone_and_among_others() -> None:
 
 @here
 def test_strange_values_and_strides_are_multiplied_as_torch_does() -> None:
-    """Catches an infinity, a NaN or a negative zero lost by widening, and rows that are read as if they lay side by side."""
-    weight = torch.tensor([[1.0, -0.0, 2.0], [float("inf"), 1.0, -1.0], [float("nan"), 0.0, 0.0], [2.0**-126, 2.0**-133, 0.0]])
+    """Catches an infinity, a NaN or a negative zero lost by widening, and rows that are read as if they lay side by
+    side."""
+    weight = torch.tensor(
+        [[1.0, -0.0, 2.0], [float("inf"), 1.0, -1.0], [float("nan"), 0.0, 0.0], [2.0**-126, 2.0**-133, 0.0]]
+    )
     x = torch.tensor([[1.0, 2.0, -3.0]])
     torch.testing.assert_close(times(x, weight), F.linear(x, weight), equal_nan=True, rtol=0, atol=0)
     wide = torch.randn(6, 9).T  # [9, 6], columns side by side
@@ -109,7 +115,8 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 1)])
 @pytest.mark.parametrize("text", [1, 15, 16, 17, 255, 256, 257, 700])
 def test_attention_is_torchs(text: int, heads: tuple[int, int], size: int) -> None:
-    """Catches the edge of a vector and of a block, a head of others' keys, a sum that is not taken on to the next block."""
+    """Catches the edge of a vector and of a block, a head of others' keys, a sum that is not taken on to the next
+    block."""
     for slots, width in ((1, 1), (1, 5), (3, 2), (1, 40)):
         q, k, v, mask = attention(slots, heads, width, text, size)
         wanted = F.scaled_dot_product_attention(*(each.double() for each in (q, k, v, mask)), enable_gqa=True)
@@ -167,7 +174,8 @@ def called(module: fx.GraphModule) -> list[str]:
 
 @here
 def test_products_of_one_input_become_one_to_the_last_bit() -> None:
-    """Catches a slice that is one panel off, padding taken for outputs, halves joined with wholes, another input's product."""
+    """Catches a slice that is one panel off, padding taken for outputs, halves joined with wholes, another input's
+    product."""
     torch.manual_seed(3)
     sizes = (64, 33, 100)
     weights = [torch.randn(size, 48).bfloat16().float() for size in sizes]
@@ -190,7 +198,8 @@ def test_products_of_one_input_become_one_to_the_last_bit() -> None:
 
 @here
 def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a second copy in memory, a layer that reads another's panels, and neighbours in memory taken for joined ones."""
+    """Catches a second copy in memory, a layer that reads another's panels, and neighbours in memory taken for joined
+    ones."""
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
     layers = [nn.Linear(16, size, bias=False) for size in (40, 64, 7)]
     prepacked.pack(nn.Sequential(*layers))
@@ -198,7 +207,9 @@ def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.Mon
     joined = prepacked.panels_of(layers)
     assert torch.equal(joined, torch.cat(apart))
     assert prepacked.panels_of(layers).data_ptr() == joined.data_ptr()
-    assert prepacked.panels_of(layers[1:]).data_ptr() == prepacked.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
+    assert (
+        prepacked.panels_of(layers[1:]).data_ptr() == prepacked.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
+    )
     x = torch.randn(3, 16)
     with torch.inference_mode(), prepacked.enabled():
         for layer in layers:
@@ -241,7 +252,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_compiler_that_works_all_goes_on(
     afresh: None, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a missing compiler, one that fails and one that writes nothing taken for the end; and silence about it."""
+    """Catches a missing compiler, one that fails and one that writes nothing taken for the end; and silence about
+    it."""
     caplog.set_level("INFO", logger="outrider.kernels")
     monkeypatch.setattr(kernels, "compiler", lambda: None if command.startswith("/") else command)
     assert kernels.library() is None

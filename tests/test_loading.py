@@ -96,22 +96,28 @@ def _pickled(folder: Path, made: Published) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
-    "a hidden size": ("speculators_dflash", _layers(hidden_size=48), "hidden_size is 48, .* has 32; load the target it was"),
-    "a vocabulary": ("zlab_dflash", _config(vocab_size=300), "vocab_size is 300, .* has 261; load the target it was trained"),
+    "a hidden size": ("speculators_dflash", _layers(hidden_size=48), "hidden_size is 48, .* has 32; load the target it "
+    "was"),
+    "a vocabulary": ("zlab_dflash", _config(vocab_size=300), "vocab_size is 300, .* has 261; load the target it was "
+    "trained"),
     "a vocabulary without a map": ("speculators_eagle3", _without("d2t"), "lacks d2t"),
     "an architecture": (
         "zlab_dflash", _config(architectures=["HydraModel"], dflash_config=None),
         r"has architectures \['HydraModel'\] in config.json, and none of .* has such a drafter; bring another",
     ),
     "a pickle": ("safeailab_eagle", _pickled, "pytorch_model.bin, a pickle, .*; convert it to safetensors"),
-    "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks layers.1.mlp.up_proj.weight"),
+    "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks "
+    "layers.1.mlp.up_proj.weight"),
     "no config.json": (
         "medusa_heads", lambda folder, made: (folder / "config.json").unlink(), "neither outrider.json nor config.json",
     ),
-    "no taps": ("speculators_dspark", _config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
+    "no taps": ("speculators_dspark", _config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is "
+    "missing"),
     "Gemma's layers": ("deepspec_dflash", _config(architectures=["Gemma4DSparkModel"]), "Gemma's layers"),
-    "a sliding window": ("zlab_dflash", _config(layer_types=["full_attention", "sliding_attention"]), "full attention only"),
-    "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\) where \(32, 32\)"),
+    "a sliding window": ("zlab_dflash", _config(layer_types=["full_attention", "sliding_attention"]), "full attention "
+    "only"),
+    "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\) where \(32, "
+    r"32\)"),
 }  # fmt: skip
 
 
@@ -208,12 +214,25 @@ def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(
     made = LAYOUTS["deepspec_dspark"](Sizes(load_target(target)))
     folder = made.write(tmp_path / "published")
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"id": "{i}", "prompt": "say {i}"}}\n' for i in range(8)))
-    words = ("calibrate", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--count", "8", "--max-new-tokens", "16")
+    words = (
+        "calibrate",
+        str(folder),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--count",
+        "8",
+        "--max-new-tokens",
+        "16",
+    )
     assert outrider_with(*words) == 2
     assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
     assert outrider_with(*words, "--target", str(target)) == 2
-    assert "is published, and is not changed: name a new checkpoint with --out" in " ".join(capsys.readouterr().err.split())
-    assert outrider_with(*words, "--target", str(target), "--out", str(tmp_path / "scaled")) == 0, capsys.readouterr().err
+    assert "is published, and is not changed: name a new checkpoint with --out" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert outrider_with(*words, "--target", str(target), "--out", str(tmp_path / "scaled")) == 0, (
+        capsys.readouterr().err
+    )
     assert "calibration" in describe(tmp_path / "scaled").manifest and not (folder / "outrider.json").exists()
 
 

@@ -68,7 +68,8 @@ def test_without_bfloat16_units_training_is_in_float32(way: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_without_bfloat16_units_the_demo_trains_a_third_as_fast_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a training that goes on in the slow type, or an optimiser that multiplies in it: a hundredth of the steps."""
+    """Catches a training that goes on in the slow type, or an optimiser that multiplies in it: a hundredth of the
+    steps."""
     ways = {way: one for way, one in machines.WAYS.items() if one[1] == "auto"}
     monkeypatch.setattr(machines, "WAYS", ways)
     native, emulated = machines.compare(rounds=1)["ways"].values()
@@ -101,7 +102,9 @@ def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert calls == [1, 3, 3]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"ms": 3}', '{"ms": {"float32": 1}}', '{"ms": {"float32": {"1": "x"}}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"ms": 3}', '{"ms": {"float32": 1}}', '{"ms": {"float32": {"1": "x"}}}']
+)
 def test_a_damaged_file_is_measured_again(text: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a half-written or foreign file that stops every command."""
     monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
@@ -178,7 +181,9 @@ def test_auto_is_the_checkpoints_own_type_where_that_is_fast(tmp_path: Path, mon
     assert load_target(folder, compile=False).spec.dtype == "float32"
 
 
-def test_a_slow_type_is_taken_as_asked_and_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_type_is_taken_as_asked_and_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches hours of naive products without a word; the factor is said, and what to do."""
     given(monkeypatch, "without")
     with caplog.at_level(logging.WARNING):
@@ -213,7 +218,8 @@ def test_muon_in_bfloat16_is_torchs_own(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
 def test_muons_iterations_are_the_same_in_float32(shape: tuple[int, int]) -> None:
-    """Catches iterations that lose the matrix: singular vectors stay, values come near 1, bfloat16 agrees to its rounding."""
+    """Catches iterations that lose the matrix: singular vectors stay, values come near 1, bfloat16 agrees to its
+    rounding."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = orthogonal(matrix, torch.float32)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
@@ -251,7 +257,8 @@ def test_how_long_a_stage_takes_is_said_after_its_first_steps(clock: list[float]
 
 
 def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word; the cause stands with it."""
+    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word; the cause stands with
+    it."""
     given(monkeypatch, "without")
     monkeypatch.setattr(machine, "is_busy", lambda: False)
     [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
@@ -298,7 +305,8 @@ def faults(steps=20):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // steps
 
 def resident():
-    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
 faults(); machine.keep_freed_memory(); faults(); kept = min(faults() for _ in range(5))  # others take pages too
 before = resident(); machine.release_freed_memory()

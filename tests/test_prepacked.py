@@ -60,7 +60,8 @@ def test_it_is_used_only_while_open(layer: nn.Linear, monkeypatch: pytest.Monkey
 
 
 def test_a_changed_weight_is_not_forgotten(layer: nn.Linear) -> None:
-    """Catches the packed copy of an old weight: after a step of the optimiser, after loading, after a copy of the model."""
+    """Catches the packed copy of an old weight: after a step of the optimiser, after loading, after a copy of the
+    model."""
     other = copy.deepcopy(layer)
     x = torch.randn(2, 48)
     for changed in (layer, other):

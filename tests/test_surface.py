@@ -70,7 +70,9 @@ def test_editors_are_told_every_name_and_setting() -> None:
     offered = {each.args.args[0].annotation.slice.value: each.args.kwonlyargs for each in overloads[:-1]}
     assert offered.keys() == {path.stem for path in (ROOT / "outrider/drafters").glob("[a-z]*.py")}
     for kind, given in offered.items():
-        assert {each.arg for each in given} == {*drafters.find(kind).Config.model_fields, "device", "quantize"} - {"kind"}
+        assert {each.arg for each in given} == {*drafters.find(kind).Config.model_fields, "device", "quantize"} - {
+            "kind"
+        }
     imported = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert {*outrider.__all__} <= imported | {"load_drafter"}
 
@@ -79,7 +81,9 @@ def test_a_program_that_generates_prints_nothing_but_what_it_prints() -> None:
     """Catches bars over weights, and warnings of torchao and torch about extensions for other machines."""
     lines = "import outrider", "print(len(outrider.generate('demo', 'import json', 'ngram', max_new_tokens=4)))"
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120, env=plain)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120, env=plain
+    )
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 

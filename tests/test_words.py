@@ -55,7 +55,9 @@ def left(source: str, room: str) -> set[str]:
     found = set()
     for name in identifiers(ast.parse(source)):
         for word in old_words(name):
-            if not ALLOWED.get(word, {}).keys() & {"", room} and not (word == "graphs" and "cuda_graphs" in name.lower()):
+            if not ALLOWED.get(word, {}).keys() & {"", room} and not (
+                word == "graphs" and "cuda_graphs" in name.lower()
+            ):
                 found.add(name)
     return found
 

@@ -18,11 +18,21 @@ from outrider.targets.transformers import TransformersTarget
 
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>"
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] "
+    "}}<|end|>"
     "{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-DRAFTER = {"kind": "dspark", "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 3, "rank": 8}
+DRAFTER = {
+    "kind": "dspark",
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "intermediate": 32,
+    "block": 3,
+    "rank": 8,
+}
 
 
 def make_tokenizer(template: str | None = TEMPLATE, end: str | None = "<|end|>") -> PreTrainedTokenizerFast:
@@ -59,7 +69,8 @@ def write_run_file(path: Path, target: Path | str, **sections: Any) -> Path:
         "target": str(target),
         "drafter": dict(DRAFTER),
         "prepare": {
-            "conversations": str(path.parent / "prompts.jsonl"), "count": 6, "length": 48, "max_new_tokens": 16, "slots": 3,
+            "conversations": str(path.parent / "prompts.jsonl"), "count": 6, "length": 48, "max_new_tokens": 16,
+            "slots": 3,
         },
         "train": {"steps": 4, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every": 1, "save_every": 2},
         "evaluate": {
@@ -68,7 +79,9 @@ def write_run_file(path: Path, target: Path | str, **sections: Any) -> Path:
         },
     }  # fmt: skip
     values = {key: value for key, value in (values | sections).items() if value is not None}
-    (path.parent / "prompts.jsonl").write_text("".join(f'{{"id": "p{i}", "prompt": "say {"ab" * i} {i}"}}\n' for i in range(6)))
+    (path.parent / "prompts.jsonl").write_text(
+        "".join(f'{{"id": "p{i}", "prompt": "say {"ab" * i} {i}"}}\n' for i in range(6))
+    )
     (path.parent / "held_out.jsonl").write_text(
         "".join(f'{{"id": "h{i}", "prompt": "tell {i} {"xy" * i}"}}\n' for i in range(4))
     )

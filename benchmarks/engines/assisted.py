@@ -2,9 +2,10 @@
 
     python benchmarks/engines/assisted.py [--prompts 12] [--new 96] [--out benchmarks/results/assisted.json]
 
-Compared are token ids of greedy texts: `generate` with the exported drafter as assistant, `generate` without, and ours with the
-same drafter.  Where two texts part, the gap between the target's two best logits there says whether rounding could do it.
-`outrider verify-export --engine transformers` does so with any small_model.  No times are taken.  Exits with 1 on a difference.
+Compared are token ids of greedy texts: `generate` with the exported drafter as assistant, `generate` without, and ours
+with the same drafter.  Where two texts part, the gap between the target's two best logits there says whether rounding
+could do it. `outrider verify-export --engine transformers` does so with any small_model.  No times are taken.  Exits
+with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ def main() -> int:
     drafted, kept = (sum(getattr(one, field) for one in rounds) for field in ("drafted", "accepted"))
     publish(
         {
-            **provenance(time.monotonic() - began), "prompts": len(prompts), "new_tokens": wanted.new, "draft_length": LENGTH,
+            **provenance(time.monotonic() - began), "prompts": len(prompts), "new_tokens": wanted.new,
+            "draft_length": LENGTH,
             "compared_tokens": 2 * sum(len(one.tokens) for one in ours), "ties": ties, "mismatches": len(parted) - ties,
             "parted": parted,
-            "assisted": {"steps": len(rounds), "drafted": drafted, "kept": kept, "tokens_per_step": 1 + kept / len(rounds)},
+            "assisted": {"steps": len(rounds), "drafted": drafted, "kept": kept,
+            "tokens_per_step": 1 + kept / len(rounds)},
             "ours": {"steps": sum(one.steps for one in ours), "kept": sum(sum(one.accepted) for one in ours),
                      "tokens_per_step": 1 + sum(sum(one.accepted) for one in ours) / sum(one.steps for one in ours)},
         },

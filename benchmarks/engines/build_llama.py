@@ -3,9 +3,9 @@
 
     python benchmarks/engines/build_llama.py [--at FOLDER] [--jobs 1]
 
-Prints the place of `llama-server`.  Exit code 0: it is there and runs; 3: it can't be built on this machine, and why stands on
-standard error, so that a benchmark may skip; 1: something went wrong.  About 77 MB to download, 0.4 GB on disk, 5 minutes on
-two idle cores and several times as long on busy ones; a build that was stopped goes on where it was.
+Prints the place of `llama-server`.  Exit code 0: it is there and runs; 3: it can't be built on this machine, and why
+stands on standard error, so that a benchmark may skip; 1: something went wrong.  About 77 MB to download, 0.4 GB on
+disk, 5 minutes on two idle cores and several times as long on busy ones; a build that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CANNOT = 3
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at", type=Path, default=HERE / "build", help="folder of source and build; git ignores this one")
+    parser.add_argument(
+        "--at", type=Path, default=HERE / "build", help="folder of source and build; git ignores this one"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compilers at a time")
     wanted = parser.parse_args()
     if version := built(wanted.at):
@@ -38,11 +40,16 @@ def main() -> int:
     if reason := cannot(wanted.at):
         print(f"skipped: {reason}", file=sys.stderr)
         return CANNOT
-    print(f"building llama-server of {PACKAGE} {VERSION} in {wanted.at}: 77 MB to download, 5 minutes or more", flush=True)
+    print(
+        f"building llama-server of {PACKAGE} {VERSION} in {wanted.at}: 77 MB to download, 5 minutes or more", flush=True
+    )
     try:
         build(wanted.at, wanted.jobs)
     except subprocess.CalledProcessError as error:
-        print(f"failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}; run it again to go on", file=sys.stderr)
+        print(
+            f"failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}; run it again to go on",
+            file=sys.stderr,
+        )
         return 1
     version = built(wanted.at)
     if not version:

@@ -1,7 +1,7 @@
 """A trained dspark for llama.cpp: exported as DeepSpec writes it, then through llama.cpp's own converter.
 
-The converter knows tokenizers by the hash of a text and looks for a `sentencepiece` first.  Here it is told how the target's
-tokenizer splits words, and that it is a byte-level BPE; run by its path, this file does that and nothing else:
+The converter knows tokenizers by the hash of a text and looks for a `sentencepiece` first.  Here it is told how the
+target's tokenizer splits words, and that it is a byte-level BPE; run by its path, this file does that and nothing else:
 
     python benchmarks/engines/dspark_gguf.py SOURCE SPLIT ARGUMENTS…
 """
@@ -32,8 +32,8 @@ def main() -> None:
 def written(checkpoint: Path, target: Any, source: Path, place: Path, kind: str) -> Path:
     """The drafter as a GGUF file in `place`, of `kind` f32 or f16; written once.  source: llama.cpp's.
 
-    Raises FileNotFoundError where there is no checkpoint or no converter, ChildProcessError where that fails, ExportError where
-    the drafter can't be said.
+    Raises FileNotFoundError where there is no checkpoint or no converter, ChildProcessError where that fails,
+    ExportError where the drafter can't be said.
     """
     from outrider.export import gguf
     from outrider.export.writing import export

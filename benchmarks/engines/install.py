@@ -3,8 +3,8 @@
 
     python benchmarks/engines/install.py [--at FOLDER] [--again]
 
-Exit code 0: it is there and can be imported; 3: it can't be had on this machine, and why stands on standard error, so that a
-benchmark may skip; 1: something went wrong.  About 0.5 GB to download and 3.4 GB on disk, 2 to 5 minutes.
+Exit code 0: it is there and can be imported; 3: it can't be had on this machine, and why stands on standard error, so
+that a benchmark may skip; 1: something went wrong.  About 0.5 GB to download and 3.4 GB on disk, 2 to 5 minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def main() -> int:
     try:
         install(wanted.at)
     except subprocess.CalledProcessError as error:
-        print(f"failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}; run it again to go on", file=sys.stderr)
+        print(
+            f"failed: {' '.join(map(str, error.cmd))} ended with {error.returncode}; run it again to go on",
+            file=sys.stderr,
+        )
         return 1
     version = installed(wanted.at)
     if not version:

@@ -3,8 +3,8 @@
 
     python benchmarks/engines/install_openvino.py [--at FOLDER]
 
-Exit code 0: it is there and can be imported; 3: it can't be had on this machine, and why stands on standard error, so that a
-benchmark may skip; 1: something went wrong.  0.3 GB on disk, seconds.
+Exit code 0: it is there and can be imported; 3: it can't be had on this machine, and why stands on standard error, so
+that a benchmark may skip; 1: something went wrong.  0.3 GB on disk, seconds.
 """
 
 from __future__ import annotations

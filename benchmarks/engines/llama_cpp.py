@@ -3,10 +3,10 @@
     python benchmarks/engines/build_llama.py
     python benchmarks/engines/llama_cpp.py [--prompts 12] [--new 96] [--out benchmarks/results/llama_cpp.json]
 
-Target and drafter are written as GGUF by `outrider export`'s own code, the target in float32.  Compared are token ids: of texts
-through the server's /tokenize, and of greedy continuations, the server's without a draft, with the drafter in float32 and in
-float16, and ours.  Where two texts part, the gap between the target's two best logits there says whether rounding could do it.
-Drafts are counted by the server and, for the same drafter and prompts, here.  No times are taken.
+Target and drafter are written as GGUF by `outrider export`'s own code, the target in float32.  Compared are token ids:
+of texts through the server's /tokenize, and of greedy continuations, the server's without a draft, with the drafter in
+float32 and in float16, and ours.  Where two texts part, the gap between the target's two best logits there says whether
+rounding could do it. Drafts are counted by the server and, for the same drafter and prompts, here.  No times are taken.
 
 LLAMA_SERVER names another binary.  Prints JSON; exits with 1 on a difference, with 3 where there is no server.
 """
@@ -84,7 +84,9 @@ def main() -> int:
         found: dict[str, Any] = {"plain": None, "drafter in float32": files["f32"], "drafter in float16": files["f16"]}
         rows, ids = [], []
         for name, draft in found.items():
-            with serving(binary, files["target"], target.spec.context, wanted.threads, [*SAME, *drafting(draft)]) as client:
+            with serving(
+                binary, files["target"], target.spec.context, wanted.threads, [*SAME, *drafting(draft)]
+            ) as client:
                 if draft is None:
                     ids = [tokenized(client, text) == target.tokenizer.encode(text) for text in [*texts, *HARD]]
                 answers = continued(client, prompts, wanted.new, name)
@@ -121,7 +123,9 @@ def written(target: Any, place: Path) -> tuple[dict[str, Path], Path]:
     module = find("small_model")
     settings = build(module.Config, {"kind": "small_model", "length": LENGTH}, "drafter")
     save(place / "checkpoint", module.Model(settings, target))
-    files = {name: export(place / "checkpoint", "gguf", place / name, target, name) / gguf.FILE for name in ("f32", "f16")}
+    files = {
+        name: export(place / "checkpoint", "gguf", place / name, target, name) / gguf.FILE for name in ("f32", "f16")
+    }
     lm = target.model
     gguf.write_file(place / "target.gguf", gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
     return {"target": place / "target.gguf", **files}, place / "checkpoint"
@@ -130,12 +134,14 @@ def written(target: Any, place: Path) -> tuple[dict[str, Path], Path]:
 def llama(
     target: Any, place: Path, binary: Path, prompts: Sequence[list[int]], new: int, threads: int
 ) -> dict[str, Any]:  # fmt: skip
-    """A random Llama whose rotation is stretched as Llama 3's, without a draft: its rows and frequencies are written anew."""
+    """A random Llama whose rotation is stretched as Llama 3's, without a draft: its rows and frequencies are written
+    anew."""
     torch.manual_seed(0)
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 256}  # fmt: skip
     shape = LlamaConfig(
-        vocab_size=target.spec.vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=target.spec.vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, rope_parameters=rope, initializer_range=0.2,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=target.tokenizer.eos_token_id,
     )  # fmt: skip
@@ -191,7 +197,9 @@ def ready(client: httpx.Client, process: subprocess.Popen[bytes]) -> bool:
 
 
 def tokenized(client: httpx.Client, text: str) -> list[int]:
-    answer = client.post("/tokenize", json={"content": text, "add_special": True, "parse_special": True}).raise_for_status()
+    answer = client.post(
+        "/tokenize", json={"content": text, "add_special": True, "parse_special": True}
+    ).raise_for_status()
     return list(answer.json()["tokens"])
 
 
@@ -217,7 +225,9 @@ def compared(
         own = mine[:-1] if mine and mine[-1] in ends else mine  # the server leaves out what ends a text
         other = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in ends else answer.tokens
         if own != other:
-            place = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+            place = next(
+                (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other))
+            )
             parted.append({"prompt": number, "token": place, "gap": gap(target, [*prompt, *own[:place]])})
     ties = sum(one["gap"] < ROUNDING for one in parted)
     return {
@@ -238,7 +248,9 @@ def steps_of(client: httpx.Client, speculates: bool) -> dict[str, float]:
     """Drafted blocks and tokens per step, as the server counts them; steps without a draft are not among them."""
     if not speculates:
         return {}
-    lines = [line.split() for line in client.get("/metrics").raise_for_status().text.splitlines() if not line.startswith("#")]
+    lines = [
+        line.split() for line in client.get("/metrics").raise_for_status().text.splitlines() if not line.startswith("#")
+    ]
     counts = {line[0].removeprefix("llamacpp:spec_decode_num_").removesuffix("_total"): float(line[1]) for line in lines
               if line and line[0].startswith("llamacpp:spec_decode_num_")}  # fmt: skip
     return {"steps": counts["drafts"], "tokens_per_step": 1 + counts["accepted_tokens"] / counts["drafts"]}

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""What vLLM makes of a DSpark's folder: its config as vLLM reads it, and which parameters its own loader fills.  Nothing runs.
+"""What vLLM makes of a DSpark's folder: its config as vLLM reads it, and which parameters its own loader fills.
+Nothing runs.
 
     outrider export CHECKPOINT --to speculators --out FOLDER
     benchmarks/engines/.venv/bin/python benchmarks/engines/load_dspark.py TARGET ANSWER.json FOLDER [FOLDER ...]
 
-vLLM's first model runner, the only one on a CPU, has no DSpark, so none is drafted here.  But config, module and loader are
-those that a GPU gets: every parameter is emptied, the folder is loaded, and what is still empty was not in it.
+vLLM's first model runner, the only one on a CPU, has no DSpark, so none is drafted here.  But config, module and loader
+are those that a GPU gets: every parameter is emptied, the folder is loaded, and what is still empty was not in it.
 
-ANSWER: a list, a folder an entry: {version, platform, folder, architecture, config, taps, tokens, parameters {name: shape},
-empty [name], square (sum of what was loaded, squared), refused (None, or what the loader said)}, or {…, error}.
+ANSWER: a list, a folder an entry: {version, platform, folder, architecture, config, taps, tokens, parameters {name:
+shape}, empty [name], square (sum of what was loaded, squared), refused (None, or what the loader said)}, or {…, error}.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def loaded(target: str, folder: Path) -> dict[str, Any]:
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
     full = {name: value.data for name, value in model.named_parameters()}
-    empty = [name for name, value in full.items() if bool((value.isnan() if value.is_floating_point() else value < 0).any())]
+    empty = [
+        name for name, value in full.items() if bool((value.isnan() if value.is_floating_point() else value < 0).any())
+    ]
     square = sum(float(value.double().square().sum()) for name, value in full.items() if name not in empty)
     return {
         "architecture": type(model).__name__,

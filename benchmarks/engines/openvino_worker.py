@@ -1,12 +1,14 @@
 """OpenVINO GenAI as a process beside ours: token ids in, token ids out, a line of JSON each.
 
-    benchmarks/engines/.venv-openvino/bin/python benchmarks/engines/openvino_worker.py MODEL.gguf SLOTS THREADS [--lookup]
+    benchmarks/engines/.venv-openvino/bin/python benchmarks/engines/openvino_worker.py MODEL.gguf SLOTS THREADS
+    [--lookup]
 
     {"prompts": [[1, 2], [3]], "new": 96}    asked; it ends with its input
     {"tokens": [[4, 5], [6]]}                answered; the first line says {"version": …}
 
-Greedy, products in float32, keys and values as they come, no prefix kept; at most SLOTS prompts share the batch, further ones
-wait.  A GGUF file must be of 16 bits: it loads none of float32.  `working` starts it from another environment.
+Greedy, products in float32, keys and values as they come, no prefix kept; at most SLOTS prompts share the batch,
+further ones wait.  A GGUF file must be of 16 bits: it loads none of float32.  `working` starts it from another
+environment.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""Does vLLM keep what we keep?  Each drafter exported, loaded there, and compared with our own steps on the same token ids.
+"""Does vLLM keep what we keep?  Each drafter exported, loaded there, and compared with our own steps on the same token
+ids.
 
-    python benchmarks/engines/parity.py [--only ROW;ROW] [--prompts 40] [--engine-python benchmarks/engines/.venv/bin/python]
+    python benchmarks/engines/parity.py [--only ROW;ROW] [--prompts 40] [--engine-python
+    benchmarks/engines/.venv/bin/python]
 
-Rows lie in benchmarks/results/engines/, a file a row, written as soon as each is done: a run that was stopped goes on behind
-them.  Together they are benchmarks/results/engines.json.  A row takes one to three minutes on two cores.  Checkpoints are those
-of the demo target in runs/methods, which benchmarks/methods.py leaves, and in runs/engines, made like this:
+Rows lie in benchmarks/results/engines/, a file a row, written as soon as each is done: a run that was stopped goes on
+behind them.  Together they are benchmarks/results/engines.json.  A row takes one to three minutes on two cores.
+Checkpoints are those of the demo target in runs/methods, which benchmarks/methods.py leaves, and in runs/engines, made
+like this:
 
     outrider train recipes/demo-eagle3.yaml name=engines/eagle3 train.steps=160 train.save_every=80
-    outrider train recipes/demo-eagle3.yaml name=engines/eagle3-few train.steps=120 train.save_every=60 drafter.vocabulary=1024
-    outrider train recipes/demo-peagle.yaml name=engines/peagle train.steps=160 train.save_every=80
-    outrider train recipes/demo-dflash.yaml name=engines/dflash drafter.anchor_predicts=false "drafter.siblings=[]"
+    outrider train recipes/demo-eagle3.yaml name=engines/eagle3-few train.steps=120 train.save_every=60
+    drafter.vocabulary=1024 outrider train recipes/demo-peagle.yaml name=engines/peagle train.steps=160
+    train.save_every=80 outrider train recipes/demo-dflash.yaml name=engines/dflash drafter.anchor_predicts=false
+    "drafter.siblings=[]"
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ OWN, METHODS = ROOT / "runs" / "engines", ROOT / "runs" / "methods"
 MENDED = ("dflash context norm",)
 ROWS: dict[str, dict[str, Any]] = {
     "eagle3 as speculators": {"checkpoint": OWN / "eagle3", "to": "speculators"},
-    "eagle3 as speculators, prefix cache on": {"checkpoint": OWN / "eagle3", "to": "speculators", "prefix_caching": True},
+    "eagle3 as speculators, prefix cache on": {
+        "checkpoint": OWN / "eagle3",
+        "to": "speculators",
+        "prefix_caching": True,
+    },
     "eagle3, 1024 draft tokens, as speculators": {"checkpoint": OWN / "eagle3-few", "to": "speculators"},
     "eagle3 as sglang": {"checkpoint": OWN / "eagle3", "to": "sglang"},
     "peagle as speculators": {"checkpoint": OWN / "peagle", "to": "speculators"},
@@ -42,7 +50,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "medusa": {"checkpoint": METHODS / "medusa-0-minutes", "to": "medusa"},
     "small_model as transformers": {"checkpoint": METHODS / "small_model-0-minutes", "to": "transformers"},
     "dspark as speculators": {"checkpoint": METHODS / "dspark-1-minutes-trial", "to": "speculators"},
-    "ngram": {"speculative": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}},
+    "ngram": {
+        "speculative": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    },
     "suffix": {"speculative": {"method": "suffix", "num_speculative_tokens": 16}},
 }
 
@@ -78,7 +88,9 @@ def main() -> int:
         print(f"  {found.get('error') or found}"[:400], flush=True)
     shutil.rmtree(folder / "exports", ignore_errors=True)
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    wanted.out.write_text(json.dumps({"target": "demo", "dtype": "float32", "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    wanted.out.write_text(
+        json.dumps({"target": "demo", "dtype": "float32", "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
     return 0
 
 
@@ -113,7 +125,12 @@ def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]]
     from outrider.engines import parity
     from outrider.engines.verify import place_of
 
-    job = {"target": place_of(target), "speculative": speculative, "prompts": prompts, "max_new_tokens": wanted.max_new_tokens}
+    job = {
+        "target": place_of(target),
+        "speculative": speculative,
+        "prompts": prompts,
+        "max_new_tokens": wanted.max_new_tokens,
+    }
     answer = parity.asked(wanted.engine_python, job | {"slots": 8, "dtype": "float32"})
     about = {"engine": "vllm", "version": answer["version"], "kind": speculative["method"]}
     if "error" in answer:
@@ -123,7 +140,8 @@ def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]]
     same = parity.compared(target, prompts, own, theirs, 0)
     accepted, steps = sum(map(sum, theirs.accepted)), sum(map(len, theirs.accepted))
     return about | {
-        "prompts": len(prompts), "texts_equal": same["texts_equal"], "parted": [asdict(each) for each in same["parted"]],
+        "prompts": len(prompts), "texts_equal": same["texts_equal"],
+        "parted": [asdict(each) for each in same["parted"]],
         "engine_steps": steps, "engine_kept": accepted,
     }  # fmt: skip
 

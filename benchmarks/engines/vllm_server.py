@@ -36,11 +36,14 @@ def serving(slots: int, speculative: dict[str, Any] | None = None) -> Iterator[h
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        HERE / "serve_vllm.sh", "--port", port, "--max-num-seqs", slots, "--no-enforce-eager", "--no-enable-prefix-caching",
+        HERE / "serve_vllm.sh", "--port", port, "--max-num-seqs", slots, "--no-enforce-eager",
+        "--no-enable-prefix-caching",
         "--per-request-spec-decode-metrics", "none", "--speculative-config", json.dumps(speculative),
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
                 if not any(ready(client, process) for _ in range(PATIENCE)):

@@ -1,4 +1,5 @@
-"""What the shell completes as values of options: kinds of drafters, tasks, engines and formats.  No verb is loaded for it."""
+"""What the shell completes as values of options: kinds of drafters, tasks, engines and formats.  No verb is loaded for
+it."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any

@@ -16,11 +16,16 @@ from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of
 from outrider.errors import ConfigError
 
-TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
-KindOption = Annotated[str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")
+]
+KindOption = Annotated[
+    str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")
+]
 FormatOption = Annotated[str | None, typer.Option("--format", help="Format of a folder that comes from elsewhere.")]
 PythonOption = Annotated[
-    str | None, typer.Option("--python", metavar="PATH", help="Python of the engine's environment, to ask for its version.")
+    str | None,
+    typer.Option("--python", metavar="PATH", help="Python of the engine's environment, to ask for its version."),
 ]
 VersionOption = Annotated[str | None, typer.Option("--engine-version", help="Instead of asking.")]
 ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs that share the target.")]
@@ -28,10 +33,12 @@ ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs tha
 
 def deploy(
     draft: Annotated[
-        str | None, typer.Argument(help="Exported or published folder, or its id; ngram, suffix, mtp.", show_default=False)
+        str | None,
+        typer.Argument(help="Exported or published folder, or its id; ngram, suffix, mtp.", show_default=False),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llama.cpp, transformers or triton.")
+        str | None,
+        typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llama.cpp, transformers or triton."),
     ] = None,
     target: TargetOption = None,
     tokens: Annotated[int | None, typer.Option(help="Drafted a step; the draft's own number.  0: none.")] = None,
@@ -44,7 +51,9 @@ def deploy(
     format: FormatOption = None,
     python: PythonOption = None,
     engine_version: VersionOption = None,
-    only_print: Annotated[bool, typer.Option("--print", help="The command and nothing else on standard output.")] = False,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="The command and nothing else on standard output.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Gets the command, Kubernetes, compose and a dashboard.")
     ] = None,
@@ -65,7 +74,9 @@ def deploy(
         raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
     to, found = engine_name(to), commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
-    wish = Wish(tokens, width, cutoff, () if schedule is None else tuning.read(schedule), "127.0.0.1", port, tensor_parallel)
+    wish = Wish(
+        tokens, width, cutoff, () if schedule is None else tuning.read(schedule), "127.0.0.1", port, tensor_parallel
+    )
     if out is not None:
         wish = replace(wish, files=f"{out}/settings")
     command = commands.command(to, found, wish, version)

@@ -28,11 +28,13 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="RUNFILE | DRAFTER... [KEY=VALUE...]", show_default=False,
-            help="A run file; or checkpoints, kinds, released folders, Hugging Face ids.  Then settings: evaluate.seed=1",
+            help="A run file; or checkpoints, kinds, published folders, Hugging Face ids.  Then settings: "
+            "evaluate.seed=1",
         ),
     ],
     target: Annotated[
-        str | None, typer.Option("--target", "--model", help="The target, if not the one the checkpoint was trained for.")
+        str | None, typer.Option("--target", "--model",
+        help="The target, if not the one the checkpoint was trained for.")
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks, such as gsm8k,mt-bench or mine.jsonl.")] = None,
     temperatures: Annotated[str | None, typer.Option(help="Such as 0,1.")] = None,
@@ -41,7 +43,8 @@ def evaluate(
     batch: Annotated[int | None, typer.Option(help="Prompts that are served together.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes that share the prompts.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure again, and replace the report in DIR.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite",
+    help="Measure again, and replace the report in DIR.")] = False,
     data: Annotated[Path | None, typer.Option("--data", help="Folder of prompt sets, in place of the hub.")] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run written code, in a sandbox, where tests score a task.")
@@ -52,8 +55,10 @@ def evaluate(
     """Measure drafters against the target alone.  Goes on where it was stopped."""
     place_of_json(json_to)
     values = {
-        "tasks": _listed(tasks), "temperatures": _listed(temperatures), "prompts": prompts, "max_new_tokens": max_new_tokens,
-        "batch": batch, "processes": processes, "overwrite": overwrite or None, "data": None if data is None else str(data),
+        "tasks": _listed(tasks), "temperatures": _listed(temperatures), "prompts": prompts,
+        "max_new_tokens": max_new_tokens,
+        "batch": batch, "processes": processes, "overwrite": overwrite or None,
+        "data": None if data is None else str(data),
         "allow_code_execution": allow_code_execution or None, "score": allow_code_execution or None,
     }  # fmt: skip
     # as YAML text: a folder may be called null, or 2024
@@ -74,9 +79,13 @@ def _of_file(
     names: list[str], settings: list[str], out: Path | None, dry_run: bool, json_to: str | None
 ) -> Report | None:
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)}: give one run file, or drafters; a run file names its own in baselines")
+        raise ConfigError(
+            f"{' and '.join(names)}: give one run file, or drafters; a run file names its own in baselines"
+        )
     if out is not None:
-        raise ConfigError("a run file's results are in runs/NAME; leave --out out, and set name=OTHER for another folder")
+        raise ConfigError(
+            "a run file's results are in runs/NAME; leave --out out, and set name=OTHER for another folder"
+        )
     if dry_run:
         preview(Path(names[0]), settings, ["evaluate"], json_to)
         return None
@@ -90,7 +99,9 @@ def _of_drafters(
         raise ConfigError("nothing to evaluate; name a run file, a checkpoint folder, or a drafter such as ngram")
     values = configs.override({}, settings)
     if others := sorted(values.keys() - {"evaluate", "target"}):
-        raise ConfigError(f"{others[0]}: settings of drafters by name begin with evaluate. or target., such as evaluate.seed=1")
+        raise ConfigError(
+            f"{others[0]}: settings of drafters by name begin with evaluate. or target., such as evaluate.seed=1"
+        )
     config = configs.build(Config, values.get("evaluate", {}), "evaluate")
     target = configs.build(TargetConfig, values["target"], "target") if "name" in values.get("target", {}) else None
     chosen = evaluation.of_drafters(names, config, out, target)

@@ -15,7 +15,9 @@ from outrider.export import reading, writing
 from outrider.loading import describe, find_folder
 from outrider.targets.load import load_target
 
-TargetOption = Annotated[str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
+]
 Folder = Annotated[
     str, typer.Argument(help="A checkpoint, or a published draft model: folder or Hugging Face id.", show_default=False)
 ]
@@ -25,13 +27,18 @@ def export(
     checkpoint: Folder,
     to: Annotated[
         str,
-        typer.Option("--to", metavar="ENGINE|FORMAT", help="vllm, sglang, … or a format; `outrider formats` lists both.",
-                     show_default=False),
+        typer.Option(
+            "--to",
+            metavar="ENGINE|FORMAT",
+            help="vllm, sglang, … or a format; `outrider formats` lists both.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="New folder to write.", show_default=False)],
     target: TargetOption = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16).")
+        str | None,
+        typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16)."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
@@ -53,18 +60,31 @@ def export(
     size = sum(path.stat().st_size for path in folder.iterdir())
     own = whole(source.folder) / "model.safetensors"
     mine = f" (our own weights: {sized(own.stat().st_size)})" if source.format is None else ""
-    say(f"export    {source.kind} as {chosen.text}: {sized(size)} in {folder}{mine}; every weight reads back equal{rounded}")
+    say(
+        f"export    {source.kind} as {chosen.text}: {sized(size)} in {folder}{mine}; every weight reads back "
+        f"equal{rounded}"
+    )
     say(f"          {folder / card.NAME} is its model card: add the licence before you publish it")
-    found = {"kind": source.kind, "format": chosen.format, "engine": chosen.engine, "folder": str(folder), "size_bytes": size}
+    found = {
+        "kind": source.kind,
+        "format": chosen.format,
+        "engine": chosen.engine,
+        "folder": str(folder),
+        "size_bytes": size,
+    }
     write_json(json_to, found)
 
 
 def import_(
-    folder: Annotated[str, typer.Argument(help="A published draft model: folder or Hugging Face id.", show_default=False)],
+    folder: Annotated[
+        str, typer.Argument(help="A published draft model: folder or Hugging Face id.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", help="New checkpoint folder.", show_default=False)],
     target: Annotated[str, typer.Option("--target", help="The target it drafts for: `demo`, a folder, or a hub id.")],
     format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not name it.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not name it.")
+    ] = None,
 ) -> None:
     """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
     quiet()

@@ -45,11 +45,15 @@ evaluate:
 
 
 def init(
-    file: Annotated[Path | None, typer.Argument(help="Run file to write; KIND.yaml unless given.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Run file to write; KIND.yaml unless given.", show_default=False)
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Folder, Hugging Face id, or `demo`.")] = None,
     kind: Annotated[str | None, typer.Option(help="Drafter to train, such as dspark; see `outrider drafters`.")] = None,
     data: Annotated[str | None, typer.Option(help="Prompts: FILE.jsonl, FILE.json, FILE.txt, or a data set.")] = None,
-    tasks: Annotated[str, typer.Option(help="Prompts to measure on, such as held-out.jsonl or gsm8k,mt-bench.")] = "stdlib",
+    tasks: Annotated[
+        str, typer.Option(help="Prompts to measure on, such as held-out.jsonl or gsm8k,mt-bench.")
+    ] = "stdlib",
 ) -> None:
     """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten."""
     target = target or _ask("target", "Target (folder, Hugging Face id, or demo)", "demo")

@@ -33,7 +33,11 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print
 
 
 def run(
-    file: RunFile, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False, dry_run: DryRun = False
+    file: RunFile,
+    overrides: Overrides = None,
+    json_to: JsonTo = None,
+    skip_bad: SkipBad = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
@@ -91,7 +95,8 @@ def _shown(line: stages.Line) -> str:
 
 def calibrate(
     checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a drafter with a confidence head, or a published one's id.", show_default=False)
+        str,
+        typer.Argument(help="Folder of a drafter with a confidence head, or a published one's id.", show_default=False),
     ],
     prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts that it was not trained on.")] = "stdlib",
     count: Annotated[int, typer.Option(min=2, help="Prompts; half of them are scaled on, the others judged on.")] = 200,
@@ -99,7 +104,9 @@ def calibrate(
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
     shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
-    out: Annotated[Path | None, typer.Option(help="New checkpoint, of a published drafter: that stays as it is.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New checkpoint, of a published drafter: that stays as it is.")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Scale confidences by what is accepted on held-out prompts, and print their error before and after."""

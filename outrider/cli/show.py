@@ -15,7 +15,8 @@ from outrider.runs.settings import Section, Setting
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="FILE", help="Run file (YAML).", show_default=False)]
 HelpSettings = Annotated[
-    bool, typer.Option("--help-settings", help="Print what can be set instead: all, or those of run, target, prepare, train, "
+    bool, typer.Option("--help-settings",
+    help="Print what can be set instead: all, or those of run, target, prepare, train, "
                                                "evaluate, or `drafter KIND`, in place of FILE.")
 ]  # fmt: skip
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print these settings as a page (docs/settings.md is one).")]
@@ -46,7 +47,9 @@ def _print_run(file: Path, overrides: list[str], json_to: str | None) -> None:
         remark = f" ({one.here} here)" if one.here else f" ({sized(one.value)})" if one.is_bytes else ""
         style = "dim" if one.origin == "default" else ""
         table.add_row(one.key, json.dumps(one.value) + remark, one.origin, style=style)
-    rows = {one.key: {"value": one.value, "from": one.origin} | ({"here": one.here} if one.here else {}) for one in found}
+    rows = {
+        one.key: {"value": one.value, "from": one.origin} | ({"here": one.here} if one.here else {}) for one in found
+    }
     console.present(json_to, rows, table)
     for note in notes:
         console.remark(note, "yellow")
@@ -83,11 +86,12 @@ def settings_table(section: Section) -> console.FittedTable:
 
 PAGE = """# Settings
 
-Every setting of a run file: its type, its default, and its meaning. [run.md](run.md) explains run files. A drafter's setting
-whose default is *from the target* is read from the target's config.
+Every setting of a run file: its type, its default, and its meaning. [run.md](run.md) explains run files. A drafter's
+setting whose default is *from the target* is read from the target's config.
 
-`outrider show --help-settings train` and `outrider drafters dspark` print the same in the terminal. This page is the output of
-`outrider show --help-settings all --markdown`; it comes from the docstrings under the fields of each `Config`.
+`outrider show --help-settings train` and `outrider drafters dspark` print the same in the terminal. This page is the
+output of `outrider show --help-settings all --markdown`; it comes from the docstrings under the fields of each
+`Config`.
 """
 TABLE = "| setting | type | default | meaning |\n|---|---|---|---|"
 

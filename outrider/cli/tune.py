@@ -19,22 +19,27 @@ from outrider.engines import tune as tuning
 from outrider.engines.engine import Wish
 from outrider.engines.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
-from outrider.measure.run import Config, as_tokens, draw
+from outrider.measure.config import Config
+from outrider.measure.prompts import as_tokens, draw
 from outrider.targets.load import load_target
 from outrider.traffic import traces
 from outrider.training import sublayers
 
 
 def tune(
-    log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
+    log: Annotated[
+        Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Gets every measurement, and tune.json.")],
     draft: Annotated[str | None, typer.Option(metavar="DIR", help="Exported folder; or ngram, suffix, mtp.")] = None,
     engine: Annotated[str | None, typer.Option(help="Starts this engine once for each draft length.")] = None,
     start: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Instead: it, with {tokens}, {width}, {cutoff}, {port} filled in.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="Instead: it, with {tokens}, {width}, {cutoff}, {port} filled in."),
     ] = None,
     url: Annotated[
-        list[str] | None, typer.Option("--url", metavar="TOKENS=URL", help="Instead: a server that runs; once for each length.")
+        list[str] | None,
+        typer.Option("--url", metavar="TOKENS=URL", help="Instead: a server that runs; once for each length."),
     ] = None,
     tokens: Annotated[str, typer.Option(help="Draft lengths; 0 is no speculation.")] = "0,1,2,3,5",
     loads: Annotated[str, typer.Option(help="Requests at once.")] = "1,2,4,8,16,32,64",
@@ -54,7 +59,9 @@ def tune(
     health: Annotated[str, typer.Option(help="Answers 200 once a server of --start is ready.")] = "/health",
     ready: Annotated[float, typer.Option(help="The longest start, in seconds.")] = 900.0,
     completions: Annotated[bool, typer.Option("--completions", help="Send messages as a prompt.")] = False,
-    key_from: Annotated[str | None, typer.Option("--key-from", metavar="VARIABLE", help="Variable that holds the key.")] = None,
+    key_from: Annotated[
+        str | None, typer.Option("--key-from", metavar="VARIABLE", help="Variable that holds the key.")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Measure which draft length pays at which load, and write the tables that engines read.
@@ -78,7 +85,9 @@ def tune(
         raise ConfigError("no server to measure; give --draft and --engine, or --start COMMAND, or --url TOKENS=URL")
     else:
         wish = Wish(port=port, tensor_parallel=tensor_parallel)
-        starts = sweep.of_engine(engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version)
+        starts = sweep.of_engine(
+            engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version
+        )
     about = {
         "log": log.name, "draft": draft, "engine": engine, "target": target, "servers": sorted(named),
         # a command or an address may hold a key, which must not be written
@@ -89,7 +98,7 @@ def tune(
     size = f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}"
     say(f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: {size}")
     measure = sweep.by_replay(trace, calls, max_tokens, completions, key_of(key_from))
-    with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
+    with bar("measurements", total) as update:
         points = sweep.sweep(arms, at, rounds, starts, measure, out, about, update)
     choice = tuning.choose(points, margin, largest)
     _report(points, choice)
@@ -142,7 +151,7 @@ def _report(points: list[Point], choice: Choice) -> None:
         around = "" if gain.low is None or gain.high is None else f" [{gain.low:.2f}, {gain.high:.2f}]"
         row = (f"{sum(speed) / len(speed):.0f}" for speed in speeds)
         shown.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
-    console.out.print(shown, highlight=False)
+    console.show(shown)
     lengths = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
     pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
     if choice.pays_to == 0:

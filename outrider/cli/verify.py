@@ -20,13 +20,16 @@ from outrider.loading import find_folder
 @console.restarted("comparison")
 def verify_export(
     draft: Annotated[
-        str, typer.Argument(help="Folder that `outrider export` wrote; or a published one, or its id.", show_default=False)
+        str,
+        typer.Argument(help="Folder that `outrider export` wrote; or a published one, or its id.", show_default=False),
     ],
     engine: Annotated[
         str, typer.Option("--engine", help="vllm or transformers, which are run; sglang: the folder is read.")
     ] = "vllm",
     python: Annotated[str | None, typer.Option("--python", help="The python of vLLM's own environment.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="What it was exported from; causes need it.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="What it was exported from; causes need it.")
+    ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
     ] = None,
@@ -48,7 +51,9 @@ def verify_export(
     loaded, model = verify.sides(folder, engine, checkpoint, target)
     ids = verify.prompt_tokens(loaded, prompts, count)
     report = lambda text: remark(text, "dim")
-    found = verify.verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report)
+    found = verify.verified(
+        folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report
+    )
     _print(found)
     write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
     if engine in parity.RUN:
@@ -94,12 +99,17 @@ def _print_depths(found: Parity) -> None:
     ties = f", {len(found.parted)} differ" if found.parted else ""
     where = "; ".join(f"prompt {each.prompt} at token {each.token}, gap {each.gap}" for each in found.parted[:3])
     say(f"texts     {found.texts_equal} of {found.prompts} equal{ties}{': ' + where if where else ''}")
-    say(f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} accept the same number")
+    say(
+        f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} accept the same "
+        f"number"
+    )
     numbers = ("depth", "accepted here", "in the engine", "difference")
     shown = table(*numbers, "", right=numbers)
     for number, depth in enumerate(found.depths, 1):
         word = "" if depth.is_equal else "differs"
-        shown.add_row(str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word)
+        shown.add_row(
+            str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word
+        )
     console.show(shown)
     result = "the engine drafts what we draft" if found.is_equal else "the engine drafts other tokens"
     say(f"result    {result}", None if found.is_equal else "red")

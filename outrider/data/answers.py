@@ -1,11 +1,11 @@
 """The target's answers on disk, and the target they belong to.
 
-    answers.jsonl   {"id", "prompt_hash", "settings_hash", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
-    answers.json    the target, sampling and template they belong to, and which hashes are theirs
+    answers.jsonl   {"id", "prompt_hash", "settings_hash", "tokens", "learn": [[start, end], ...], "finish_reason"} a
+    line answers.json    the target, sampling and template they belong to, and which hashes are theirs
     prompts.grams   hashes of what stands in prompts and answers, to ask later whether a text was among them
 
-An answer belongs to the content of its prompt and to the target, never to a line of a file: `prompt_hash` is the hash of the
-prompt's content, `settings_hash` that of answers.json's target, template and settings.
+An answer belongs to the content of its prompt and to the target, never to a line of a file: `prompt_hash` is the hash
+of the prompt's content, `settings_hash` that of answers.json's target, template and settings.
 """
 
 import hashlib
@@ -53,7 +53,8 @@ def hold_out(answers: Sequence[Answer], count: int) -> tuple[list[Answer], list[
 
 
 def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer]:
-    """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the vocabulary."""
+    """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the
+    vocabulary."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -78,7 +79,9 @@ def _from_line(line: str, vocabulary: int | None = None) -> Answer:
         raise ValueError("its tokens are not a list of whole numbers")
     wrong = min(tokens) if min(tokens) < 0 else max(tokens)
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
-        raise ValueError(f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None))
+        raise ValueError(
+            f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None)
+        )
     if not all(0 <= start <= end <= len(tokens) for start, end in learn):
         raise ValueError(f"its spans {learn} reach outside its {len(tokens)} tokens")
     return Answer(row["id"], tokens, learn, row.get("finish_reason"), row.get("prompt_hash"), row.get("settings_hash"))
@@ -144,7 +147,8 @@ def claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
 
 
 def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises DataError for answers of another target, template or setting than `mine`, and for one without its hashes."""
+    """Raises DataError for answers of another target, template or setting than `mine`, and for one without its
+    hashes."""
     if any(None in (answer.prompt_hash, answer.settings_hash) for answer in answers):
         raise DataError(f"an older Outrider wrote {folder / ANSWERS}; name another prepare.folder, or delete this one")
     if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
@@ -173,7 +177,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) -> None:
-    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing is done where they exist.
+    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing is done where they
+    exist.
 
     prompts: the texts of each prompt by its hash.
     """
@@ -186,7 +191,8 @@ def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) 
             answer = _from_line(line)
             if (texts := prompts.get(answer.prompt_hash or "")) is not None:
                 collected.add("prompts", texts)
-            else:  # of an edited row, or of an earlier run with more prompts that stopped before its hashes were written
+            # of an edited row, or of an earlier run with more prompts that stopped before its hashes were written
+            else:
                 unknown += 1
             collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
     facts = collected.save(folder / NGRAM_HASHES) | {"unknown": unknown}

@@ -33,6 +33,7 @@ class Config(Base):
     folder: str | None = None
     """Where the answers go; runs that name the same folder share them.  The run's own folder unless given."""
     ngram_hashes: bool = True
-    """Keep hashes of prompts and answers, so that a drafter can be asked later what it was trained on; see docs/overlap.md."""
+    """Keep hashes of prompts and answers, so that a drafter can be asked later what it was trained on; see
+    docs/overlap.md."""
     skip_bad: bool = False
     """Count rows that can't be read and go on, instead of stopping at the first."""

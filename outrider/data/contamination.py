@@ -61,8 +61,8 @@ class Found(NamedTuple):
 
     def line(self) -> str:
         """The result in one sentence."""
-        text = f"{len(self.overlapping)} of {self.checked} prompts drawn overlap with what was trained on or is drafted from "
-        text += f"({self.rule})"
+        found = f"{len(self.overlapping)} of {self.checked} prompts drawn overlap"
+        text = f"{found} with what was trained on or is drafted from ({self.rule})"
         if not self.unknown:
             return text
         why = "; ".join(f"{name}: {reason}" for name, reason in self.unknown.items())
@@ -72,8 +72,8 @@ class Found(NamedTuple):
 def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
     """The texts of a drafter: its checkpoint's, its corpora's, and those of its parts.
 
-    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  Empty for a drafter that only reads the
-    request.  The target's own training texts are not looked at.
+    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  Empty for a drafter that only
+    reads the request.  The target's own training texts are not looked at.
     """
     if isinstance(choice, str):
         if choice not in kinds():
@@ -90,7 +90,8 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
 
 
 def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
-    """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
+    """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns
+    does.
 
     System prompts are not looked for: all prompts share theirs.
     """
@@ -139,7 +140,8 @@ def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
 
 
 def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
-    """The hash files that a folder's manifest names, or why there are none; a checkpoint has one for each set of texts."""
+    """The hash files that a folder's manifest names, or why there are none; a checkpoint has one for each set of
+    texts."""
     if not folder.is_dir():
         yield "there is no such folder here, so its texts are unknown"
     elif (folder / "outrider.json").exists():
@@ -154,4 +156,6 @@ def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
                 yield "it has no hashes of its training texts"
     else:
         found = [hash_files.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
-        yield next((one for one in found if one is not None), "it has no hashes of its texts, or the texts have changed since")
+        yield next(
+            (one for one in found if one is not None), "it has no hashes of its texts, or the texts have changed since"
+        )

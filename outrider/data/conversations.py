@@ -1,8 +1,8 @@
 """Rows of prompts as conversations of a user, an assistant and other roles.
 
-Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.json (a list of rows), FILE.txt (a prompt
-a line), or a data set's name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`, `turns`, `prompt`
-(with `response`), `instruction` (with `input` and `output`), `text`.
+Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.json (a list of rows), FILE.txt (a
+prompt a line), or a data set's name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`,
+`turns`, `prompt` (with `response`), `instruction` (with `input` and `output`), `text`.
 """
 
 import codecs
@@ -22,7 +22,8 @@ from outrider.hub import missing_path
 
 T = TypeVar("T")
 U = TypeVar("U")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+"bard": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
 LIBRARY_COUNT = 1000
 """Pieces of the standard library, where no count is given."""
@@ -65,7 +66,8 @@ class Skipped:
 
 
 def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
-    """Up to `config.count` conversations.  Raises DataError with file and line for a bad row, or counts it in `skipped`."""
+    """Up to `config.count` conversations.  Raises DataError with file and line for a bad row, or counts it in
+    `skipped`."""
     skipped = Skipped() if skipped is None else skipped
     ids: set[str] = set()
     for conversation in skipped.usable(rows(config, skipped), lambda row: parse(row[1], row[0]), config.skip_bad):
@@ -89,7 +91,9 @@ def parse(row: Any, name: str) -> Conversation:
     conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name)
     for text in (conversation.id, *(message["content"] for message in messages)):
         if broken := SURROGATE.search(text):
-            raise DataError(f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair; write the character itself")
+            raise DataError(
+                f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair; write the character itself"
+            )
     return conversation
 
 
@@ -143,7 +147,8 @@ def at_place(conversation: Conversation) -> Iterator[None]:
 
 
 def rows(config: Config, skipped: Skipped) -> Iterator[tuple[str, Any]]:
-    """(file and line, row) of every row of `config.conversations`; with skip_bad, lines that can't be read are counted."""
+    """(file and line, row) of every row of `config.conversations`; with skip_bad, lines that can't be read are
+    counted."""
     source = config.conversations
     if source.startswith("stdlib:"):
         return _library(source.removeprefix("stdlib:"), config.count or LIBRARY_COUNT, config.seed)
@@ -183,7 +188,8 @@ def _text_file(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines as bytes, so that a torn character affects its own line only.  A byte order mark at the start is left out."""
+    """Lines as bytes, so that a torn character affects its own line only.  A byte order mark at the start is left
+    out."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -219,7 +225,9 @@ def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, A
             return
         raise DataError(f"{path} is not JSON: {error}; mend it, or give FILE.jsonl with a row a line") from None
     if not isinstance(found, list):
-        raise DataError(f"{path} must hold a list of rows, not a {type(found).__name__}; or give FILE.jsonl with a row a line")
+        raise DataError(
+            f"{path} must hold a list of rows, not a {type(found).__name__}; or give FILE.jsonl with a row a line"
+        )
     for number, row in enumerate(found):
         yield f"{path.name}[{number}]", row
 
@@ -235,4 +243,6 @@ def _hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}[{number}]", row
     except (OSError, ValueError, ConnectionError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"can't load data set {name!r}: {first}; give a local .jsonl file where there is no network") from None
+        raise DataError(
+            f"can't load data set {name!r}: {first}; give a local .jsonl file where there is no network"
+        ) from None

@@ -114,7 +114,9 @@ def tokenizer_of(target: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         tokenizer, reason = None, str(error).strip().splitlines()[0]
     if reason:
-        raise TargetError(f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder, or a Hugging Face id")
+        raise TargetError(
+            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder, or a Hugging Face id"
+        )
     return tokenizer
 
 
@@ -136,5 +138,7 @@ def _ids(tokenizer: Any) -> int:
 
 
 def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
     return found

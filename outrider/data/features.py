@@ -29,8 +29,10 @@ class LiveFeatures:
     """Batches whose order depends on seed and step alone; texts of similar length share a batch."""
 
     def __init__(
-        self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int, seed: int = 0,
-        dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None, cache_bytes: int = CACHE_BYTES,
+        self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int,
+        seed: int = 0,
+        dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
+        cache_bytes: int = CACHE_BYTES,
         ngram_hashes: Named | None = None,
     ):  # fmt: skip
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype

@@ -35,7 +35,8 @@ KINDS = ("runs", "wholes")
 
 
 class Tally:
-    """How many documents hold each hash, counted to COMMON + 1; of more than `limit` hashes a sample, the same in any order."""
+    """How many documents hold each hash, counted to COMMON + 1; of more than `limit` hashes a sample, the same in any
+    order."""
 
     def __init__(self, limit: int = LIMIT):
         self.limit, self._halvings = limit, 0
@@ -89,7 +90,9 @@ class Collector:
             return
         runs = found[0].runs if len(found) == 1 else once(np.concatenate([one.runs for one in found]))
         self._tallies[part]["runs"].add(runs)
-        self._tallies[part]["wholes"].add(once(np.array([one.whole for one in found if one.whole is not None], np.uint64)))
+        self._tallies[part]["wholes"].add(
+            once(np.array([one.whole for one in found if one.whole is not None], np.uint64))
+        )
 
     def save(self, path: Path) -> dict[str, Any]:
         """Write the file whole and return its entry for a manifest.  Raises DataError where it can't be written."""
@@ -183,15 +186,20 @@ def _found(known: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def read(one: Named) -> NgramHashes:
-    """Open hashes.  Raises DataError for a file that is not the one its manifest names, or that is of another format."""
+    """Open hashes.  Raises DataError for a file that is not the one its manifest names, or that is of another
+    format."""
     path, facts = one
     if facts.get("format") != FORMAT:
-        raise DataError(f"{path} has format {facts.get('format')!r}, this Outrider reads {FORMAT}; prepare or build it again")
+        raise DataError(
+            f"{path} has format {facts.get('format')!r}, this Outrider reads {FORMAT}; prepare or build it again"
+        )
     if not path.exists():
         raise DataError(f"{path} is missing, though its manifest names it; copy it there")
     try:
         if not is_whole(one):
-            raise DataError(f"{path} is not the file that its manifest names; copy it again, or prepare or build it again")
+            raise DataError(
+                f"{path} is not the file that its manifest names; copy it again, or prepare or build it again"
+            )
         return NgramHashes(load_file(path), facts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} can't be read ({error}); prepare or build it again") from None

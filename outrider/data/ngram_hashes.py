@@ -1,9 +1,9 @@
 """Does one text hold a piece of another?  A text is the hashes of all its runs of 13 words.
 
-GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are long, or without
-spaces between them, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles, such as the 8
-letters of searches for near duplicates, prove nothing: any two questions of an exam share them.  A text that is shorter than a
-run is compared as a whole.
+GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are long, or
+without spaces between them, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles,
+such as the 8 letters of searches for near duplicates, prove nothing: any two questions of an exam share them.  A text
+that is shorter than a run is compared as a whole.
 
 Hashes have 64 bits: of BLAKE2b of each word, summed as a polynomial and mixed.  Knows no torch.
 """
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 WORDS, LETTERS, THAI = 13, 24, 52
-"""Length of a run: in words; in letters of Chinese, Japanese and Korean; in letters and vowel signs of Thai and the like."""
+"""Length of a run: in words; in letters of Chinese, Japanese and Korean; in letters and vowel signs of Thai and the
+like."""
 FULL = math.lcm(WORDS, LETTERS, THAI)
 """The weights of a run's words and letters add up to this."""
 _KANA_AND_HANGUL = "\u1100-\u11ff\u3040-\u30ff\u31f0-\u31ff\ua960-\ua97f\uac00-\ud7ff"

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.data.answers import ANSWERS, Answer, claim, content_hash, keep_hashes, put_in_order, repair, to_line, whose
+from outrider.data.answers import (
+    ANSWERS,
+    Answer,
+    claim,
+    content_hash,
+    keep_hashes,
+    put_in_order,
+    repair,
+    to_line,
+    whose,
+)
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, at_place
 from outrider.data.rendering import check_template, prompt_tokens, render
@@ -39,15 +49,16 @@ class Asked:
 
 def prepare(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
-    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None, skipped: Skipped | None = None,
+    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None,
+    skipped: Skipped | None = None,
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
     drafter: changes the speed, not the text.
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.
-    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes there,
-    and with file and line for a conversation that the chat template refuses.
+    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes
+    there, and with file and line for a conversation that the chat template refuses.
     """
     folder, path, skipped = Path(folder), Path(folder, ANSWERS), Skipped() if skipped is None else skipped
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
@@ -80,7 +91,9 @@ def prepare(
 def most_tokens(conversations: Iterable[Conversation], config: Config) -> int:
     """Tokens that the answers to these conversations have at most: every user turn is answered."""
     turns = (sum(message["role"] == "user" for message in one.messages) for one in conversations)
-    return sum(min(count * config.max_new_tokens, config.length) if config.regenerate else config.length for count in turns)
+    return sum(
+        min(count * config.max_new_tokens, config.length) if config.regenerate else config.length for count in turns
+    )
 
 
 def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
@@ -94,9 +107,11 @@ def answered(folder: Path, conversations: Iterable[Conversation], config: Config
 
 
 def as_asked(conversations: Iterable[Conversation], config: Config) -> list[Asked]:
-    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the noise.
+    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the
+    noise.
 
-    Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not hashed.
+    Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
+    hashed.
     """
     found, counts = [], Counter[str]()
     for one in conversations:
@@ -108,7 +123,8 @@ def as_asked(conversations: Iterable[Conversation], config: Config) -> list[Aske
 
 
 def _renderable(tokenizer: Any, asked: list[Asked], config: Config, skipped: Skipped) -> list[Asked]:
-    """Those that the chat template takes, checked before the first answer.  Raises DataError for one that it refuses."""
+    """Those that the chat template takes, checked before the first answer.  Raises DataError for one that it
+    refuses."""
     if not config.regenerate:  # checked when they are rendered
         return asked
 

@@ -46,7 +46,8 @@ def check_template(tokenizer: Any, conversation: Conversation) -> None:
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
-    """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at `length`."""
+    """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at
+    `length`."""
     tokens, turns = list[int](), []
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:  # a greeting answers nothing, and there is no prompt before it

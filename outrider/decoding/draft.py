@@ -79,7 +79,8 @@ class Draft:
         Raises DrafterError for what is not a Draft, and for tensors whose types or shapes don't fit together."""
         if not isinstance(self, Draft):  # what `propose` returned is checked by `Draft.checked(returned, slots)`
             raise DrafterError(
-                f"propose must return a Draft of {slots} slots, got {type(self).__name__}; for no tokens return Draft.empty"
+                f"propose must return a Draft of {slots} slots, got {type(self).__name__}; for no tokens return "
+                f"Draft.empty"
             )
         ids, others = (self.tokens, self.parents, self.sizes), (x for x in (self.q, self.confidence) if x is not None)
         shapes = [x.shape if isinstance(x, Tensor) and x.dtype == torch.int64 else () for x in ids]
@@ -87,7 +88,8 @@ class Draft:
         if len(shape) != 2 or shapes != [shape, shape, (slots,)] or any(x.shape[:2] != shape for x in others):
             given = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in ids]
             raise DrafterError(
-                f"a draft of {slots} slots has tokens {given[0]}, parents {given[1]}, sizes {given[2]}; tokens and parents "
+                f"a draft of {slots} slots has tokens {given[0]}, parents {given[1]}, sizes {given[2]}; tokens and "
+                f"parents "
                 "must be int64 tensors [slots, nodes], sizes int64 [slots], q and confidence [slots, nodes, ...]"
             )
         # a chain gets a chain's mask, so its parents must be a chain too

@@ -1,4 +1,5 @@
-"""The demo: a small target of our own, a small drafter beside it, and prompts read from the running interpreter's library.
+"""The demo: a small target of our own, a small drafter beside it, and prompts read from the running interpreter's
+library.
 
 Nothing of the standard library's text is shipped.  Modules named in `HELD_OUT` were seen by neither model in training.
 Knows no torch.
@@ -16,8 +17,10 @@ TARGET = Path(__file__).parent / "target"
 SMALL_MODEL = Path(__file__).parent / "small_model"
 
 HELD_OUT = frozenset({
-    "argparse", "calendar", "configparser", "csv", "dataclasses", "filecmp", "fractions", "heapq", "json", "mailbox", "queue",
-    "sched", "selectors", "shlex", "smtplib", "socketserver", "statistics", "textwrap", "threading", "timeit", "traceback",
+    "argparse", "calendar", "configparser", "csv", "dataclasses", "filecmp", "fractions", "heapq", "json", "mailbox",
+    "queue",
+    "sched", "selectors", "shlex", "smtplib", "socketserver", "statistics", "textwrap", "threading", "timeit",
+    "traceback",
     "wave", "weakref",
 })  # fmt: skip
 """Top-level modules and packages that no model here was trained on; prompts for measuring come from them."""

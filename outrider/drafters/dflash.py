@@ -85,7 +85,8 @@ class Backbone(MaskedModule, FusedTaps):
     def __init__(self, config: BackboneConfig, target: Target):
         if len(config.siblings) > config.block or 1 + max(config.siblings, default=0) > target.spec.vocabulary:
             raise DrafterError(
-                f"siblings {config.siblings} needs at most {config.block} numbers, one per slot of the block, each below "
+                f"siblings {config.siblings} needs at most {config.block} numbers, one per slot of the block, each "
+                f"below "
                 f"the vocabulary of {target.spec.vocabulary}; give fewer"
             )
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
@@ -179,7 +180,7 @@ class Model(BlockModel):
 build = Model.build
 
 
-# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class BlockDrafter(FeatureDrafter):
@@ -267,7 +268,7 @@ def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
     return RankTree(tuple((0,) * slot + (rank,) for slot, rank in nodes))
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class BlockRows(DetachedRows):

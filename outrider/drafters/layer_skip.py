@@ -144,12 +144,14 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
         wrong = sorted(set(given or ()) - allowed)
         if wrong:
             raise DrafterError(
-                f"{name} names layer {wrong[0]}, which {target.spec.name} can't leave out; choose from {listed(allowed)}"
+                f"{name} names layer {wrong[0]}, which {target.spec.name} can't leave out; choose from "
+                f"{listed(allowed)}"
             )
         missing = sorted(set(skipped) - allowed)
         if missing:
             raise DrafterError(
-                f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which can't be; choose a higher one"
+                f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which can't be; choose a higher "
+                f"one"
             )
         sets.append(frozenset(given or ()) | frozenset(skipped))
     return Skip(*sets)

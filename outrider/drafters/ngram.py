@@ -45,7 +45,8 @@ class Config(Base):
             )
         if self.capacity < 2 * (self.longest + 1):
             raise ValueError(
-                f"capacity {self.capacity} is too small for matches of {self.longest} tokens; raise it, or lower longest"
+                f"capacity {self.capacity} is too small for matches of {self.longest} tokens; raise it, or lower "
+                f"longest"
             )
         return self
 

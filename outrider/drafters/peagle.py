@@ -113,7 +113,7 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
 build = Model.build
 
 
-# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class PEagle(PairDrafter):
@@ -163,7 +163,7 @@ def pass_mask(new: int, masks: int, counts: Tensor) -> Tensor:
     return to_here & ((order < counts[:, None]) | is_mask)[:, None] | (order[:, None] == order)
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Rows(DetachedRows):

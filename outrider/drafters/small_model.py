@@ -157,7 +157,7 @@ class SmallModel(Drafter):
         return language_model.read_texts(self.model, memory.cache, rows, ends, self.limit + 1)
 
 
-# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Model(DraftModel):
@@ -212,8 +212,10 @@ def build(config: Config, target: Target) -> SmallModel:
     mine, theirs = model.spec, target.spec
     if mine.vocabulary != theirs.vocabulary or theirs.tokenizer_hash not in (None, mine.tokenizer_hash):
         raise DrafterError(
-            f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the "
-            f"target {theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with "
+            f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), "
+            f"the "
+            f"target {theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model "
+            f"with "
             "the target's tokenizer, or draft with cross_vocabulary"
         )
     return SmallModel(model, _allowed(config, model, target))

@@ -28,7 +28,8 @@ LIBRARIES = {"speculators": "speculators", "transformers": "transformers", "gguf
 
 
 def write(folder: Path) -> bool:
-    """Write the card of an exported folder; False, and nothing is written, where there is one that is not as we wrote it.
+    """Write the card of an exported folder; False, and nothing is written, where there is one that is not as we wrote
+    it.
 
     outrider.json notes the hash of what was written.  Raises ExportError for a folder that was not exported here.
     """
@@ -88,7 +89,9 @@ def _training(facts: Mapping[str, Any]) -> str:
         f"{facts['tokens']:,} tokens" if facts.get("tokens") else "",
         f"batches of {config['batch']} texts" if config.get("batch") else "",
         f"learning rate {config['lr']:g} ({config.get('optimizer', 'adamw')})" if config.get("lr") else "",
-        f"loss {', '.join(f'{weight:g} {name}' for name, weight in config['loss'].items())}" if config.get("loss") else "",
+        f"loss {', '.join(f'{weight:g} {name}' for name, weight in config['loss'].items())}"
+        if config.get("loss")
+        else "",
         f"{origin[0]} {Path(str(origin[1])).name}" if origin[1] else "",
     ]
     known = [part for part in parts if part]
@@ -111,7 +114,8 @@ def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
     for engine, found in (manifest.get("verified") or {}).items():
         if found.get("error") is None:
             texts = f"{found['texts_equal']} of {found['prompts']} texts equal to Outrider's"
-            yield f"In {engine}: {texts}, {found['steps']:,} steps, {found['steps_equal'] or 0:.1%} accept the same number."
+            yield f"In {engine}: {texts}, {found['steps']:,} steps, "
+            f"{found['steps_equal'] or 0:.1%} accept the same number."
 
 
 def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:

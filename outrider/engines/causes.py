@@ -45,8 +45,7 @@ def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], len
     """
     if folder.kind != model.kind:
         raise ExportError(
-            f"the folder holds a {folder.kind}, the checkpoint a {model.kind}; "
-            "name the one it was exported from"
+            f"the folder holds a {folder.kind}, the checkpoint a {model.kind}; name the one it was exported from"
         )
     anchors = [(text, at) for text, begun in texts for at in _anchors(text, begun)]
     wanted = [chains.drafted(model, text, at, length).tokens for text, at in anchors]
@@ -99,7 +98,9 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
     if names := _unequal(folder.norms, model.norms):
         yield Swap("norm", f"other weights in {_few(names)}", {"norms": folder.norms})
     if flags := folder.flags ^ model.flags:
-        change = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
+        change = ", ".join(
+            f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags)
+        )
         skipped = f"the engine skips the biases ({_few(folder.unread)}), which are in the folder and not in its config"
         name, what = ("weights", skipped) if "bias" in flags else ("norm", change)
         yield Swap(name, what, {"flags": folder.flags})
@@ -153,7 +154,8 @@ def _shifted_heads(folder: Draft, model: Draft) -> int:
 
 
 def first_difference(folder: Draft, model: Draft, text: States, anchor: int, length: int) -> tuple[str, float] | None:
-    """The first stage whose output differs, and its relative difference; None where none does, or nothing can be drafted."""
+    """The first stage whose output differs, and its relative difference; None where none does, or nothing can be
+    drafted."""
     own = chains.drafted(model, text, anchor, length).stages
     try:
         theirs = chains.drafted(folder, text, anchor, length).stages

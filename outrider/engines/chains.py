@@ -49,7 +49,8 @@ def states(target: TransformersTarget, tokens: Sequence[int]) -> States:
 
 @torch.inference_mode()
 def drafted(draft: Draft, text: States, anchor: int, length: int) -> Drafted:
-    """The chain of `length` tokens after the token at position `anchor` of a text, from the states of the tokens before it."""
+    """The chain of `length` tokens after the token at position `anchor` of a text, from the states of the tokens before
+    it."""
     kinds = {"eagle3": _eagle3_chain, "peagle": _peagle_chain, "medusa": _medusa_chain}
     stages: dict[str, Tensor] = {}
     return Drafted(kinds.get(draft.kind, _block_chain)(draft, text, anchor, length, stages), stages)
@@ -100,7 +101,8 @@ def _block_chain(draft: Draft, text: States, anchor: int, length: int, stages: d
 def _through(
     draft: Draft, embedded: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
-    """Rows x [n, H] through all layers, the last `length` normed.  embedded: tokens that the first layer reads with x."""
+    """Rows x [n, H] through all layers, the last `length` normed.  embedded: tokens that the first layer reads with
+    x."""
     for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
         x = _layer(draft, layer, embedded if layer == 0 else None, x, context, stages)
     x = stages["norm"] = _norm(draft, "norm", x)[-length:]

@@ -17,7 +17,18 @@ from typing import Any
 
 from outrider import demo
 from outrider.engines import words
-from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_name, engine_of, method_of
+from outrider.engines.engine import (
+    ENGINES,
+    Draft,
+    Engine,
+    Method,
+    Settings,
+    Version,
+    Wish,
+    engine_name,
+    engine_of,
+    method_of,
+)
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
 from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
@@ -28,7 +39,8 @@ UNTRAINED = ("ngram", "suffix", "mtp")
 READ_ONLY = ("eagle", "zlab")
 """Formats of others that engines read and `outrider export` does not write."""
 TOKENS = {
-    "small_model": 4, "ngram": 5, "suffix": 16, "eagle": 3, "eagle3": 3, "peagle": 7, "mtp": 1, "dflash": 15, "dspark": 7,
+    "small_model": 4, "ngram": 5, "suffix": 16, "eagle": 3, "eagle3": 3, "peagle": 7, "mtp": 1, "dflash": 15,
+    "dspark": 7,
     "domino": 7, "medusa": 4,
 }  # fmt: skip
 """Tokens drafted per step where neither folder nor settings give them."""
@@ -66,11 +78,12 @@ class Command:
         }  # fmt: skip
 
 
-# ── what is to be deployed ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is to be deployed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def draft_of(place: str | Path, target: str | None = None, kind: str | None = None, format: str | None = None) -> Draft:
-    """The draft in an exported or published folder, or a kind that needs none.  place: a folder, its Hugging Face id, a kind.
+    """The draft in an exported or published folder, or a kind that needs none.  place: a folder, its Hugging Face id, a
+    kind.
 
     kind, format: of a folder that comes from elsewhere; recognised as `outrider import` does unless given.
     Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where the
@@ -80,21 +93,27 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     if not folder.is_dir() and name in UNTRAINED:
         return Draft(name, _target(target, {}, name))
     if not folder.is_dir() and ("/" not in name or is_local(name)):
-        raise ConfigError(f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(UNTRAINED)}")
+        raise ConfigError(
+            f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(UNTRAINED)}"
+        )
     if not folder.is_dir():
         from outrider.loading import find_folder  # loads torch, which a folder here does not need
 
         folder = find_folder(name)
     manifest = folders.read_manifest(folder)
     if manifest and "format" not in manifest:
-        raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}")
+        raise ConfigError(
+            f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}"
+        )
     config = folders.read_config(folder)
     if manifest:
         kind, format = manifest["kind"], manifest["format"]
     elif kind is None or format is None:
         kind, format = _recognised(folder, config, kind, format)
     if kind is None or format is None:
-        raise ConfigError(f"{folder} has no kind in an {MANIFEST} and is not recognised; name its --kind and its --format")
+        raise ConfigError(
+            f"{folder} has no kind in an {MANIFEST} and is not recognised; name its --kind and its --format"
+        )
     settings, about = manifest.get("config") or {}, manifest.get("target") or {}
     taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
     length = folders.length(kind, format, settings, config)
@@ -103,7 +122,8 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
 
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
-    """(kind, format) of a folder from elsewhere, each None where it is not recognised: an engine may read what we can't."""
+    """(kind, format) of a folder from elsewhere, each None where it is not recognised: an engine may read what we
+    can't."""
     # loads torch, which an export of ours does not need
     from outrider.export.folder import read_names
     from outrider.export.formats import candidates
@@ -119,7 +139,9 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
 
 def _export_first(folder: Path, kind: str) -> str:
     methods = {name: engine.methods[kind] for name, engine in ENGINES.items() if kind in engine.methods}
-    written = {name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()}
+    written = {
+        name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()
+    }
     choices = [(name, theirs[0]) for name, theirs in written.items() if theirs]
     if not choices:
         why = "takes a folder of" if methods else "runs"
@@ -137,7 +159,7 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     return str(demo.TARGET if target == "demo" else target)
 
 
-# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def command(name: str, draft: Draft, wish: Wish | None = None, version: str | None = None) -> Command:
@@ -176,7 +198,9 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
         return method
     if kind == "mtp":
         own = f"{title} runs the target's own by `outrider deploy mtp --to {name}`"
-        raise ConfigError(f"no engine loads an MTP module from a folder as it is; {own}, `outrider decode` runs this one")
+        raise ConfigError(
+            f"no engine loads an MTP module from a folder as it is; {own}, `outrider decode` runs this one"
+        )
     if not method.formats:
         raise ConfigError(f"{title} takes no folder for {kind}; say `outrider deploy {kind} --to {name}`")
     why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
@@ -184,7 +208,9 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     raise ConfigError(f"{draft.folder} is of format {draft.format}, {reads}")
 
 
-SHIFTED = " (both have eagle_aux_hidden_state_layer_ids, counted from 0 in SGLang and from 1 in vLLM: it would draft badly)"
+SHIFTED = (
+    " (both have eagle_aux_hidden_state_layer_ids, counted from 0 in SGLang and from 1 in vLLM: it would draft badly)"
+)
 
 
 def _tokens(draft: Draft, wish: Wish) -> int:
@@ -224,18 +250,24 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
     says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
     # the authors' own folders have none, and engines guess theirs right
     if draft.kind in ("eagle3", "peagle") and draft.format != "eagle" and draft.config and not says_taps:
-        found.append(f"config.json names no {IDS}: engines guess the layers, and drafts are mostly wrong; export it again")
+        found.append(
+            f"config.json names no {IDS}: engines guess the layers, and drafts are mostly wrong; export it again"
+        )
     place = Path(draft.target) / CONFIG
     target = folders.read_json(place) if place.exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
-        found.append(f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one")
+        found.append(
+            f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one"
+        )
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
         found.append(f"it knows {mine} positions, the target {theirs}: after them its drafts are not accepted")
     if draft.length is not None and tokens > draft.length:
         found.append(f"{tokens} tokens a step are more than its own {draft.length}: the last ones are rarely accepted")
     if name == "vllm" and wish.schedule:
-        found.append("drafting by load is switched off with data parallelism; the older runner then has piecewise graphs only")
+        found.append(
+            "drafting by load is switched off with data parallelism; the older runner then has piecewise graphs only"
+        )
     return tuple(found)
 
 

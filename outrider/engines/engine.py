@@ -159,7 +159,8 @@ def engine_of(name: str) -> Engine:
 
 
 def method_of(name: str, kind: str) -> Method:
-    """How an engine runs a kind of drafter.  Raises ConfigError for one that it does not run, with what to use instead."""
+    """How an engine runs a kind of drafter.  Raises ConfigError for one that it does not run, with what to use
+    instead."""
     engine = engine_of(name)
     if kind not in engine.methods:
         others = [other for other, one in ENGINES.items() if kind in one.methods]

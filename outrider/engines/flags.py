@@ -89,7 +89,7 @@ def translate(command: str) -> Translation:
     return Translation(engine, line.shell, tuple(line.notes), line.files)
 
 
-# ── the line ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the line ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Old(NamedTuple):
@@ -123,7 +123,9 @@ class _Line:
         self.files: dict[str, str] = {}
         for gap, operator, word, rest in WORD.findall(text):
             if rest:
-                raise ConfigError(f"{rest[:40]!r} can't be read: its quotation is not closed; quote it as a shell would")
+                raise ConfigError(
+                    f"{rest[:40]!r} can't be read: its quotation is not closed; quote it as a shell would"
+                )
             self.gaps.append(gap)
             self.raw.append(operator or word)
             self.plain.append(operator or "".join(shlex.split(word)))
@@ -157,7 +159,9 @@ class _Line:
             else:
                 typed = ""
             if "`" in typed or typed.endswith("$"):
-                raise ConfigError(f"{name} takes what another command prints; write that into the line, or into a variable")
+                raise ConfigError(
+                    f"{name} takes what another command prints; write that into the line, or into a variable"
+                )
             found.append(Old(name, flag, value, typed, at, last))
         return found
 
@@ -170,7 +174,9 @@ class _Line:
         if flag.now is None:
             self.notes.append(f"{name} is left out: {flag.note}")
         elif new.get(flag.now, value) != value:
-            self.notes.append(f"{name} {value} is left out: {flag.now} is {new[flag.now]} already; check which was meant")
+            self.notes.append(
+                f"{name} {value} is left out: {flag.now} is {new[flag.now]} already; check which was meant"
+            )
         else:
             new[flag.now] = value
             self.notes.append(f"{name} is {flag.now}{where}{flag.note and '; ' + flag.note}")
@@ -188,7 +194,7 @@ def _valued(old: Old) -> Any:
         raise ConfigError(f"{old.name} {old.value}; wanted a whole number") from None
 
 
-# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── vLLM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _vllm(line: _Line, olds: list[Old]) -> None:
@@ -257,7 +263,10 @@ def _vllm_method(line: _Line, config: dict[str, Any]) -> None:
 
 def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
     """Switching off by batch, a flag or a key, is a table by load now."""
-    limits = {"disable_by_batch_size": config.pop("disable_by_batch_size", None), old and old.name: old and _valued(old)}
+    limits = {
+        "disable_by_batch_size": config.pop("disable_by_batch_size", None),
+        old and old.name: old and _valued(old),
+    }
     for name, batch in limits.items():
         if batch is None:
             continue
@@ -290,7 +299,7 @@ def _as_json(value: Any, raws: list[str]) -> str:
     return re.sub(names, lambda name: f"'\"{name[0]}\"'", quoted) if names else quoted
 
 
-# ── the others ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the others ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _renamed(line: _Line, olds: list[Old]) -> None:
@@ -308,7 +317,9 @@ def _renamed(line: _Line, olds: list[Old]) -> None:
 def _llamacpp(line: _Line, olds: list[Old]) -> None:
     _renamed(line, olds)
     names = {word.lstrip("-").partition("=")[0]: at for at, word in enumerate(line.plain) if word.startswith("-")}
-    drafts = [names[name] for name in ("md", "model-draft", "spec-draft-model", "hfd", "spec-draft-hf") if name in names]
+    drafts = [
+        names[name] for name in ("md", "model-draft", "spec-draft-model", "hfd", "spec-draft-hf") if name in names
+    ]
     if drafts and not names.keys() & {"spec-type", "spec-default"}:
         at = max([old.last for old in olds] + [min(at + 1, len(line.raw) - 1) for at in drafts])
         line.new[at] = f"{line.new.get(at, line.raw[at])} --spec-type draft-simple".strip()
@@ -357,7 +368,9 @@ def _trtllm_build(line: _Line, olds: list[Old]) -> None:
         if kind is None:
             line.notes.append(f"{old.name} {old.value} is gone there; train an EAGLE-3, or take NGram")
         else:
-            line.moved(f"{old.name} {old.value}", kind, replace(old.flag, note=more), config, f" {kind} in {TRTLLM_FILE}")
+            line.moved(
+                f"{old.name} {old.value}", kind, replace(old.flag, note=more), config, f" {kind} in {TRTLLM_FILE}"
+            )
     if "decoding_type" in config:
         extra = {"disable_overlap_scheduler": True} if config["decoding_type"] == "Draft_Target" else {}
         line.files[TRTLLM_FILE] = yaml.safe_dump({"speculative_config": config, **extra}, sort_keys=False)

@@ -36,7 +36,8 @@ STARTS_S, PROBE_S = 1800, 10
 SOURCE = "outrider-prometheus"
 ALWAYS = ("kubernetes.yaml", "compose.yaml")
 WATCHING = (
-    "prometheus.yaml", "grafana/provisioning/datasources/prometheus.yaml", "grafana/provisioning/dashboards/outrider.yaml",
+    "prometheus.yaml", "grafana/provisioning/datasources/prometheus.yaml",
+    "grafana/provisioning/dashboards/outrider.yaml",
 )  # fmt: skip
 DASHBOARD = "grafana/dashboards/speculation.json"
 METRICS: Mapping[str, Mapping[str, str | None]] = yaml.safe_load(rendered("metrics.yaml"))
@@ -55,7 +56,9 @@ class Place:
     def check(self) -> None:
         """ConfigError for a name that Kubernetes refuses."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", self.name):
-            raise ConfigError(f"name {self.name!r}; wanted up to 52 of a-z, 0-9 and -, from a letter to a letter or digit")
+            raise ConfigError(
+                f"name {self.name!r}; wanted up to 52 of a-z, 0-9 and -, from a letter to a letter or digit"
+            )
 
 
 def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) -> Command:

@@ -1,7 +1,8 @@
-"""Engines and formats by name: the one list that `export`, `deploy` and `verify-export` read, as `outrider formats` prints it.
+"""Engines and formats by name: the one list that `export`, `deploy` and `verify-export` read, as `outrider formats`
+prints it.
 
-An engine stands for the format that it reads a kind of drafter in: vLLM for speculators' layout of a DFlash, transformers'
-of a small model.
+An engine stands for the format that it reads a kind of drafter in: vLLM for speculators' layout of a DFlash,
+transformers' of a small model.
 """
 
 from __future__ import annotations
@@ -52,14 +53,20 @@ def chosen(name: str, kind: str) -> Chosen:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Which kinds can be written and read in which format, and which engines read it: as `formats.matrix`, with `engines`."""
+    """Which kinds can be written and read in which format, and which engines read it: as `formats.matrix`, with
+    `engines`."""
     return [row | {"engines": _readers(row["format"], row["kind"])} for row in matrix()]
 
 
 def engines() -> list[dict[str, Any]]:
     """The engines: [{engine, title, version, names}]."""
     return [
-        {"engine": name, "title": one.title, "version": one.version, "names": sorted({one.title.lower(), *one.names} - {name})}
+        {
+            "engine": name,
+            "title": one.title,
+            "version": one.version,
+            "names": sorted({one.title.lower(), *one.names} - {name}),
+        }
         for name, one in ENGINES.items()
     ]
 

@@ -120,7 +120,8 @@ class Parity:
     steps: tuple[int, int] = (0, 0)
     """Ours and the engine's that count."""
     steps_equal: float | None = None
-    """Share of the engine's steps that begin where one of ours does and accept as much: 1 where the drafts are the same."""
+    """Share of the engine's steps that begin where one of ours does and accept as much: 1 where the drafts are the
+    same."""
     depths: tuple[Depth, ...] = ()
     causes: tuple[Cause, ...] = ()
     """In the folder."""
@@ -195,17 +196,17 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
         except OSError as error:
             raise ConfigError(
-                f"can't run {python}: {error.strerror}; "
-                "name the python of the engine's environment"
+                f"can't run {python}: {error.strerror}; name the python of the engine's environment"
             ) from None
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"the engine did not answer within {timeout_s:.0f} s; "
-                "ask for fewer prompts or tokens"
+                f"the engine did not answer within {timeout_s:.0f} s; ask for fewer prompts or tokens"
             ) from None
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-            raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it printed nothing'}")
+            raise ConfigError(
+                f"the engine ended with code {done.returncode} and no answer: {last or 'it printed nothing'}"
+            )
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
@@ -293,7 +294,8 @@ def length_of(model: DraftModel) -> int:
 
 
 def ours(
-    target: TransformersTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], begun: Sequence[Sequence[int]], most: int,
+    target: TransformersTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], begun: Sequence[Sequence[int]],
+    most: int,
     length: int, slots: int = 8,
 ) -> Side:  # fmt: skip
     """Continue prompts greedily after the tokens that each has `begun` with; `most` counts those too."""
@@ -325,7 +327,10 @@ def compared(
         [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
         for side in (own, theirs)
     )
-    found = [count for steps in mine for count in steps.values()], [count for steps in engines for count in steps.values()]
+    found = (
+        [count for steps in mine for count in steps.values()],
+        [count for steps in engines for count in steps.values()],
+    )
     both = [(a, b) for a, b in zip(mine, engines, strict=True)]
     agreeing = sum(a.get(place) == count for a, b in both for place, count in b.items())
     return {

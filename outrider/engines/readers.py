@@ -148,7 +148,9 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
     own = config.get("eagle_config") or {}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
-        raise ExportError("eagle_aux_hidden_state_layer_ids is missing, so an engine guesses the layers; export it again")
+        raise ExportError(
+            "eagle_aux_hidden_state_layer_ids is missing, so an engine guesses the layers; export it again"
+        )
     shift = 0 if engine == "sglang" and "eagle_config" in config else 1
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
     # what a config leaves out differs by format: speculators' EAGLE-3 norms the residual
@@ -176,7 +178,8 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
         if kind == "dspark" and engine == "vllm":  # without speculators_model_type and without the key it is true
             in_anchor = config.get("sample_from_anchor", True)
     return _layers(
-        kind, layers, weights, 1e6, taps=tuple(taps), mask=own["mask_token_id"], skip=0 if in_anchor else 1, causal=causal,
+        kind, layers, weights, 1e6, taps=tuple(taps), mask=own["mask_token_id"], skip=0 if in_anchor else 1,
+        causal=causal,
         markov=own.get("markov_head_type", "vanilla") if kind == "dspark" else "",
         prefix=own["pure_draft_prefix_len"] if kind == "domino" else 0,
     )  # fmt: skip
@@ -238,7 +241,9 @@ def of_model(model: DraftModel) -> Draft:
         raise ExportError(f"{kind} is not read here; wanted one of {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
     rotation = Rotation(config.rope_theta, config.partial_rotary_factor, _scaling(config.rope_scaling or {}, LONGEST))
-    flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
+    flags = frozenset(
+        name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False)
+    )
     parts = _parts(weights)
     if parts["head"] is None and kind not in BLOCKS:  # the folder has a copy of the target's
         parts["head"] = _target_head(model)

@@ -40,13 +40,16 @@ Measure = Callable[[str, int], float]
 
 
 def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
-    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be drafted."""
+    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be
+    drafted."""
     found = dict.fromkeys(
         Arm(count, width, cutoff) if count else Arm(0) for count in tokens for width in widths for cutoff in cutoffs
     )
     wrong = [arm for arm in found if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
     if wrong or not found:
-        raise ConfigError(f"{wrong or 'nothing'} can't be drafted; wanted tokens from 0, widths from 1, cut-offs in [0, 1)")
+        raise ConfigError(
+            f"{wrong or 'nothing'} can't be drafted; wanted tokens from 0, widths from 1, cut-offs in [0, 1)"
+        )
     return sorted(found, key=Arm.order)
 
 
@@ -80,7 +83,9 @@ def sweep(
                         _keep(file, point)
                         points.append(point)
                         if progress is not None:
-                            progress(len(points), f"{arm.tokens} tokens, {load} at once: {point.tokens_per_s:.0f} tokens/s")
+                            progress(
+                                len(points), f"{arm.tokens} tokens, {load} at once: {point.tokens_per_s:.0f} tokens/s"
+                            )
     return points
 
 
@@ -137,7 +142,9 @@ def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: floa
         until_s = time.monotonic() + ready_s
         while not _answers(url + health):
             if process.poll() is not None:
-                raise DataError(f"{words[0]} ended with {process.returncode} before it answered; see {log}: {_end_of(log)}")
+                raise DataError(
+                    f"{words[0]} ended with {process.returncode} before it answered; see {log}: {_end_of(log)}"
+                )
             if time.monotonic() > until_s:
                 raise DataError(f"{words[0]} did not answer at {url} within {ready_s:.0f} s; see {log}")
             time.sleep(POLL_S)
@@ -172,7 +179,7 @@ def _end_of(log: Path) -> str:
     return lines[-1][:300] if lines else "nothing"
 
 
-# ── servers and what is sent to them ───────────────────────────────────────────────────────────────────────────────────────
+# ── servers and what is sent to them ──────────────────────────────────────────────────────────────────────────────────
 
 
 def free_port() -> int:
@@ -206,7 +213,9 @@ def of_engine(
     """
     asked = engine_of(engine)
     if asked.metrics is None:
-        raise ConfigError(f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp")
+        raise ConfigError(
+            f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp"
+        )
     version = version or (None if python is None else commands.installed(engine, python))
     wish = replace(wish, files=str(out))
     made = {arm: commands.command(engine, draft, replace(wish, **arm._asdict()), version) for arm in arms}

@@ -18,7 +18,9 @@ def rendered(template: str, **values: Any) -> str:
 def _quantiles(histogram: str | None) -> list[tuple[str, str]]:
     """(PromQL, legend) for each share of a histogram; nothing of none."""
     ask = "histogram_quantile({share}, sum by (le) (rate({name}_bucket[5m])))"
-    return [(ask.format(share=share, name=histogram), f"p{share * 100:.0f}") for share in SHARES if histogram is not None]
+    return [
+        (ask.format(share=share, name=histogram), f"p{share * 100:.0f}") for share in SHARES if histogram is not None
+    ]
 
 
 TEMPLATES = Environment(

@@ -98,7 +98,7 @@ class Choice:
             part.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
 
 
-# ── choosing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGEST) -> Choice:
@@ -107,7 +107,9 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
     margin: share of speed that a change of length must win.  DataError where points are missing.
     """
     table = _Table(points, margin)
-    ways = sorted({arm[1:] for arm in table.arms if arm.tokens}, key=lambda way: (way != (1, None), way[0], way[1] or 0.0))
+    ways = sorted(
+        {arm[1:] for arm in table.arms if arm.tokens}, key=lambda way: (way != (1, None), way[0], way[1] or 0.0)
+    )
     found: tuple[float, list[Arm]] | None = None
     for way in ways or [(1, None)]:
         value, chosen = table.best([arm for arm in table.arms if arm.tokens == 0 or arm[1:] == way])
@@ -126,14 +128,20 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
 def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
     longest = max(arm.tokens for arm in table.arms)
     notes = (
-        (table.noise is None, "everything was measured once: what is noise is not known; measure with --rounds 2 or more"),
+        (
+            table.noise is None,
+            "everything was measured once: what is noise is not known; measure with --rounds 2 or more",
+        ),
         (table.left_out, f"{table.left_out} round was not measured whole and does not count"),
         (table.shortest.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
         (
             ranges[-1].tokens,
             f"beyond {table.loads[-1]} requests at once nothing was measured; the last length is used there",
         ),
-        (0 < ranges[0].tokens == longest, "the longest draft that was measured is the best; longer ones may be better still"),
+        (
+            0 < ranges[0].tokens == longest,
+            "the longest draft that was measured is the best; longer ones may be better still",
+        ),
     )
     return tuple(note for holds, note in notes if holds)
 
@@ -153,7 +161,9 @@ class _Table:
         self.repeats, self.left_out = len(whole), len(rounds) - len(whole)
         self.mean = {cell: sum(logs[(*cell, number)] for number in whole) / len(whole) for cell in self._cells()}
         self.deviations = [
-            [logs[arm, load, number] - self.mean[arm, load] for load in self.loads] for arm in self.arms for number in whole
+            [logs[arm, load, number] - self.mean[arm, load] for load in self.loads]
+            for arm in self.arms
+            for number in whole
         ]
         self.freedom = len(self.arms) * (len(whole) - 1)
         squares = sum(one**2 for row in self.deviations for one in row)
@@ -223,11 +233,12 @@ def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, 
     return (*found, Range(first, largest, chosen[-1].tokens))
 
 
-# ── the tables of engines ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the tables of engines ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check(ranges: Sequence[Range]) -> None:
-    """Raises ConfigError unless the ranges begin at 1, follow each other without a gap and draft no more at a higher load."""
+    """Raises ConfigError unless the ranges begin at 1, follow each other without a gap and draft no more at a higher
+    load."""
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
@@ -249,7 +260,8 @@ def for_sglang(ranges: Sequence[Range]) -> dict[str, dict[str, list[int]]]:
 
 
 def for_trtllm(ranges: Sequence[Range]) -> dict[int, int]:
-    """`draft_len_schedule`: by the highest batch of each range; beyond the last one nothing is drafted.  0 is left out."""
+    """`draft_len_schedule`: by the highest batch of each range; beyond the last one nothing is drafted.  0 is left
+    out."""
     return {one.last: one.tokens for one in ranges if one.tokens}
 
 
@@ -267,5 +279,7 @@ def read(path: Path) -> tuple[Range, ...]:
     check(ranges)
     if (content.get("width") or 1) != 1 or content.get("cutoff") is not None:
         measured = f"of width {content.get('width')} and cut-off {content.get('cutoff')}"
-        raise ConfigError(f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff")
+        raise ConfigError(
+            f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff"
+        )
     return ranges

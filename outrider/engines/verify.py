@@ -1,4 +1,5 @@
-"""Does an engine accept as much of an exported drafter as we do, and if not, why?  The whole comparison of `verify-export`."""
+"""Does an engine accept as much of an exported drafter as we do, and if not, why?  The whole comparison of
+`verify-export`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def check(place: Path, engine: str, python: str | None, checkpoint: Path | None)
         raise ConfigError(f"{place} is a checkpoint, which engines don't read; export it first: `{first}`")
 
 
-def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None) -> tuple[TransformersTarget, DraftModel]:
+def sides(
+    place: Path, engine: str, checkpoint: Path | None, target: str | None
+) -> tuple[TransformersTarget, DraftModel]:
     """The target, and the checkpoint's model or else what is read from the folder.
 
     Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
@@ -145,7 +148,9 @@ class _Export:
         except Exception as error:
             found = _warned(found, f"causes not looked for: {error}")
         if "rows" not in answered:
-            return _warned(found, f"its modules were not recorded: {answered['error']}") if "error" in answered else found
+            return (
+                _warned(found, f"its modules were not recorded: {answered['error']}") if "error" in answered else found
+            )
         try:
             read, text = readers.of_folder(self.place, self.engine), chains.states(self.target, answered["text"])
             stages, first = causes.compare_stages(read, answered["rows"], text, len(self.prompts[0]), self.length)

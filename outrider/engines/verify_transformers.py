@@ -61,10 +61,13 @@ def loaded(folder: Path, length: int) -> Any:
 
 @torch.inference_mode()
 def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assistant: Any = None) -> list[int]:
-    """transformers' greedy text after a prompt, at most `new` tokens, whatever sampling the target's folder recommends."""
+    """transformers' greedy text after a prompt, at most `new` tokens, whatever sampling the target's folder
+    recommends."""
     model: Any = target.model
     inputs = torch.tensor([list(prompt)], device=target.device)
-    plain = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=list(target.ends) or None, pad_token_id=0)
+    plain = GenerationConfig(
+        do_sample=False, max_new_tokens=new, eos_token_id=list(target.ends) or None, pad_token_id=0
+    )
     recommended, model.generation_config = model.generation_config, plain
     try:
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), assistant_model=assistant)

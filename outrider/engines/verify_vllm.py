@@ -67,7 +67,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ── outputs of its modules ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── outputs of its modules ────────────────────────────────────────────────────────────────────────────────────────────
 
 ROWS = 8
 """Last rows of a stage that are written down."""

@@ -35,11 +35,12 @@ def _parallel(flag: str, wish: Wish) -> list[str]:
 
 
 def candidates(tokens: int, width: int) -> int:
-    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are stops."""
+    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are
+    stops."""
     return width + (tokens - 1) * width**2
 
 
-# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── vLLM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
@@ -61,7 +62,7 @@ def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     return ["vllm", "serve", draft.target, *argv, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
 
 
-# ── SGLang ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── SGLang ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
@@ -90,7 +91,7 @@ def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     return argv, {ADAPTIVE: json.dumps(tune.for_sglang(wish.schedule), indent=2) + "\n"} if wish.schedule else {}
 
 
-# ── TensorRT-LLM ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── TensorRT-LLM ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
@@ -122,13 +123,16 @@ def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     return [*argv, *_parallel("--tp_size", wish), *_address(wish)], {TRTLLM_FILE: yaml.safe_dump(body, sort_keys=False)}
 
 
-# ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── llama.cpp ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     found: Settings = {"spec-type": method.name}
     if method.name == "ngram-simple":
-        return found | {"spec-ngram-simple-size-n": draft.settings.get("longest", 4), "spec-ngram-simple-size-m": tokens}
+        return found | {
+            "spec-ngram-simple-size-n": draft.settings.get("longest", 4),
+            "spec-ngram-simple-size-m": tokens,
+        }
     if draft.folder is not None:
         found["spec-draft-model"] = converted(draft.folder) if method.converted else str(draft.folder / "model.gguf")
     found["spec-draft-n-max"] = tokens
@@ -145,7 +149,9 @@ def conversion(draft: Draft) -> str:
     assert draft.folder is not None
     argv = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
     target = Path(draft.target)
-    return shlex.join([*argv, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
+    return shlex.join(
+        [*argv, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)]
+    )
 
 
 def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -153,14 +159,16 @@ def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     if (target / "model.gguf").exists():
         target = target / "model.gguf"
     if target.suffix != ".gguf":
-        raise ConfigError(f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf")
+        raise ConfigError(
+            f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf"
+        )
     if wish.tensor_parallel > 1:
         raise ConfigError("llama.cpp splits a model over devices by itself; leave out --tensor-parallel")
     argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     return ["llama-server", "-m", str(target), *argv, "--metrics", *_address(wish)], {}
 
 
-# ── transformers, Triton ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── transformers, Triton ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _transformers(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
@@ -193,11 +201,13 @@ def _triton_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
-    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers, "triton": _vllm,
+    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers,
+    "triton": _vllm,
 }  # fmt: skip
 """By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft lacks what they need."""
 WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
     "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
     "transformers": _transformers_words, "triton": _triton_words,
 }  # fmt: skip
-"""By engine: the command for these settings; none is no speculation.  Raises ConfigError for a target that it can't read."""
+"""By engine: the command for these settings; none is no speculation.  Raises ConfigError for a target that it can't
+read."""

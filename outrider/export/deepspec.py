@@ -18,11 +18,16 @@ from outrider.targets.transformers import TransformersTarget
 DSPARK, EAGLE3 = ("Qwen3DSparkModel",), ("Qwen3Eagle3Model", "Eagle3DraftModel")
 PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"
 EAGLE3_REFUSES = (
-    only("qk_norm", True, PLAIN), only("vocabulary", None, PLAIN), *(only(flag, False, PLAIN) for flag in released.FLAGS),
+    only("qk_norm", True, PLAIN), only("vocabulary", None, PLAIN), *(only(flag, False,
+    PLAIN) for flag in released.FLAGS),
     *released.EAGLE3_REFUSES,
 )  # fmt: skip
 BLOCK_REFUSES = (
-    only("anchor_predicts", True, "its blocks draft the first token in the anchor's slot; train with anchor_predicts: yes"),
+    only(
+        "anchor_predicts",
+        True,
+        "its blocks draft the first token in the anchor's slot; train with anchor_predicts: yes",
+    ),
     released.learnt_mask,
 )
 
@@ -35,7 +40,8 @@ def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
 def eagle3(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, EAGLE3[0], 1) | {
-        "target_model_name_or_path": source.target.spec.name, "ttt_length": settings.ttt, "step_loss_decay": settings.decay,
+        "target_model_name_or_path": source.target.spec.name, "ttt_length": settings.ttt,
+        "step_loss_decay": settings.decay,
         "draft_num_hidden_layers": 1,
     }  # fmt: skip
 
@@ -43,7 +49,8 @@ def eagle3(source: Source) -> dict[str, Any]:
 def dflash(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, DSPARK[0], settings.layers) | {
-        "block_size": settings.block, "mask_token_id": source.mask_token, "num_anchors": settings.anchors, "markov_rank": 0,
+        "block_size": settings.block, "mask_token_id": source.mask_token, "num_anchors": settings.anchors,
+        "markov_rank": 0,
         "enable_confidence_head": False,
     }  # fmt: skip
 
@@ -72,7 +79,9 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     if name in EAGLE3:
         return "eagle3"
     if name.startswith("Gemma4"):
-        raise ExportError(f"{name} has Gemma's layers, with more norms and a scale, which no draft here has; train one instead")
+        raise ExportError(
+            f"{name} has Gemma's layers, with more norms and a scale, which no draft here has; train one instead"
+        )
     if name not in DSPARK or "dflash_config" in config:
         return None
     return "dspark" if config.get("markov_rank") else "dflash"

@@ -26,7 +26,8 @@ def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def bias(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: without the key, the file decides."""
+    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: without the key, the file
+    decides."""
     return {"bias": config.get("bias", "fc.bias" in names)}
 
 
@@ -41,5 +42,8 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return "eagle" if is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) else None
 
 
-LAYOUTS = {"eagle": Layout(EAGLE, None, released.read, inferred=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
+LAYOUTS = {
+    "eagle": Layout(EAGLE, None, released.read, inferred=bias),
+    "eagle3": Layout(released.MIDLAYER, None, read_eagle3),
+}
 FORMAT = Format(LAYOUTS, _kind)

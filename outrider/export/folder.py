@@ -24,7 +24,8 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def read_names(folder: Path) -> frozenset[str]:
-    """The names of a folder's tensors, from the files' heads alone.  Raises ExportError for pickles and for what is torn."""
+    """The names of a folder's tensors, from the files' heads alone.  Raises ExportError for pickles and for what is
+    torn."""
     names: set[str] = set()
     for path in _files(folder):
         try:
@@ -36,7 +37,8 @@ def read_names(folder: Path) -> frozenset[str]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder, on the CPU.  Raises ExportError for pickles and for what is torn, quantised or not finite."""
+    """Every tensor of a folder, on the CPU.  Raises ExportError for pickles and for what is torn, quantised or not
+    finite."""
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
@@ -44,7 +46,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path} can't be read: {error}; copy it again") from None
         if twice := weights.keys() & found.keys():
-            raise ExportError(f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again")
+            raise ExportError(
+                f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again"
+            )
         weights |= found
     if small := rounded(weights):
         raise ExportError(f"{folder} is quantised to 8 bits in {_few(small)}; bring weights of 16 or 32 bits")
@@ -63,7 +67,9 @@ def _files(folder: Path) -> list[Path]:
             raise ExportError(f"{folder / INDEX} has no weight_map of file names; copy it again")
         names = sorted(set(index.values()))
         if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-            raise ExportError(f"{folder / INDEX} names {outside[0]!r}, no safetensors file of this folder; don't trust it")
+            raise ExportError(
+                f"{folder / INDEX} names {outside[0]!r}, no safetensors file of this folder; don't trust it"
+            )
         return [folder / name for name in names]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]

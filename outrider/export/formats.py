@@ -48,7 +48,8 @@ def find(name: str) -> Format:
 
 
 def matrix() -> list[dict[str, Any]]:
-    """Which kinds can be written and read in which format: [{format, kind, export, import, shift}], by format and kind."""
+    """Which kinds can be written and read in which format: [{format, kind, export, import, shift}], by format and
+    kind."""
     return [
         {
             "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
@@ -101,12 +102,16 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
     key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)
     given = f"has no architectures in {CONFIG}" if key is None else f"has {key} {config[key]} in {CONFIG}"
     guesses = ", ".join(f"{name} ({known})" for name, known in found)
-    readable = [name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())]
+    readable = [
+        name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())
+    ]
     which = f"it may be {guesses}" if found else f"none of {format or ', '.join(readable)} has such a drafter"
     raise ExportError(f"{folder} {given}, and {which}; bring another, or import it with --format and --kind")
 
 
-def candidates(config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()) -> list[tuple[str, str]]:
+def candidates(
+    config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()
+) -> list[tuple[str, str]]:
     """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of its weights."""
     found = []
     for name in formats() if format is None else [format]:

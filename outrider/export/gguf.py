@@ -26,9 +26,16 @@ FILE = "model.gguf"
 PRECISIONS = {"f32": (torch.float32, 0), "f16": (torch.float16, 1), "bf16": (torch.bfloat16, 32)}
 """How a number is stored, and llama.cpp's number for a file of it."""
 DEFAULT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {(QWEN2, False): "qwen2", (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), True): "llama-bpe", (None, False): "gpt-2"}
-"""(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's own."""
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    (QWEN2, False): "qwen2",
+    (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), True): "llama-bpe",
+    (None, False): "gpt-2",
+}
+"""(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's
+own."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of token in GGUF."""
 SCALING = {"linear": "linear", "default": None, "llama3": None}
@@ -73,7 +80,9 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
     for key in ("attention_bias", "mlp_bias"):
         if getattr(config, key, False):
             return f"{key} is true; that is known only without"
-    if config.hidden_act != "silu" or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    if config.hidden_act != "silu" or set(getattr(config, "layer_types", None) or ["full_attention"]) != {
+        "full_attention"
+    }:
         return "its layers are not all full attention with SiLU"
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
@@ -88,7 +97,7 @@ def _precision(source: Source) -> str:
     return source.precision or DEFAULT.get(source.target.spec.dtype, "f32")
 
 
-# ── the tokenizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the tokenizer ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _split(tokenizer: Any) -> tuple[str, str | None]:
@@ -97,7 +106,11 @@ def _split(tokenizer: Any) -> tuple[str, str | None]:
     if backend is None:
         return "", "its tokenizer is not of the tokenizers library; only byte-level BPE can be written"
     tokenizer_json = json.loads(backend.to_str())
-    model, normalizer, before = tokenizer_json["model"], tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"] or {}
+    model, normalizer, before = (
+        tokenizer_json["model"],
+        tokenizer_json["normalizer"],
+        tokenizer_json["pre_tokenizer"] or {},
+    )
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
         return "", f"its tokenizer is {model['type']}; only byte-level BPE can be written"
     if normalizer is not None and normalizer.get("type") != "NFC":
@@ -106,7 +119,10 @@ def _split(tokenizer: Any) -> tuple[str, str | None]:
     last = steps[-1]
     patterns = [step.get("pattern", {}).get("Regex") for step in steps[:-1] if step.get("type") == "Split"]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(patterns) != len(steps) - 1:
-        return "", f"its tokenizer splits texts by {[step.get('type') for step in steps]}; only byte-level BPE can be written"
+        return (
+            "",
+            f"its tokenizer splits texts by {[step.get('type') for step in steps]}; only byte-level BPE can be written",
+        )
     known = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
     if not model["merges"]:
         return "", "its tokenizer has no merges, and llama.cpp reads no file without"
@@ -123,8 +139,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     for token, i in tokenizer.get_vocab().items():
         if i >= size:
             raise ExportError(
-                f"the tokenizer has token {i} and the model {size} of them; "
-                "bring the tokenizer of this model"
+                f"the tokenizer has token {i} and the model {size} of them; bring the tokenizer of this model"
             )
         tokens[i] = token
         kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
@@ -141,7 +156,8 @@ def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     ids = {
         "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
-        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None), "padding": tokenizer.pad_token_id,
+        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None),
+        "padding": tokenizer.pad_token_id,
     }  # fmt: skip
     begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     template = tokenizer.chat_template
@@ -153,7 +169,7 @@ def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-# ── the file ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write(folder: Path, config: Config, weights: Mapping[str, Tensor], source: Source) -> None:
@@ -219,7 +235,11 @@ def _names(keys: Config, names: list[str]) -> dict[str, str]:
     arch = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == family)
     known = library.get_tensor_name_map(arch, keys[f"{family}.block_count"])
     found = {name: known.get_name(name, try_suffixes=(".weight",)) for name in names}
-    lost = [name for name, theirs in found.items() if theirs is None and name not in _possible(keys[f"{family}.block_count"])]
+    lost = [
+        name
+        for name, theirs in found.items()
+        if theirs is None and name not in _possible(keys[f"{family}.block_count"])
+    ]
     if lost:
         raise ExportError(f"llama.cpp has no name for {', '.join(lost[:4])} in a {family}; it can't be written as GGUF")
     return {name: theirs for name, theirs in found.items() if theirs is not None}

@@ -24,7 +24,8 @@ WANTED = {
 IDS, BLOCK_IDS = "eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
     ("speculators", "eagle3"): (IDS, 1), ("speculators", "peagle"): (IDS, 1),
-    ("speculators", "dflash"): ("aux_hidden_state_layer_ids", 1), ("speculators", "dspark"): ("aux_hidden_state_layer_ids", 1),
+    ("speculators", "dflash"): ("aux_hidden_state_layer_ids", 1), ("speculators",
+    "dspark"): ("aux_hidden_state_layer_ids", 1),
     ("sglang", "eagle3"): (f"eagle_config.{IDS}", 0), ("sglang", "dflash"): (BLOCK_IDS, 0),
     ("sglang", "dspark"): (BLOCK_IDS, 0), ("sglang", "domino"): (BLOCK_IDS, 0), ("zlab", "dflash"): (BLOCK_IDS, 0),
     ("trtllm", "eagle3"): (f"eagle_config.{IDS}", 0), ("trtllm", "dflash"): (BLOCK_IDS, 0),
@@ -76,7 +77,8 @@ def read_config(folder: Path) -> Found:
 
 
 def read_json(path: Path) -> Found:
-    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which counts."""
+    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which
+    counts."""
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
@@ -91,8 +93,7 @@ def _check_types(path: Path, found: Found) -> None:
         is_list = wanted == list[int] and type(value) is list
         if not (all(type(one) is int for one in value) if is_list else type(value) is wanted):  # true is not a number
             raise ExportError(
-                f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; "
-                "export or copy the folder again"
+                f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; export or copy the folder again"
             )
 
 

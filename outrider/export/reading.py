@@ -49,11 +49,17 @@ def import_folder(
 def described(folder: Path, format: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a manifest says of a folder of others: its training, and measurements of its weights."""
     manifest = read_manifest(folder)
-    facts = {"imported_from": str(folder), "format": manifest.get("format", format), **dict(manifest.get("training", {}))}
+    facts = {
+        "imported_from": str(folder),
+        "format": manifest.get("format", format),
+        **dict(manifest.get("training", {})),
+    }
     return facts, {key: manifest[key] for key in MEASURED if key in manifest}
 
 
-def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
+def imported(
+    folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
+) -> DraftModel:
     """The draft model of such a folder, frozen."""
     manifest = read_manifest(folder)
     format, kind = identify(folder, format, kind)
@@ -70,7 +76,9 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
     _fill_unmapped(model, manifest, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
-        raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
+        raise ExportError(
+            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others"
+        )
     return model
 
 
@@ -94,7 +102,9 @@ def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
         raise ExportError(f"{folder} as {format}: {error}") from None
     except Exception as error:
         message = (first_line(error) or type(error).__name__)[:300]
-        raise ExportError(f"{folder} can't be read as {kind}: {message}; bring another, or import it with --kind") from error
+        raise ExportError(
+            f"{folder} can't be read as {kind}: {message}; bring another, or import it with --kind"
+        ) from error
 
 
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
@@ -104,12 +114,13 @@ def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: Transform
     size = {key: value for place in settings_read for key, value in place.items() if type(value) is int}
     hidden = size.get("hidden_size", target.spec.hidden)
     layers = size.get("layers", size.get("num_hidden_layers", 1))
-    widths = [size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")]
+    widths = [
+        size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")
+    ]
     widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
     if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
         raise ExportError(
-            f"config.json describes a larger model than the {held:,} numbers in its weights; "
-            "copy the folder again"
+            f"config.json describes a larger model than the {held:,} numbers in its weights; copy the folder again"
         )
     for key in ("block", "length"):
         if size.get(key, 0) > target.spec.context:
@@ -143,7 +154,9 @@ def fill(
     if missing := [theirs for theirs in names.values() if theirs not in weights]:
         raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
     if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
-        raise ExportError(f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again")
+        raise ExportError(
+            f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again"
+        )
     for name in sorted(weights.keys() - set(names.values())):
         _account_for(name, weights[name], folder, target)
     theirs = {ours: weights[name] for ours, name in names.items()}
@@ -161,15 +174,15 @@ def fill(
 
 
 def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
-    """A weight of theirs that is none of ours: a copy of the target's own, or a buffer.  Raises ExportError for any other."""
+    """A weight of theirs that is none of ours: a copy of the target's own, or a buffer.  Raises ExportError for any
+    other."""
     if fnmatch(name, STALE):
         return
     kind = borrowed_kind(name)
     if kind is None:
         shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
         raise ExportError(
-            f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; "
-            "name the --kind that has it"
+            f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; name the --kind that has it"
         )
     theirs = borrowed(target, name)
     if weight.shape != theirs.shape:
@@ -184,7 +197,8 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
 
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
-    """Whether one is the other up to rounding to the coarser of their types.  rounded: the target's are of 8 bits here."""
+    """Whether one is the other up to rounding to the coarser of their types.  rounded: the target's are of 8 bits
+    here."""
     if not weight.is_floating_point():
         return False
     if rounded:  # an 8-bit matrix is only close to the one that was copied
@@ -196,7 +210,8 @@ def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
 
 
 def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
-    """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they are."""
+    """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they
+    are."""
     own, stored = model.state_dict(), manifest.get("unmapped", {})
     try:
         found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in stored.items()}
@@ -205,7 +220,6 @@ def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: 
         fits = False
     if not fits:
         raise ExportError(
-            f"{folder / MANIFEST} holds weights that are not this draft's; "
-            "delete the file to import the rest"
+            f"{folder / MANIFEST} holds weights that are not this draft's; delete the file to import the rest"
         )
     model.load_state_dict(found, strict=False)

@@ -35,7 +35,8 @@ def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> d
         "rms_norm_eps": shape.rms_norm_eps, "hidden_act": "silu", "attention_bias": False,
         "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial}, "rope_theta": shape.rope_theta,
         "rope_scaling": shape.rope_scaling, **partial,
-        **({"layer_types": ["full_attention"] * layers, "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
+        **({"layer_types": ["full_attention"] * layers,
+        "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
     }  # fmt: skip
 
 
@@ -49,13 +50,16 @@ def whole(source: Source, architecture: str, layers: int, family: str) -> dict[s
 
 
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another width."""
+    """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another
+    width."""
     spec = target.spec
     for key, wanted in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
         if config.get(key) not in (None, wanted):
             raise ExportError(f"{key} is {config[key]}, {spec.name} has {wanted}; load the target it was trained for")
     for key, ours in PLAIN.items():
-        if config.get(key, ours) != ours and not (key == "sliding_window" and not config.get("use_sliding_window", True)):
+        if config.get(key, ours) != ours and not (
+            key == "sliding_window" and not config.get("use_sliding_window", True)
+        ):
             raise ExportError(f"{key} is {config[key]!r}; a draft here can have {ours!r} only")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise ExportError(
@@ -96,15 +100,18 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in {**others, **at_top}.items():
         if found[key] != value:
             both = f"{value} and {found[key]} (in rope_parameters, rope_scaling or at the top)"
-            raise ExportError(f"{key} is {both}; the config contradicts itself, and engines read either: make them equal")
+            raise ExportError(
+                f"{key} is {both}; the config contradicts itself, and engines read either: make them equal"
+            )
     scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
-    if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # what transformers and engines take for it
+    if kind in ("yarn", "llama3") and config.get(
+        "max_position_embeddings"
+    ):  # what transformers and engines take for it
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
         raise ExportError(
-            f"rotary scaling {kind!r} depends on the length of the text; "
-            f"wanted one of {', '.join(STRETCHES)}"
+            f"rotary scaling {kind!r} depends on the length of the text; wanted one of {', '.join(STRETCHES)}"
         )
     if not 0 < found["rope_theta"] < math.inf:
         raise ExportError(f"rope_theta is {found['rope_theta']}; it must be a number above 0")
@@ -130,29 +137,36 @@ def markov(config: Config) -> dict[str, Any]:
     """DSpark's own heads; the same keys in every format that has them."""
     if not config.get("markov_rank"):
         raise ExportError(
-            "markov_rank is 0, so there is no head to correct the block; "
-            "import it as dflash with --kind dflash"
+            "markov_rank is 0, so there is no head to correct the block; import it as dflash with --kind dflash"
         )
     confidence = bool(config.get("enable_confidence_head"))
     if confidence and not config.get("confidence_head_with_markov", True):
         raise ExportError("confidence_head_with_markov is false; a confidence head here reads the token before, too")
-    return {"rank": config["markov_rank"], "markov": config.get("markov_head_type", "vanilla"), "confidence": confidence}
+    return {
+        "rank": config["markov_rank"],
+        "markov": config.get("markov_head_type", "vanilla"),
+        "confidence": confidence,
+    }
 
 
 def markov_written(settings: Any) -> dict[str, Any]:
     """The same, ours in the formats' words."""
     return {
-        "markov_rank": settings.rank, "markov_head_type": settings.markov, "enable_confidence_head": settings.confidence,
+        "markov_rank": settings.rank, "markov_head_type": settings.markov,
+        "enable_confidence_head": settings.confidence,
         "confidence_head_with_markov": True,
     }  # fmt: skip
 
 
 def taps(config: Config, format: str, kind: str) -> list[int]:
-    """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all acceptance."""
+    """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all
+    acceptance."""
     key = manifest.LAYERS[format, kind][0]
     ids = manifest.at(config, key)
     if not ids:
-        raise ExportError(f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json")
+        raise ExportError(
+            f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json"
+        )
     if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
         raise ExportError(f"{key} is {ids!r}, wanted a list of whole numbers, one per layer")
     return list(manifest.layers(kind, format, config))
@@ -167,8 +181,7 @@ def mask(config: Config, key: str, target: TransformersTarget) -> int:
     token = target.mask_token if token is None else token
     if token is None:
         raise ExportError(
-            f"{key} is missing, and {target.spec.name} has no mask token; "
-            "write the id of masked slots into config.json"
+            f"{key} is missing, and {target.spec.name} has no mask token; write the id of masked slots into config.json"
         )
     if type(token) is not int:
         raise ExportError(f"{key} is {token!r}, wanted the id of a token")
@@ -204,7 +217,10 @@ def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAG
 def learnt_mask(source: Source) -> str | None:
     """Block drafters and P-EAGLE: the formats want a token where we may have a vector."""
     if source.mask_token is None:
-        return "its mask is a trained vector and the format wants a token; train with mask_token: ID of one that never occurs"
+        return (
+            "its mask is a trained vector and the format wants a token; "
+            "train with mask_token: ID of one that never occurs"
+        )
     return None
 
 
@@ -233,7 +249,7 @@ def embedding_and_head(source: Source) -> tuple[str, ...]:
     return ("embed_tokens.weight", "lm_head.weight")
 
 
-# ── names, ours and theirs ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── names, ours and theirs ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _same(*names: str, within: str = "") -> list[tuple[str, str]]:

@@ -81,7 +81,9 @@ def _read_block(config: Config, target: TransformersTarget, kind: str) -> dict[s
             "bring one with causal: false"
         )
     if own.get("use_swa"):
-        raise ExportError("use_swa is true: its layers have sliding-window attention; a draft here has full attention only")
+        raise ExportError(
+            "use_swa is true: its layers have sliding-window attention; a draft here has full attention only"
+        )
     return released.block(config, "sglang", kind, target)
 
 

@@ -25,7 +25,8 @@ MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_w
 """The library's defaults for a DSpark."""
 SHIFT = 1
 ARCHITECTURES = {
-    "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator",
+    "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
     "mtp": "MTPDraftModel",
 }  # fmt: skip
 
@@ -45,7 +46,8 @@ def fused(source: Source, layers: int, family: str) -> dict[str, Any]:
     """What EAGLE-3's heads have in common."""
     settings, spec = source.settings, source.target.spec
     return common(source, family, layers, settings.length) | {
-        "draft_vocab_size": settings.vocabulary or spec.vocabulary, "norm_before_residual": settings.norm_before_residual,
+        "draft_vocab_size": settings.vocabulary or spec.vocabulary,
+        "norm_before_residual": settings.norm_before_residual,
         "norm_before_fc": False, "target_hidden_size": spec.hidden,
         "eagle_aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
     }  # fmt: skip
@@ -89,7 +91,12 @@ def common(source: Source, family: str, count: int, tokens: int) -> dict[str, An
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {
                 "name_or_path": spec.name,
@@ -107,8 +114,7 @@ def drafted(config: Config) -> int:
 def read_fused(config: Config, target: TransformersTarget, kind: str, flags: Sequence[str]) -> dict[str, Any]:
     if config.get("norm_before_fc"):
         raise ExportError(
-            "norm_before_fc norms all taps as one, which no draft here does; "
-            "bring one with norm_before_fc: false"
+            "norm_before_fc norms all taps as one, which no draft here does; bring one with norm_before_fc: false"
         )
     taps = released.taps(config, "speculators", kind)
     return {**released.head(config, target, flags), "length": drafted(config), "taps": taps}
@@ -123,7 +129,9 @@ def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
     shape = config["transformer_layer_config"]
     if shape.get("model_type") != "qwen3":
         kind = repr(shape.get("model_type", "llama"))
-        raise ExportError(f"its layers are of model_type {kind}; a P-EAGLE here has Qwen3's, which norm queries and keys")
+        raise ExportError(
+            f"its layers are of model_type {kind}; a P-EAGLE here has Qwen3's, which norm queries and keys"
+        )
     more = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
     return read_fused(config, target, "peagle", ("norm_before_residual",)) | more | {"init_from_layers": None}
 
@@ -157,7 +165,13 @@ def read_mtp(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("num_nextn_predict_layers", 1) != 1:
         raise ExportError(f"num_nextn_predict_layers {config['num_nextn_predict_layers']}: this format has one module")
     qk_norm = shape.get("model_type") == "qwen3"
-    return {**released.read(shape, target), "length": drafted(config), "modules": 1, "native": False, "qk_norm": qk_norm}
+    return {
+        **released.read(shape, target),
+        "length": drafted(config),
+        "modules": 1,
+        "native": False,
+        "qk_norm": qk_norm,
+    }
 
 
 MTP_REFUSES = (

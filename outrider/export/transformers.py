@@ -34,9 +34,13 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("quantization_config"):
         raise ExportError("quantization_config: its weights are rounded; bring those from before")
     # `_attn_implementation` may name a repository of kernels, which transformers would fetch and run
-    hidden = [key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))]
+    hidden = [
+        key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))
+    ]
     if set(hidden) - {"_name_or_path"}:
-        raise ExportError(f"{hidden[0]} chooses code to run, which a draft's config may not; delete it from config.json")
+        raise ExportError(
+            f"{hidden[0]} chooses code to run, which a draft's config may not; delete it from config.json"
+        )
     found = AutoConfig.for_model(**config)
     if found.vocab_size != target.spec.vocabulary:
         raise ExportError(f"vocab_size is {found.vocab_size}, {target.spec.name} has {target.spec.vocabulary} tokens")

@@ -38,7 +38,9 @@ def files(source: Source, folder: Path) -> None:
         plain.tokenizer(source, folder)
         settings = {"disable_overlap_scheduler": True, **settings}
     head = "# trtllm-serve TARGET --config llm_api.yaml; where this folder is moved, change speculative_model\n"
-    (folder / SETTINGS).write_text(head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (folder / SETTINGS).write_text(
+        head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
 
 
 def one_layer(source: Source) -> str | None:
@@ -48,7 +50,9 @@ def one_layer(source: Source) -> str | None:
 
 EAGLE3_REFUSES = (one_layer, *sglang.EAGLE3_REFUSES)
 LAYOUTS = {
-    "eagle3": Layout(released.MIDLAYER, sglang.eagle3, duplicates=released.head_copy, files=files, refuses=EAGLE3_REFUSES),
+    "eagle3": Layout(
+        released.MIDLAYER, sglang.eagle3, duplicates=released.head_copy, files=files, refuses=EAGLE3_REFUSES
+    ),
     "dflash": Layout(released.DFLASH, sglang.block, files=files, refuses=sglang.DFLASH_REFUSES),
     "small_model": Layout([("lm.*", "*")], plain.written, files=files),
 }

@@ -77,9 +77,10 @@ def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, 
         format, names = find(to), renamed(own, layout.names)
         found = format.reads(written)
         back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
-        meant = {ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names}
+        meant = {
+            ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names
+        }
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(
-            f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; "
-            "the folder was deleted"
+            f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; the folder was deleted"
         )

@@ -139,7 +139,8 @@ class Journal:
         while _header(self.folder / f"{NAME}.jsonl") != self._header:
             if time.monotonic() > until:
                 raise DataError(
-                    f"the first process wrote no {self.folder / f'{NAME}.jsonl'} with these settings in {START_S:.0f} s; "
+                    f"the first process wrote no {self.folder / f'{NAME}.jsonl'} with these settings in {START_S:.0f} "
+                    f"s; "
                     "start all processes with the same command, on the same files"
                 )
             time.sleep(0.1)

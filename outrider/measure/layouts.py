@@ -100,7 +100,8 @@ def livecodebench(row: Row) -> Prompt:
     else:
         form = "Read from standard input, write to standard output:\n```python\n# your program\n```"
     asked = (
-        "You are an expert Python programmer. Answer the question below with one complete Python program that does what it "
+        "You are an expert Python programmer. Answer the question below with one complete Python program that does "
+        "what it "
         f"says and passes all of its tests.\n\n### Question\n{text(row, 'question_content')}\n\n### Format\n{form}\n\n"
         "### Answer\n"
     )

@@ -164,7 +164,8 @@ def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names = " or ".join(f"{name}.jsonl" for name in (task.name, task.shared) if name)
         raise DataError(
-            f"can't load {task.name} from {task.hub}: {first}; where there is no network, put {names} (or .json, .parquet) in "
+            f"can't load {task.name} from {task.hub}: {first}; where there is no network, put {names} (or .json, "
+            f".parquet) in "
             f"a folder and name it: evaluate.data=FOLDER, or --data FOLDER"
         ) from error
 

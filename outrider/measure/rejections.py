@@ -65,7 +65,8 @@ class TracedTarget:
 
 
 def judged(
-    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
+    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *,
+    ends: bool = True,
     judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
     """Continue one request and record every token: what was proposed, and the target's probabilities.

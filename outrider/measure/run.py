@@ -64,8 +64,8 @@ def evaluate(
 ) -> Report:  # fmt: skip
     """Measure drafters by name, and the target alone, at every temperature.
 
-    target: a name or a folder is loaded.  drafters: one or several kinds such as `ngram` or folders of trained ones; or a
-    mapping from names for the report to these, or to drafters.
+    target: a name or a folder is loaded.  drafters: one or several kinds such as `ngram` or folders of trained ones; or
+    a mapping from names for the report to these, or to drafters.
     training: by drafter, as `row.training_of` has it.  overlaps: by drafter; a drafter that is missing was not checked.
     drawn: prompts by task, where `draw` was called before.  on_prompt: as in `measure`.
     done: what was measured before, which is not measured again.  shard: the part of this process, where others measure
@@ -82,7 +82,8 @@ def evaluate(
         for task, own in drawn.items()
     }
     return Report(
-        target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"), provenance=dict(provenance or {}),
+        target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"),
+        provenance=dict(provenance or {}),
         rows=tuple(outcome.rows), training=known, tasks=sources, left_out=tuple(outcome.left_out),
         share_left_out=len(outcome.left_out) / (outcome.prompts + len(outcome.left_out)),
         fingerprint=fingerprint(target, drafter_quantised=config.quantize), machine_load=outcome.load,
@@ -109,7 +110,8 @@ def measure(
     drawn: Mapping[str, PromptSet] | None = None, done: Journal | None = None, shard: Shard = ALONE,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Outcome:  # fmt: skip
-    """Measure every entry on every task.  on_prompt(measured, wanted, left out), over all tasks, is called after each batch.
+    """Measure every entry on every task.  on_prompt(measured, wanted, left out), over all tasks, is called after each
+    batch.
 
     overlaps, drawn, done, shard, on_wait: as in `evaluate`.  Raises DataError where all prompts of a task are left out.
     """
@@ -202,7 +204,8 @@ def _warn_of_load(done: Journal, record: Record) -> None:
     lost = [each.lost or 0.0 for each in record.contention if each.is_high]
     if lost and sum(any(each.is_high for each in own.contention) for own in done.own) == 1:
         log.warning(
-            "other programs took %.0f %% of a run's time: short runs are measured again while that lasts, and the report "
+            "other programs took %.0f %% of a run's time: short runs are measured again while that lasts, and the "
+            "report "
             "marks what is not to be trusted; end them for true times", 100 * max(lost),
         )  # fmt: skip
 
@@ -316,7 +319,8 @@ def _summarise(
         words = {"loop": "falls into a loop", "short": "is answered with one token"}
         why = " or ".join(words[reason] for reason in sorted({out.reason for out in lost}))
         raise DataError(
-            f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.min_first_ngrams=0 to measure them anyway"
+            f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.min_first_ngrams=0 to measure them "
+            f"anyway"
         )
     found.left_out += lost
     found.prompts += len(measured)

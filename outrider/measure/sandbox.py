@@ -232,7 +232,8 @@ def run_in_subprocess(work: Callable[[], T], timeout_s: float) -> T:
             return done.result()
         except BrokenProcessPool:
             raise DataError(
-                "the process that runs the model's code was killed before it had a result: by its limits on processor time or "
+                "the process that runs the model's code was killed before it had a result: by its limits on processor "
+                "time or "
                 "memory, or by that code; use fewer prompts, or a longer time limit"
             ) from None
 

@@ -179,7 +179,8 @@ def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
         return PROGRAMS[task](reference, answer)
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, zlib.error) as error:
         raise DataError(
-            f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}; mend the row, or leave it out"
+            f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}; mend the row, or leave "
+            f"it out"
         ) from None
 
 
@@ -199,7 +200,8 @@ def _mbpp(reference: Mapping[str, Any], answer: str) -> tuple[str, str, float]:
 
 ADOPT = """
 if "{name}" not in globals():
-    own = [thing for thing in list(globals().values()) if type(thing).__name__ == "function" and thing.__module__ == "answer"]
+    functions = [thing for thing in list(globals().values()) if type(thing).__name__ == "function"]
+    own = [thing for thing in functions if thing.__module__ == "answer"]
     {name} = own[-1]
 """
 """The prompt does not name the function that its tests call, so the last function of an answer is taken."""

@@ -76,8 +76,10 @@ TASKS: Mapping[str, Task] = {task.name: task for task in (
     _dspark("math500", "HuggingFaceH4/MATH-500", 500, 500, layouts.problem, "MIT (MATH)", score="answer"),
     _dspark("aime25", "MathArena/aime_2025", 30, 30, layouts.problem, "CC-BY-NC-SA-4.0", split="train", score="answer"),
     _dspark("humaneval", "openai/openai_humaneval", 164, 164, layouts.humaneval, "MIT", score="tests"),
-    _dspark("mbpp", "google-research-datasets/mbpp", 257, 256, layouts.mbpp, "CC-BY-4.0", config="sanitized", score="tests"),
-    _dspark("livecodebench", "livecodebench/code_generation_lite", 1055, 500, layouts.livecodebench, "CC, and the contests'",
+    _dspark("mbpp", "google-research-datasets/mbpp", 257, 256, layouts.mbpp, "CC-BY-4.0", config="sanitized",
+    score="tests"),
+    _dspark("livecodebench", "livecodebench/code_generation_lite", 1055, 500, layouts.livecodebench,
+    "CC, and the contests'",
             files=("test.jsonl", *(f"test{n}.jsonl" for n in range(2, 7))), score="tests", big=True),
     _dspark("mt-bench", "HuggingFaceH4/mt_bench_prompts", 80, 80, layouts.mt_bench, "Apache-2.0", split="train"),
     _dspark("alpaca", "tatsu-lab/alpaca", 52002, 500, layouts.alpaca, "CC-BY-NC-4.0", split="train"),
@@ -101,7 +103,8 @@ def check(task: str) -> str:
     """The task's name, if it is known.  Raises DataError, which lists the known ones."""
     if task != "stdlib" and task not in TASKS and not task.endswith(FILES):
         raise DataError(
-            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; a file of prompts, such as mine.jsonl, is a task too"
+            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; a file of prompts, such as mine.jsonl, is a "
+            f"task too"
         )
     return task
 

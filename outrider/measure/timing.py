@@ -155,7 +155,8 @@ def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tok
     began = time.perf_counter()
     inputs = torch.tensor([tokens], device=target.device)
     out = target.model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False, temperature=None,
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False,
+        temperature=None,
         top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None,
         pad_token_id=min(target.ends, default=0),
     )  # fmt: skip

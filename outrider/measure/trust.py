@@ -26,7 +26,8 @@ def trust(measured: Measured, speedup: float) -> dict[str, Any]:
     reasons = []
     if speedup > TOLERANCE * possible:
         reasons.append(
-            f"{speedup:.2f}× is more than the {possible:.2f}× that its tokens per step and the times of its passes allow"
+            f"{speedup:.2f}× is more than the {possible:.2f}× that its tokens per step and the times of its passes "
+            f"allow"
         )
     if contention is not None and contention > BUSY:
         reasons.append(f"other programs took {100 * contention:.0f} % of its time")

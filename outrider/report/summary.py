@@ -84,7 +84,8 @@ def distrust(report: Report) -> str:
 
 
 def busy(report: Report) -> str:
-    """How much time other programs took at most, as a sentence; empty where it was little, or where `distrust` says it."""
+    """How much time other programs took at most, as a sentence; empty where it was little, or where `distrust` says
+    it."""
     lost, name = max(((row.contention or 0.0, named(row)) for row in report.rows), default=(0.0, ""))
     if lost <= BUSY or distrust(report):
         return ""

@@ -60,7 +60,8 @@ def build(
                 for piece in _ends(order, tokens, vocabulary):
                     file.write(piece.astype(f"<i{order_bytes}").tobytes())
             header = {
-                "format": corpus_files.FORMAT, "name": folder.name, "made": datetime.now(UTC).isoformat(timespec="seconds"),
+                "format": corpus_files.FORMAT, "name": folder.name,
+                "made": datetime.now(UTC).isoformat(timespec="seconds"),
                 "tokenizer_hash": tokenizer_hash, "vocabulary": vocabulary, "separator": vocabulary, **counts,
                 "token_bytes": token_bytes, "order_bytes": order_bytes,
                 "sources": _write_sources(part / "sources.jsonl", sources),
@@ -71,7 +72,8 @@ def build(
             write_header(part, header)
         except OSError as error:
             raise DataError(
-                f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was changed; "
+                f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was "
+                f"changed; "
                 "free some space and add it again"
             ) from error
         _swap(part, folder)

@@ -52,7 +52,8 @@ def checked_header(folder: Path) -> dict[str, Any]:
             )
         if there.st_mtime_ns != wanted["mtime_ns"]:
             raise DataError(
-                f"{folder / name} was written or copied after its build; run `outrider corpus verify {header['name']}`, "
+                f"{folder / name} was written or copied after its build; run `outrider corpus verify "
+                f"{header['name']}`, "
                 "which accepts it where the checksums match"
             )
     return header
@@ -90,7 +91,8 @@ def verify(folder: Path, on_bytes: Callable[[int], object] = lambda done: None) 
                 block = file.read(BLOCK)
                 if (_checksum(block) if block else None) != right:
                     raise DataError(
-                        f"{path} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(block)} differ from its build; "
+                        f"{path} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(block)} differ from its "
+                        f"build; "
                         "build the corpus again"
                     )
                 done += len(block)

@@ -75,7 +75,8 @@ class Corpus:
         header = checked_header(folder)
         if tokenizer_hash is not None and header["tokenizer_hash"] not in (None, tokenizer_hash):
             raise DataError(
-                f"corpus {header['name']!r} must have the target's tokenizer {tokenizer_hash}, got {header['tokenizer_hash']}; "
+                f"corpus {header['name']!r} must have the target's tokenizer {tokenizer_hash}, got "
+                f"{header['tokenizer_hash']}; "
                 f"add it again for this target: outrider corpus add {header['name']} FILES --target TARGET"
             )
         return cls(folder, header)
@@ -155,7 +156,8 @@ class _View(ctypes.Structure):
     """The struct Corpus of search.c."""
 
     _fields_ = [
-        ("tokens", ctypes.c_void_p), ("order", ctypes.c_void_p), ("size", ctypes.c_int64), ("positions", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p), ("order", ctypes.c_void_p), ("size", ctypes.c_int64), ("positions",
+        ctypes.c_int64),
         ("token_bytes", ctypes.c_int64), ("order_bytes", ctypes.c_int64), ("separator", ctypes.c_int64),
     ]  # fmt: skip
 
@@ -171,7 +173,8 @@ def _library() -> ctypes.CDLL | None:
     search = library.outrider_search_longest
     search.restype = ctypes.c_int64
     search.argtypes = [
-        ctypes.POINTER(_View), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64),
+        ctypes.POINTER(_View), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_int64),
     ]  # fmt: skip
     return library
 

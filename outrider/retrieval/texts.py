@@ -75,7 +75,8 @@ class InSources:
     proposals."""
 
     def __init__(
-        self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int, shortest: int,
+        self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int,
+        shortest: int,
         factor: float, min_share: float,
     ):  # fmt: skip
         """factor: nodes proposed for every token that matches.  least: continuations that are less likely are not

@@ -1,4 +1,5 @@
-"""Everything wrong with a run is found before its target loads: inputs are read, and what the stages need is looked for."""
+"""Everything wrong with a run is found before its target loads: inputs are read, and what the stages need is looked
+for."""
 
 import logging
 from collections.abc import Collection, Mapping

@@ -49,7 +49,10 @@ NOT_TIMED = {
 """Settings that change no measurement of a prompt: with others of these, what was measured before is still used."""
 COMPARED = ("max_new_tokens", "seed", "policy", "verification", "batch", "thinking", "min_first_ngrams")
 """Settings in which a report may not differ from the one that it replaces."""
-REMEDY = "add --overwrite, or evaluate.overwrite=true in a run file, to replace it, or choose another folder (--out, or name=)"
+REMEDY = (
+    "add --overwrite, or evaluate.overwrite=true in a run file, to replace it, "
+    "or choose another folder (--out, or name=)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,8 @@ def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]
         for rank, process in enumerate(started, 1):
             if process.exitcode not in (None, 0):
                 raise DataError(
-                    f"process {rank} of {shard.count} ended with code {process.exitcode}, its messages are above; the same "
+                    f"process {rank} of {shard.count} ended with code {process.exitcode}, its messages are above; the "
+                    f"same "
                     "command goes on from what was measured"
                 )
 

@@ -26,13 +26,15 @@ class TargetConfig(Base):
     device: str | None = None
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
-    """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is fast."""
+    """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is
+    fast."""
     quantize: Literal["int8"] | None = None
     """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None
-    """Compile its steps and the measured drafters'; see docs/fast.md.  Unless given, compiled steps on disk are used."""
+    """Compile its steps and the measured drafters'; see docs/fast.md.  Unless given, compiled steps on disk are
+    used."""
 
 
 class RunConfig(Base):
@@ -119,26 +121,36 @@ def _check_stages(run: RunConfig) -> None:
     """Refuse now what a later stage would refuse after hours of work."""
     for folder in (run.folder, run.answers):
         if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
-            raise ConfigError(f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder")
+            raise ConfigError(
+                f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder"
+            )
     if run.train is not None:
         _check_training(run, run.train, run.drafter["kind"])
     for name in run.evaluate.baselines if run.evaluate is not None else ():
         if isinstance(name, dict):
             drafter_config(name, "evaluate.baselines")
         elif name not in kinds() and "/" not in name and not Path(name).exists():
-            raise ConfigError(f"evaluate.baselines: {name!r} is neither a drafter nor a folder{configs.nearest(name, kinds())}")
+            raise ConfigError(
+                f"evaluate.baselines: {name!r} is neither a drafter nor a folder{configs.nearest(name, kinds())}"
+            )
 
 
 def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
     if not hasattr(find(kind), "Model"):
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
     if train.calibrate and run.evaluate is None:
-        raise ConfigError("train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0")
+        raise ConfigError(
+            "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0"
+        )
     if train.calibrate and not getattr(run.drafter_config, "confidence", False):
         wanted = "dspark with confidence: true, or train.calibrate 0"
-        raise ConfigError(f"train.calibrate scales a confidence head, drafter {kind!r} as it is set has none; take {wanted}")
+        raise ConfigError(
+            f"train.calibrate scales a confidence head, drafter {kind!r} as it is set has none; take {wanted}"
+        )
     if train.reference is not None and not Path(train.reference).exists():
-        raise ConfigError(f"train.reference: there is no {train.reference}; train it first, with the same drafter and all rows")
+        raise ConfigError(
+            f"train.reference: there is no {train.reference}; train it first, with the same drafter and all rows"
+        )
 
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:
@@ -146,4 +158,6 @@ def _expand(values: dict[str, Any]) -> dict[str, Any]:
     drafter = values.get("drafter")
     if isinstance(drafter, str) and drafter not in kinds() and ("/" in drafter or Path(drafter).exists()):
         short["drafter"] = "from"  # a trained one
-    return {key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()}
+    return {
+        key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()
+    }

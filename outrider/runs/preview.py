@@ -77,7 +77,9 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     yield Line("train", "length", f"{steps:,} steps of {config.batch} texts, {passes}")
     if inputs.paper.parameters is not None:
         yield Line("train", f"parameters of {settings.drafter['kind']}", inputs.paper.parameters)
-        yield Line("train", "memory of weights, gradients and moments", inputs.paper.sizes["sizes.training_bytes"], "bytes")
+        yield Line(
+            "train", "memory of weights, gradients and moments", inputs.paper.sizes["sizes.training_bytes"], "bytes"
+        )
         yield Line("train", f"disk, in {place}", 12 * inputs.paper.parameters, "bytes")
 
 

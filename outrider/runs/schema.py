@@ -1,4 +1,5 @@
-"""The JSON schema of run files, made from the Configs.  The package ships it as `schema.json`, which needs no torch to read."""
+"""The JSON schema of run files, made from the Configs.  The package ships it as `schema.json`, which needs no torch to
+read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ FROM_TARGET = (*SIZES, "taps", "mask_token", "device")
 """Settings of drafters that are the target's unless given; the schema says so as `x-default`."""
 STARTED = {
     "type": "object", "required": ["from"],
-    "properties": {"from": {"type": "string", "description": "Folder or Hugging Face id of a trained drafter to start from."}},
+    "properties": {"from": {"type": "string",
+    "description": "Folder or Hugging Face id of a trained drafter to start from."}},
 }  # fmt: skip
 
 
@@ -25,7 +27,9 @@ def make(kinds: Iterable[str]) -> dict[str, Any]:
     """The schema of run files with the settings of these drafters.  Raises ConfigError for one that can't be used."""
     modules = {kind: find(kind) for kind in sorted(kinds)}
     configs: Any = Union[tuple(module.Config for module in modules.values())]  # noqa: UP007
-    drafter: Any = Annotated[configs, Field(discriminator="kind", description=RunConfig.model_fields["drafter"].description)]
+    drafter: Any = Annotated[
+        configs, Field(discriminator="kind", description=RunConfig.model_fields["drafter"].description)
+    ]
     run_file = create_model("RunFile", __base__=RunConfig, __doc__=RunConfig.__doc__, drafter=(drafter, ...))
     schema = _with_short_names(run_file.model_json_schema())
     for kind, module in modules.items():

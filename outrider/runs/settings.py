@@ -1,4 +1,5 @@
-"""The settings of run files in words, from the schema that the package ships: no drafter is imported for its own kinds."""
+"""The settings of run files in words, from the schema that the package ships: no drafter is imported for its own
+kinds."""
 
 from __future__ import annotations
 

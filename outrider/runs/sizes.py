@@ -33,7 +33,8 @@ class OnPaper(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The drafter's weights, and the memory they take: when it serves, and with gradients and two moments of float32."""
+        """The drafter's weights, and the memory they take: when it serves, and with gradients and two moments of
+        float32."""
         if self.parameters is None:
             return {}
         serving, training = self.parameters * self.dtype.itemsize, 16 * self.parameters
@@ -53,10 +54,15 @@ def on_paper(run: RunConfig, target: Sketch | None = None) -> OnPaper:
     try:
         if isinstance(config, LayerConfig):
             full, _ = resolved(config, target.spec)
-            values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
+            values = {
+                f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None
+            }
             sizes, is_named = target.spec.sizes, (config.rope_theta, config.rope_scaling) != (None, None)
             if sizes is not None and not is_named and (kind := left_out(sizes)) is not None:
-                notes = [f"{target.spec.name} uses {kind} rotary scaling, which drafters do not have; they use the base alone"]
+                notes = [
+                    f"{target.spec.name} uses {kind} rotary scaling, which drafters do not have; they use the base "
+                    f"alone"
+                ]
         with torch.device("meta"):
             model: DraftModel = module.Model(config, target)
     except DrafterError as error:

@@ -43,14 +43,19 @@ Stage = Literal["prepare", "train", "evaluate"]
 
 
 def run(
-    file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, reporter: Reporter | None = None
+    file: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    stages: Sequence[Stage] | None = None,
+    reporter: Reporter | None = None,
 ) -> Report | None:
     """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
 
     overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: gets plans,
     progress and results; see `outrider.runs.reporter`.
     Returns the report, None where nothing is measured.
-    Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a section.
+    Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
+    section.
     """
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
@@ -76,9 +81,15 @@ def plan(file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[St
         return preview(settings, chosen, check(settings, chosen))
 
 
-def _chosen(file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None) -> tuple[RunConfig, list[Stage]]:
+def _chosen(
+    file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None
+) -> tuple[RunConfig, list[Stage]]:
     settings, _ = load(file, overrides)
-    sections: dict[Stage, object] = {"prepare": settings.prepare, "train": settings.train, "evaluate": settings.evaluate}
+    sections: dict[Stage, object] = {
+        "prepare": settings.prepare,
+        "train": settings.train,
+        "evaluate": settings.evaluate,
+    }
     for stage in stages or ():
         if sections[stage] is None:
             raise ConfigError(f"{file} has no `{stage}:` section; add one, if only `{stage}: {{}}`")
@@ -101,7 +112,8 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
     most = regenerate.most_tokens(asked, config)
     plan = events.Preparing(
         total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
-        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, folder=settings.answers,
+        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations,
+        folder=settings.answers,
         available=conversations.available(config),
     )  # fmt: skip
     with reporter.working(plan) as update:
@@ -180,9 +192,12 @@ def _steps_done(checkpoint: Path) -> int:
 def _probe(
     settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], LiveFeatures]
 ) -> Callable[[DraftModel], dict[str, Any]]:
-    """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the evaluation."""
+    """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the
+    evaluation."""
     chosen, prepare = settings.evaluate, settings.prepare
-    drawn_at = None if not prepare.regenerate else prepare.temperature if (prepare.top_p, prepare.top_k) == (1, 0) else 0.0
+    drawn_at = (
+        None if not prepare.regenerate else prepare.temperature if (prepare.top_p, prepare.top_k) == (1, 0) else 0.0
+    )
 
     def probe(model: DraftModel) -> dict[str, Any]:
         facts: dict[str, Any] = {}
@@ -207,7 +222,8 @@ def calibrate(
     plan = events.Calibrating(total=len(texts), checkpoint=checkpoint, task=task, tokens=most, temperature=temperature)
     with reporter.working(plan) as update:
         found = calibration.calibrate(
-            checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting, seed=seed,
+            checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting,
+            seed=seed,
             on_prompt=update,
         )  # fmt: skip
     reporter.finished(events.Calibrated(checkpoint, found))

@@ -13,13 +13,16 @@ from outrider.targets.sketch import sketch
 from outrider.targets.transformers import TransformersTarget
 
 FREE = (
-    "length", "width", "nodes", "siblings", "tree", "drawn", "replacement", "refine", "device", "quantize", "ttt", "decay",
+    "length", "width", "nodes", "siblings", "tree", "drawn", "replacement", "refine", "device", "quantize", "ttt",
+    "decay",
     "anchors", "noise", "ratio", "floor", "alpha", "curriculum",
 )  # fmt: skip
 """Settings of how a drafter serves and trains: its weights mean the same with other values."""
 
 
-def settings_from(section: Mapping[str, Any], target: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+def settings_from(
+    section: Mapping[str, Any], target: str, revision: str | None, trust_remote_code: bool
+) -> dict[str, Any]:
     """A drafter's section with the kind and the settings of the trained drafter that it starts from.
 
     target: the run's.  Raises ConfigError for a setting that contradicts those, and as `loading.describe` does.
@@ -53,4 +56,6 @@ def take_weights(model: DraftModel, name: str, target: TransformersTarget) -> No
         checkpoint.load_weights(source.folder, model)
         return
     loaded = loading.draft_model(source, target)
-    model.load_state_dict({key: weight.to(model.state_dict()[key].dtype) for key, weight in loaded.state_dict().items()})
+    model.load_state_dict(
+        {key: weight.to(model.state_dict()[key].dtype) for key, weight in loaded.state_dict().items()}
+    )

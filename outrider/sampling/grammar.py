@@ -210,5 +210,6 @@ class _Walk:
     def _refuse_errors(self) -> None:
         if self.matcher.is_error():
             raise ConfigError(
-                f"{self.grammar} became too complex for llguidance: {_first_line(self.matcher.get_error())}; simplify it"
+                f"{self.grammar} became too complex for llguidance: {_first_line(self.matcher.get_error())}; simplify "
+                f"it"
             )

@@ -147,7 +147,8 @@ class SamplingJudge(Judge):
             value, where = float(best[b, wrong]), f"after {len(text) - len(rows)} or more tokens"
             if value == -math.inf and self._requests[b][1].sampling.forbids:
                 raise ConfigError(
-                    f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "
+                    f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least "
+                    f"one "
                     "follow every prefix"
                 )
             if bool(scores.logits[b, wrong].amax().isfinite()):

@@ -250,6 +250,7 @@ def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:
             scores = processor(text, scores)
             if scores.shape != out[b, row : row + 1].shape:
                 raise ConfigError(
-                    f"processor {processor!r} returned scores of shape {tuple(scores.shape)}; wanted (1, {out.shape[-1]})"
+                    f"processor {processor!r} returned scores of shape {tuple(scores.shape)}; wanted (1, "
+                    f"{out.shape[-1]})"
                 )
         out[b, row] = scores[0]

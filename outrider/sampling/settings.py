@@ -77,7 +77,8 @@ class Sampling:
             processors = tuple(self.processors)
         except TypeError as error:
             raise ConfigError(
-                f"logit_bias {self.logit_bias!r}, bad_words {self.bad_words!r} or processors {self.processors!r} can't be read "
+                f"logit_bias {self.logit_bias!r}, bad_words {self.bad_words!r} or processors {self.processors!r} can't "
+                f"be read "
                 f"({error}); give {{token id: bias}}, lists of token ids, and functions"
             ) from error
         for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", processors)):

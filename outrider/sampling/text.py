@@ -65,14 +65,16 @@ def refuse_unmatchable(detokenizer: Detokenizer | None, stops: Sequence[str]) ->
     """Returns the detokenizer.  Raises ConfigError for a missing one, or a stop string that can never match."""
     if detokenizer is None:
         raise ConfigError(
-            f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load the target by a "
+            f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load the target by "
+            f"a "
             "name or folder that has one, or leave the stop strings out"
         )
     for stop in stops:
         held = next((name for name in detokenizer.skipped.values() if name and name in stop), None)
         if held is not None:
             raise ConfigError(
-                f"stop string {stop!r} contains the special token {held!r}, which is left out of the text, so it can never "
+                f"stop string {stop!r} contains the special token {held!r}, which is left out of the text, so it can "
+                f"never "
                 "match; use plain text (a text ends at the target's end tokens anyway)"
             )
     return detokenizer

@@ -316,7 +316,7 @@ def overlap(shared: SharedVocabulary, p: Tensor) -> Overlap:
     return Overlap(shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean()))
 
 
-SAMPLE = """The committee met on Tuesday and agreed, after a short discussion, that the road should be repaired before winter.
+SAMPLE = """The committee met on Tuesday and agreed, after a short talk, that the road should be repaired before winter.
 def mean(values):
     return sum(values) / len(values)  # fails for an empty list
 In 2024 about 3,150 people lived there; by 1911 it had been twice as many.

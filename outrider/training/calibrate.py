@@ -43,18 +43,21 @@ class _Noting(SamplingJudge):
 
 
 def watch(
-    target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int = 96, temperature: float = 1.0,
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int = 96,
+    temperature: float = 1.0,
     seed: int = 0, slots: int = 16, on_prompt: Callable[[int], None] | None = None,
 ) -> Outcomes:  # fmt: skip
     """Continue every prompt; record each confidence and whether its token was accepted.
 
-    on_prompt(how many are done).  Slots after the end of a text are not counted, those up to it are: without the whole draft,
-    tokens that end a text would count where they are rejected and be missing where they are accepted.
+    on_prompt(how many are done).  Slots after the end of a text are not counted, those up to it are: without the whole
+    draft, tokens that end a text would count where they are rejected and be missing where they are accepted.
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
         given = f"a prompt of {longest} tokens and {max_new_tokens} new ones"
-        raise DataError(f"{given} do not fit into the context of {target.spec.context}; give shorter prompts, or fewer tokens")
+        raise DataError(
+            f"{given} do not fit into the context of {target.spec.context}; give shorter prompts, or fewer tokens"
+        )
     requests = [
         Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), detokenizer=target.detokenizer)
         for i, prompt in enumerate(prompts)
@@ -63,7 +66,9 @@ def watch(
     for step in serve(target, requests, drafter, policy="fixed", judge=judge, slots=slots, shared_noise=False):
         draft, b = judge.draft, judge.rows.index(step.row)
         if max(draft.live) and (draft.confidence is None or draft.branches):
-            raise DataError("a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain")
+            raise DataError(
+                "a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain"
+            )
         if draft.live[b] and draft.confidence is not None:
             promised = draft.confidence[b, : draft.live[b]].to("cpu", torch.float64, copy=True)
             # a text that ends within a draft gets no token of the target's own
@@ -72,7 +77,9 @@ def watch(
         if step.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
     if not found:
-        raise DataError(f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both")
+        raise DataError(
+            f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both"
+        )
     promises, *columns = zip(*found, strict=True)
     confidence = pad_sequence(list(promises), batch_first=True, padding_value=1.0)
     drafted, accepted, ended, numbers = (torch.tensor(column)[:, None] for column in columns)
@@ -102,10 +109,12 @@ class Calibration:
 
 
 def calibrate(
-    folder: str | Path, target: Target, prompts: Sequence[list[int]], *, max_new_tokens: int = 96, temperature: float = 1.0,
+    folder: str | Path, target: Target, prompts: Sequence[list[int]], *, max_new_tokens: int = 96,
+    temperature: float = 1.0,
     shifting: bool = True, seed: int = 0, slots: int = 16, on_prompt: Callable[[int], None] | None = None,
 ) -> Calibration:  # fmt: skip
-    """Scale the confidences of the checkpoint in `folder` on every second prompt, judge them on the others, and write them.
+    """Scale the confidences of the checkpoint in `folder` on every second prompt, judge them on the others, and write
+    them.
 
     The checkpoint is rewritten whole or not at all, and only its scaling and `calibration` in its manifest change.
     Raises CheckpointError where it has no confidence head, DataError where the prompts give too few drafts.
@@ -143,4 +152,6 @@ def head_of(drafter: Any, folder: str | Path) -> tuple[str, ConfidenceHead]:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, ConfidenceHead):
             return name, module
-    raise CheckpointError(f"{folder} has no confidence head to calibrate; train one, such as dspark with confidence: true")
+    raise CheckpointError(
+        f"{folder} has no confidence head to calibrate; train one, such as dspark with confidence: true"
+    )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
@@ -17,8 +25,8 @@ class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `batch` texts.  If raised after a run has ended, training continues from its checkpoint; see
-    docs/training.md."""
+    """Training steps, each of `batch` texts.  If raised after a run has ended, training continues from its checkpoint;
+    see docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, in place of `steps`."""
     lr: PositiveFloat = 6e-4
@@ -44,7 +52,8 @@ class Config(Base):
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the fastest."""
+    """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
+    fastest."""
     seed: int = 0
     """Seed of weights, order of texts and draws."""
     save_every: PositiveInt = 500
@@ -52,9 +61,11 @@ class Config(Base):
     log_every: PositiveInt = 20
     """Steps between two rows of metrics.jsonl."""
     held_out: NonNegativeInt = 32
-    """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving with."""
+    """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving
+    with."""
     calibrate: NonNegativeInt = 0
-    """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
+    """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as
+    trained."""
 
     @model_validator(mode="before")
     @classmethod

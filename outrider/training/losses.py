@@ -1,11 +1,13 @@
 """How far a draft's distribution is from the target's, row by row: one signature, one reduction.
 
-Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's distribution, q
-the draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32: bf16 loses mass.
+Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's
+distribution, q the draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32:
+bf16 loses mass.
 
-A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: its probability there is acceptance
-lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can be drafted, the
-generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has there.
+A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: its probability there is
+acceptance lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can
+be drafted, the generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has
+there.
 """
 
 import math
@@ -56,12 +58,14 @@ def tv(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 
 
 def lk_alpha(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    """-log alpha: TV's gradient divided by alpha, so it does not vanish where the draft is poor.  (arXiv 2602.23881.)"""
+    """-log alpha: TV's gradient divided by alpha, so it does not vanish where the draft is poor.  (arXiv
+    2602.23881.)"""
     return -overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(min=1e-9).log()
 
 
 def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
-    """w KL + (1 - w) TV with w = exp(-near): KL while far, TV when near.  (arXiv 2602.23881, with SpecForge's rate of 1.)
+    """w KL + (1 - w) TV with w = exp(-near): KL while far, TV when near.  (arXiv 2602.23881, with SpecForge's rate of
+    1.)
 
     near: mean overlap of draft and target over all rows, when it was last measured.  With a w for each row, KL's large
     gradients would go to rows that can't be learnt.

@@ -27,7 +27,9 @@ class Metrics:
         rows = [_row(line) if line.endswith(b"\n") else None for line in lines]
         damaged = [number for number, row in enumerate(rows, 1) if row is None]
         if damaged and damaged != [len(lines)]:  # a torn last line is what a crash leaves
-            log.warning("%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged))
+            log.warning(
+                "%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged)
+            )
         # steps after the checkpoint will be trained, and written, again
         valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
         self.is_probed = any("loss" not in row and row["step"] == step for _, row in valid)

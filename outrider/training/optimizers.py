@@ -1,4 +1,5 @@
-"""The optimisers of a training, stepped as one: AdamW for every weight, or Muon for inner matrices and AdamW for the rest."""
+"""The optimisers of a training, stepped as one: AdamW for every weight, or Muon for inner matrices and AdamW for the
+rest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum made orthogonal, its step scaled to AdamW's size.  With iterations in bfloat16 it equals
-    torch.optim.Muon, which has no other type; on a CPU without bfloat16 units those iterations would take two thirds of a step.
+    torch.optim.Muon, which has no other type; on a CPU without bfloat16 units those iterations would take two thirds of
+    a step.
     """
 
     def __init__(self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, momentum: float = 0.95):
@@ -74,7 +76,9 @@ class Optimizers:
             self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
         if inner:
             self.parts.append(Muon(inner, weight_decay, dtype))
-        self._part_of = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
+        self._part_of = {
+            weight: part for part in self.parts for group in part.param_groups for weight in group["params"]
+        }
 
     def step(self, lr: float) -> None:
         for part in self.parts:

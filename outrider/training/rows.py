@@ -1,7 +1,7 @@
 """Weights of rows: by depth, and a selection of the rows worth learning.
 
-A drafted token matters only where all before it are accepted, so deeper rows weigh less.  A small drafter learns more from
-rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
+A drafted token matters only where all before it are accepted, so deeper rows weigh less.  A small drafter learns more
+from rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
 """
 
 import math
@@ -17,7 +17,8 @@ from outrider.nn.draft_model import Predictions
 Confidence = Callable[[], Tensor]
 """q of each row's label [m], found when it is asked for."""
 Weighing = Callable[[float, Predictions, slice, Confidence], Tensor]
-"""(number, rows, which, q of their labels) to weights [m]; rows that are not learnt get theirs set to 0 by the trainer."""
+"""(number, rows, which, q of their labels) to weights [m]; rows that are not learnt get theirs set to 0 by the
+trainer."""
 
 
 def exp(decay: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
@@ -33,8 +34,9 @@ def power(base: float, rows: Predictions, part: slice, confidence: Confidence) -
 def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
     """D-PACE: the gain from improving a row, by the draft's own probabilities.
 
-    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the probability that
-    a block gets there, and row k weighs the sum of those from k on.  Held constant; the published floor is 0.5.
+    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the
+    probability that a block gets there, and row k weighs the sum of those from k on.  Held constant; the published
+    floor is 0.5.
     """
     learnt = rows.weight[part] > 0
     _, block = torch.unique_consecutive(rows.block[part], return_inverse=True)
@@ -86,12 +88,14 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 def most_learnable(rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int) -> Tensor:
     """[M] bool: of the learnt rows the `share` whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
 
-    The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can still
-    learn; where both fail, perhaps not.  Rows equal to the last one taken are taken too.
+    The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can
+    still learn; where both fail, perhaps not.  Rows equal to the last one taken are taken too.
     size: rows a chunk.  Raises ConfigError where the two predict other rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
-        raise ConfigError("train.reference predicts other rows than the drafter; give one of the same kind, block and anchors")
+        raise ConfigError(
+            "train.reference predicts other rows than the drafter; give one of the same kind, block and anchors"
+        )
     mine, theirs = (
         torch.cat([loss(draft, target, each.labels[part]) for draft, target, part in each.chunks(size)])
         for each in (rows, reference)

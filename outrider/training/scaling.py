@@ -1,11 +1,12 @@
 """Scale confidences so that they are probabilities: of drafts with confidence 0.8, four of five are accepted.
 
 Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with what was found before fixed, that
-temperature is taken under which the product of confidences up to the slot has the smallest expected calibration error.  The
-order within a slot does not change.
+temperature is taken under which the product of confidences up to the slot has the smallest expected calibration error.
+The order within a slot does not change.
 
-Differs from the paper: every temperature has a shift of the logits that makes confidence and acceptance agree on average, since
-a temperature leaves 0.5 at 0.5, and texts unlike the training texts are accepted less often.  Grid and number of bins are ours.
+Differs from the paper: every temperature has a shift of the logits that makes confidence and acceptance agree on
+average, since a temperature leaves 0.5 at 0.5, and texts unlike the training texts are accepted less often.  Grid and
+number of bins are ours.
 
 M drafts, K slots of a block.
 """
@@ -60,7 +61,8 @@ class Outcomes:
 
 
 def ece(predicted: Tensor, accepted: Tensor, bins: int = BINS) -> float:
-    """Mean distance of confidence and acceptance over bins of equal size.  predicted [M] in [0, 1], accepted [M] bool."""
+    """Mean distance of confidence and acceptance over bins of equal size.  predicted [M] in [0, 1], accepted [M]
+    bool."""
     order = predicted.argsort(stable=True)
     gaps = (predicted.double() - accepted.double())[order].tensor_split(bins)
     return float(sum(gap.sum().abs() for gap in gaps)) / max(1, len(order))
@@ -76,10 +78,13 @@ class Scaling(NamedTuple):
 
 
 def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
-    """Slot by slot the temperature with the smallest error of the product up to it.  shifting=False is the paper's way."""
+    """Slot by slot the temperature with the smallest error of the product up to it.  shifting=False is the paper's
+    way."""
     found: list[tuple[Tensor, Tensor]] = []
     reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
-    for confidence, survived, known in zip(_logits(outcomes.confidence).T, outcomes.survived.T, outcomes.known.T, strict=True):
+    for confidence, survived, known in zip(
+        _logits(outcomes.confidence).T, outcomes.survived.T, outcomes.known.T, strict=True
+    ):
         slot = _Slot(reached[known], confidence[known], survived[known], shifting)
         coarse, _ = slot.best(torch.linspace(-3, 3, 33, dtype=torch.float64).exp2())
         found.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))

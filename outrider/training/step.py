@@ -1,7 +1,7 @@
 """One step of training: rows of logits against the target's, their loss, its gradient.  Knows no method.
 
-Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows at once, then the rows' gradient goes through
-the model in one go.
+Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows at once, then the rows' gradient goes
+through the model in one go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
-"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
+"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the
+device."""
 
 
 class Joined(NamedTuple):
@@ -58,7 +59,8 @@ def optimise(
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
         raise TrainingError(
             f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
-            f"{first_bad(model, batch)}. The last checkpoint is whole; lower train.lr (now {config.lr}) or look at that tensor"
+            f"{first_bad(model, batch)}. The last checkpoint is whole; lower train.lr (now {config.lr}) or look at "
+            f"that tensor"
         )
     optimizer.step(lr)
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
@@ -67,7 +69,8 @@ def optimise(
 def select(
     predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0
 ) -> Tensor:  # fmt: skip
-    """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the same."""
+    """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the
+    same."""
     after = torch.get_rng_state()
     torch.set_rng_state(noise)
     with torch.no_grad():
@@ -83,8 +86,8 @@ def select(
 def accumulate(
     predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0
 ) -> dict[str, Any]:
-    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms, acceptance
-    by depth and mean overlap.
+    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms,
+    acceptance by depth and mean overlap.
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
     """

@@ -1,7 +1,7 @@
 """Which sublayers `layer_skip` can leave out: a search on the user's prompts before decoding, whose result is saved.
 
-Differs from SWIFT (2410.06916): it maximises the expected speed-up from measured seconds, not the agreement alone, and its
-surrogate is a Bayesian linear regression in place of a Gaussian process.
+Differs from SWIFT (2410.06916): it maximises the expected speed-up from measured seconds, not the agreement alone, and
+its surrogate is a Bayesian linear regression in place of a Gaussian process.
 
 D tokens of a draft; R texts of a search.
 """
@@ -62,7 +62,9 @@ class Found:
         return (1 + self.accepted) * self.plain_s / (self.verify_s + self.passes * self.draft_s)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps({"kind": "layer_skip", **asdict(self), "speedup": self.speedup}, indent=2) + "\n")
+        Path(path).write_text(
+            json.dumps({"kind": "layer_skip", **asdict(self), "speedup": self.speedup}, indent=2) + "\n"
+        )
 
 
 def search(
@@ -71,9 +73,9 @@ def search(
 ) -> list[Found]:  # fmt: skip
     """Try sets of sublayers on the target's own greedy texts; all that were tried, the best expected speed-up first.
 
-    prompts: token ids; each is continued by `tokens`, which gives a draft of up to `length` tokens every `length` tokens.  The
-    same seed and equal seconds give the same sets.  `say` is called after each.  Raises DrafterError where the target can't
-    skip, DataError where the texts end before one draft.
+    prompts: token ids; each is continued by `tokens`, which gives a draft of up to `length` tokens every `length`
+    tokens.  The same seed and equal seconds give the same sets.  `say` is called after each.  Raises DrafterError where
+    the target can't skip, DataError where the texts end before one draft.
     """
     possible, noise = able(target).skippable(), torch.Generator().manual_seed(seed)
     clock = _Clock(target, _Texts(target, prompts, tokens, length))
@@ -123,8 +125,8 @@ class _Texts:
 
     @torch.inference_mode()
     def drafted(self, target: SkipsLayers, skip: Skip) -> tuple[Tensor, Tensor]:
-        """A draft at every `length` tokens: how many of its tokens are the text's own before the first that is not, [drafts],
-        and the likeliest token's probability after each token of the text, [drafts, length].
+        """A draft at every `length` tokens: how many of its tokens are the text's own before the first that is not,
+        [drafts], and the likeliest token's probability after each token of the text, [drafts, length].
 
         From the last draft to the first: what one writes, those before it do not look at.
         """
@@ -133,7 +135,9 @@ class _Texts:
             self._read(count + text, text)
         leads, sure = [], []
         for number in reversed(range(max(self.drafts))):
-            starts = {text: self.starts[text] + number * self.length for text in range(count) if number < self.drafts[text]}
+            starts = {
+                text: self.starts[text] + number * self.length for text in range(count) if number < self.drafts[text]
+            }
             for text, at in starts.items():
                 self.cache.lengths[count + text] = at
             pieces = [self.texts[text][at : at + self.length + 1] for text, at in starts.items()]
@@ -218,8 +222,8 @@ def _seconds(run: Callable[[], object], device: torch.device, rounds: int = 7) -
 def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.Generator) -> Skip:
     """The set to try next: the most promising of variations on the best sets and random ones.
 
-    The surrogate is linear in which sublayers are left out: log speed-up = w x + error, with a Gaussian prior on w.  A set's
-    promise is its mean plus one standard deviation, so that unknown sets are tried as well.
+    The surrogate is linear in which sublayers are left out: log speed-up = w x + error, with a Gaussian prior on w.  A
+    set's promise is its mean plus one standard deviation, so that unknown sets are tried as well.
     """
     x = torch.stack([_as_bits(space, skip) for skip in tried])
     y = torch.tensor([found.speedup for found in tried.values()], dtype=torch.float64).log()

@@ -54,10 +54,10 @@ def train(
 
     Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
     folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
-    reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has and
-    starts from; other models begin with what `DraftModel.begin` gives them.
-    Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains there; no
-    good checkpoint is overwritten.
+    reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
+    and starts from; other models begin with what `DraftModel.begin` gives them.
+    Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains
+    there; no good checkpoint is overwritten.
     KeyboardInterrupt: the current step is finished and saved first.
     """
     folder = Path(folder)
@@ -86,7 +86,9 @@ def train(
                 is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
-                found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near, joined)
+                found = optimise(
+                    model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near, joined
+                )
                 facts["step"] += 1
                 if looks:
                     facts["overlap"] = found["overlap"]
@@ -113,12 +115,16 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TrainingError(f"can't make {folder} ({error.strerror}); give the run another name, or move that file") from error
+        raise TrainingError(
+            f"can't make {folder} ({error.strerror}); give the run another name, or move that file"
+        ) from error
     if config.select < 1 and reference is None:
         raise ConfigError(f"train.select {config.select} needs {config.reference}, loaded; give `reference` to train")
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
         own, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
-        raise ConfigError(f"train.reference is {other}, the drafter {own}; two of one kind are wanted that see the same layers")
+        raise ConfigError(
+            f"train.reference is {other}, the drafter {own}; two of one kind are wanted that see the same layers"
+        )
     slow = machine.slow_type(config.dtype, machine.TRAINING) if model.target.device.type == "cpu" else None
     if slow is not None:
         log.warning("train.dtype=%s: %s; train.dtype=auto takes that one", config.dtype, slow)
@@ -142,7 +148,10 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     checkpoint.check_binding(manifest, model.target, place)
     # these change what is written, not what is learnt; another number of steps goes on along another curve
     free = {"save_every", "log_every", "calibrate", "steps", "epochs"}
-    mine = {"drafter": model.config.model_dump(mode="json"), "train": {key: settings[key] for key in settings.keys() - free}}
+    mine = {
+        "drafter": model.config.model_dump(mode="json"),
+        "train": {key: settings[key] for key in settings.keys() - free},
+    }
     own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
     config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
     trained = Config().model_dump(mode="json") | (manifest["training"].get("config") or {})
@@ -166,13 +175,17 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
         before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}
-    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before}
+    return {
+        key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before
+    }
 
 
 def joining(config: Config, folder: str | Path) -> str:
     """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
     place = Path(folder) / "checkpoint"
-    facts = checkpoint.manifest_of(place)["training"] if (checkpoint.whole(place) / checkpoint.MANIFEST).exists() else {}
+    facts = (
+        checkpoint.manifest_of(place)["training"] if (checkpoint.whole(place) / checkpoint.MANIFEST).exists() else {}
+    )
     before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
     if before in (None, config.steps) or step >= config.last_step:
         return ""

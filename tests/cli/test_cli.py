@@ -145,7 +145,10 @@ def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatc
     done = outrider("run", "tiny.yaml")
     assert done.code == 0, done.err
     assert "2 prompts were measured before" in done.out
-    assert ([(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])], files[1].read_bytes()) == before
+    assert (
+        [(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])],
+        files[1].read_bytes(),
+    ) == before
     assert "6 prompts from" in done.out
     assert "6 answered before" in done.out
 
@@ -160,7 +163,9 @@ def test_the_stages_one_by_one_are_the_run(made: Path, folder: Path, outrider: O
     done = outrider("evaluate", "tiny.yaml", "evaluate.prompts=1", "--json", "found.json")
     assert done.code == 0, done.err
     mine, theirs = tmp_path / "runs/tiny", made / "runs/tiny"
-    assert (mine / "checkpoint/model.safetensors").read_bytes() == (theirs / "checkpoint/model.safetensors").read_bytes()
+    assert (mine / "checkpoint/model.safetensors").read_bytes() == (
+        theirs / "checkpoint/model.safetensors"
+    ).read_bytes()
     assert sorted((mine / "answers/answers.jsonl").read_text().splitlines()) == sorted(
         (theirs / "answers/answers.jsonl").read_text().splitlines()
     )
@@ -362,13 +367,19 @@ def test_decode_drafts_and_verifies_as_it_is_asked_to(
     from outrider.policies import named
 
     asked: list[object] = []
-    monkeypatch.setattr(named, "policy", lambda name, rider, real=named.policy: (asked.append(name), real(name, rider))[1])
+    monkeypatch.setattr(
+        named, "policy", lambda name, rider, real=named.policy: (asked.append(name), real(name, rider))[1]
+    )
     monkeypatch.setattr(named, "judge", lambda *given, real=named.judge: (asked.append(given), real(*given))[1])
     words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
     for more, policy, judge in (
         ((), "adaptive", ("standard", False)),
         (("--policy", "fixed", "--verification", "block"), "fixed", ("block", False)),
-        (("--policy", "by_confidence", "--verification", "relaxed", "--allow-lossy"), "by_confidence", ("relaxed", True)),
+        (
+            ("--policy", "by_confidence", "--verification", "relaxed", "--allow-lossy"),
+            "by_confidence",
+            ("relaxed", True),
+        ),
     ):
         asked.clear()
         done = outrider(*words, *more)
@@ -440,7 +451,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool | None]:
     return asked
 
 
-def test_a_run_file_s_choice_to_compile_is_obeyed(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_file_s_choice_to_compile_is_obeyed(
+    made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches `target.compile` that is read and not passed on, or drafters that are measured without."""
     monkeypatch.chdir(made)
     asked = watched(monkeypatch)
@@ -478,7 +491,9 @@ def test_a_checkpoint_is_evaluated_on_the_target_that_it_names(
         assert done.code == 2 and said in " ".join(done.err.split()), done.err
 
 
-def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, outrider: Outrider, monkeypatch: Any) -> None:
+def test_a_quantised_target_is_evaluated_and_decoded(
+    made: Path, folder: Path, outrider: Outrider, monkeypatch: Any
+) -> None:
     """Catches `quantize` that is read and not passed on, and a report that does not say what that lost."""
     pytest.importorskip("torchao")
     monkeypatch.chdir(shutil.copytree(made, Path("copy")))
@@ -514,7 +529,10 @@ def test_prompt_sets_come_from_a_folder(folder: Path, tmp_path: Path, outrider: 
     done = outrider("evaluate", "sets.yaml", "--data", sets, "--json", "found.json")
     assert done.code == 0, done.err
     found = json.loads(Path("found.json").read_text())
-    assert [(row["task"], row["exact"], row["tokens"]) for row in found["rows"]] == [("gsm8k", True, 4), ("mt-bench", True, 8)]
+    assert [(row["task"], row["exact"], row["tokens"]) for row in found["rows"]] == [
+        ("gsm8k", True, 4),
+        ("mt-bench", True, 8),
+    ]
     assert str(sets / "gsm8k.jsonl") in json.dumps(found["tasks"])
 
 
@@ -528,7 +546,9 @@ def test_decode_reads_standard_input(folder: Path, outrider: Outrider, monkeypat
 
 def test_decode_takes_a_checkpoint(made: Path, folder: Path, outrider: Outrider) -> None:
     """Catches a trained drafter that can be measured and not used."""
-    done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", made / "runs/tiny/checkpoint")
+    done = outrider(
+        "decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", made / "runs/tiny/checkpoint"
+    )
     assert (done.code, done.out) == (0, text_of(folder, "hello") + "\n")
 
 
@@ -574,7 +594,10 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         (("show",), 2, "Missing argument"),
     ):
         done = outrider(*words)
-        assert (done.code, said in done.said, "Traceback" in done.err, done.out) == (code, True, False, done.out), (words, done)
+        assert (done.code, said in done.said, "Traceback" in done.err, done.out) == (code, True, False, done.out), (
+            words,
+            done,
+        )
     assert not (tmp_path / "runs/tiny/checkpoint").exists()
 
 
@@ -607,7 +630,9 @@ def test_a_place_for_the_json_is_looked_for_before_it_is_measured(
     assert (done.code, "can't write nowhere/found.json" in done.said) == (1, True)
 
 
-def test_two_drafters_of_one_kind_both_have_their_rows(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+def test_two_drafters_of_one_kind_both_have_their_rows(
+    made: Path, folder: Path, outrider: Outrider, tmp_path: Path
+) -> None:
     """Catches a second drafter of the same kind taking the first one's place in silence."""
     write_run_file(tmp_path / "tiny.yaml", folder, train=None, evaluate={
         "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "min_first_ngrams": 0.0,

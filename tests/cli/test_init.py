@@ -30,17 +30,26 @@ def test_a_run_file_of_every_kind_is_valid(kind: str, folder: Path) -> None:
         return
     assert code == 0
     run, _ = load("mine.yaml")
-    assert (run.target.name, run.drafter["kind"], run.train is not None) == (str(folder), kind, hasattr(find(kind), "Model"))
+    assert (run.target.name, run.drafter["kind"], run.train is not None) == (
+        str(folder),
+        kind,
+        hasattr(find(kind), "Model"),
+    )
     assert outrider_with("show", "mine.yaml") == 0
 
 
-def test_odd_names_are_quoted_and_comments_name_what_to_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_names_are_quoted_and_comments_name_what_to_change(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a path with a colon or a hash that breaks the file, and a file without a word of help."""
     Path("my: #data.jsonl").write_text('{"prompt": "a"}\n')
     words = ("--model", str(folder), "--kind", "dspark", "--data", "my: #data.jsonl", "--tasks", "gsm8k, chats.json")
     assert outrider_with("init", *words) == 0
     run, _ = load("dspark.yaml")
-    assert (run.prepare.conversations, run.evaluate and run.evaluate.tasks) == ("my: #data.jsonl", ("gsm8k", "chats.json"))
+    assert (run.prepare.conversations, run.evaluate and run.evaluate.tasks) == (
+        "my: #data.jsonl",
+        ("gsm8k", "chats.json"),
+    )
     text = Path("dspark.yaml").read_text()
     assert text.count("#") > 10 and "count" in text
     assert "outrider run dspark.yaml --dry-run" in capsys.readouterr().out
@@ -86,4 +95,8 @@ def test_in_a_terminal_missing_flags_are_asked_for(folder: Path, monkeypatch: py
     assert outrider_with("init", "asked.yaml", "--kind", "medusa") == 0
     assert [question.split()[0] for question in asked] == ["Target", "Prompts"]
     made = yaml.safe_load(Path("asked.yaml").read_text())
-    assert (made["target"], made["prepare"]["conversations"], made["prepare"]["count"]) == (str(folder), "stdlib:train", 512)
+    assert (made["target"], made["prepare"]["conversations"], made["prepare"]["count"]) == (
+        str(folder),
+        "stdlib:train",
+        512,
+    )

@@ -135,7 +135,9 @@ def check_moments(start: Start, folder: Path, place: Path, moments: int, seed: i
         hits += sum([killed(start, mine, verb, after_s) for after_s in kills])
         undisturbed(start, mine, verb)
         found = result(mine)
-        differs = sorted(name for name in wanted[verb].keys() | found.keys() if wanted[verb].get(name) != found.get(name))
+        differs = sorted(
+            name for name in wanted[verb].keys() | found.keys() if wanted[verb].get(name) != found.get(name)
+        )
         assert not differs, f"moment {moment}: {verb} killed after {kills} s: {differs}"
         shutil.rmtree(mine)
     assert hits, "no run was caught at work"

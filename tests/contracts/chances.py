@@ -194,7 +194,9 @@ def worst_error(
     return float((found - exact).abs().max())
 
 
-def _drafts(proposal: Proposal, nodes: int, tokens: tuple[int, ...] = (), rows: tuple = (), weight: float = 1.0) -> Iterator:
+def _drafts(
+    proposal: Proposal, nodes: int, tokens: tuple[int, ...] = (), rows: tuple = (), weight: float = 1.0
+) -> Iterator:
     if len(tokens) == nodes:
         yield weight, list(tokens), list(rows)
         return

@@ -260,7 +260,14 @@ class OnAndOff(Fixed):
     def budget(self, state: DecodeState) -> Tensor:
         self.turn += 1
         rows = torch.tensor(state.rows)
-        wanted = [torch.full_like(rows, self.nodes), 0 * rows, 0 * rows, (rows % 2) * self.nodes, 1 + 0 * rows, rows % 3]
+        wanted = [
+            torch.full_like(rows, self.nodes),
+            0 * rows,
+            0 * rows,
+            (rows % 2) * self.nodes,
+            1 + 0 * rows,
+            rows % 3,
+        ]
         return wanted[self.turn % len(wanted)]
 
 

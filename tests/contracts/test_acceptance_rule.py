@@ -27,7 +27,9 @@ from outrider.sampling.fast import accept_chain
 from outrider.sampling.settings import Sampling
 
 TARGET = TableTarget.random(5)
-CASES = [case for case in cases() if "nodes" not in case.choices and case.kind not in ("layer_skip", "gemma4_assistant")]
+CASES = [
+    case for case in cases() if "nodes" not in case.choices and case.kind not in ("layer_skip", "gemma4_assistant")
+]
 """A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in
 `test_acceptance_rule_trees`.  A table has no layers to skip and no keys: the distributions of `layer_skip` and
 `gemma4_assistant` are among their own tests."""
@@ -110,7 +112,9 @@ def test_every_tree_keeps_the_distribution(tree):
 def test_another_function_of_the_distribution_leaves_a_seeded_text_as_it_is(shared):
     """Catches noise that is shared or not by which function judges, in place of what the caller asks for."""
     rules = [None, accepting.accept, accept_chain]
-    found = [emitted(TARGET, TREES["chain"], slots=100, rule=rule, seeded=True, shared_noise=shared)[0] for rule in rules]
+    found = [
+        emitted(TARGET, TREES["chain"], slots=100, rule=rule, seeded=True, shared_noise=shared)[0] for rule in rules
+    ]
     plain, _, _ = emitted(TARGET, TREES["chain"], Fixed(0), slots=100, seeded=True)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert torch.equal(found[0], plain) == shared
@@ -301,7 +305,16 @@ class Spoilt(Drawn):
 
 @pytest.mark.parametrize(
     "how",
-    ["nan", "negative", "infinite", "unnormalised", "zero at its own token", "negative id", "huge id", "first id too many"],
+    [
+        "nan",
+        "negative",
+        "infinite",
+        "unnormalised",
+        "zero at its own token",
+        "negative id",
+        "huge id",
+        "first id too many",
+    ],
 )
 def test_invalid_nodes_are_verified_as_deterministic_and_counted(how):
     """Catches NaN that reaches the residual, ids that wrap around, and a count that lies.  False alarm 1e-6."""

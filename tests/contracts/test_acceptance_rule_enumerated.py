@@ -44,7 +44,13 @@ def drawn(parents: list[int], seed: int, how: str):
     return proposal
 
 
-SHAPES = {"chain": [-1, 0], "siblings": [-1, -1], "both": [-1, -1, 0], "three siblings": [-1, -1, -1], "long": [-1, 0, 1]}
+SHAPES = {
+    "chain": [-1, 0],
+    "siblings": [-1, -1],
+    "both": [-1, -1, 0],
+    "three siblings": [-1, -1, -1],
+    "long": [-1, 0, 1],
+}
 
 
 @pytest.mark.parametrize("how", ["replacement", "without", "top", "mixed"])
@@ -57,7 +63,9 @@ def test_what_is_emitted_follows_the_target_exactly(shape, how):
 
 
 @given(
-    st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(0, 10_000), st.sampled_from(["replacement", "without"])
+    st.lists(st.integers(0, 100), min_size=1, max_size=3),
+    st.integers(0, 10_000),
+    st.sampled_from(["replacement", "without"]),
 )
 @examples(max_examples=8)
 def test_any_tree_keeps_the_distribution(choices, seed, how):

@@ -33,7 +33,9 @@ class Grown(Proposer):
 
     confidence_before_draw = True
 
-    def __init__(self, target: TableTarget, width: int, depth: int, nodes: int, replacement: bool, bend=lambda draft: draft):
+    def __init__(
+        self, target: TableTarget, width: int, depth: int, nodes: int, replacement: bool, bend=lambda draft: draft
+    ):
         noise = torch.randn(target.table.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         self.table = 0.6 * target.table + 0.7 * noise
         self.parents, self.replacement, self.bend = trees.shape(width, depth, nodes), replacement, bend
@@ -48,7 +50,9 @@ class Grown(Proposer):
             return self.table[above, own]
 
         return self.bend(
-            trees.sampled(self.table[before, anchor], expand, budget, state, parents=self.parents, replacement=self.replacement)
+            trees.sampled(
+                self.table[before, anchor], expand, budget, state, parents=self.parents, replacement=self.replacement
+            )
         )
 
 

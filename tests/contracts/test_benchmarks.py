@@ -44,9 +44,13 @@ def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path, monkeypatch)
     """Catches counts that are lost or doubled when a run is taken up again, and a fault that stays when it was
     mended."""
     monkeypatch.setattr(soak, "drawn", lambda seed, number: number)
-    monkeypatch.setattr(soak, "tried", lambda case: soak.Outcome(9, mismatches=[{"case": case, "crash": "x"}] * (case == 1)))
+    monkeypatch.setattr(
+        soak, "tried", lambda case: soak.Outcome(9, mismatches=[{"case": case, "crash": "x"}] * (case == 1))
+    )
     first = soak.Sum(spans=[[0, 3]], seconds=2.0)
-    first.found = soak.Outcome(70, soak.Counter(top_k=30), [{"case": 1, "crash": "x"}], [{"case": 2}], soak.Counter(cut=4))
+    first.found = soak.Outcome(
+        70, soak.Counter(top_k=30), [{"case": 1, "crash": "x"}], [{"case": 2}], soak.Counter(cut=4)
+    )
     mended = {"case": 0, "crash": "y"}
     first.found.mismatches.append(mended)
     first.cases.update(top_k=2)
@@ -58,7 +62,14 @@ def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path, monkeypatch)
     assert again.seconds == 3.0
     for name in ("totals", "spans", "settings", "events", "mismatches", "ties"):
         assert told[0][name] == told[1][name]
-    assert told[1]["totals"] == {"seed": 5, "cases": 3, "tokens": 70, "mismatches": 1, "of_these": {"crash": 1}, "ties": 1}
+    assert told[1]["totals"] == {
+        "seed": 5,
+        "cases": 3,
+        "tokens": 70,
+        "mismatches": 1,
+        "of_these": {"crash": 1},
+        "ties": 1,
+    }
 
 
 def faulty_draw(draw):
@@ -107,7 +118,9 @@ def test_the_families_benchmark_sees_a_text_that_is_not_the_models():
     mismatches, ties = families.compared(target, texts, replay.Replay(texts, 128))
     assert (mismatches[0]["text"], mismatches[0]["at"], ties) == (2, 8, [])
     one, difference = replay.spread(target, texts[0][:20], 3)
-    torch.testing.assert_close(one, target.model(torch.tensor([texts[0][:20]])).logits[0, -1].detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        one, target.model(torch.tensor([texts[0][:20]])).logits[0, -1].detach(), rtol=1e-9, atol=1e-9
+    )
     assert difference < 1e-12
 
 
@@ -125,7 +138,9 @@ def test_a_table_of_every_family_goes_on_where_it_stopped(monkeypatch, tmp_path,
     causal, path = families.CAUSAL, tmp_path / "out.json"
     first = table(monkeypatch, path, ("qwen2", causal), ("bert", causal), ("blip", families.NESTED))
     assert [row["outcome"] for row in first.values()] == ["refused", "not built", "exact"]
-    monkeypatch.setattr(families, "try_form", lambda kind, form, tokens: {"family": kind, "form": form, "outcome": "exact"})
+    monkeypatch.setattr(
+        families, "try_form", lambda kind, form, tokens: {"family": kind, "form": form, "outcome": "exact"}
+    )
     second = table(monkeypatch, path, *first, ("llama", causal))
     assert second == {**first, ("llama", causal): {"family": "llama", "form": causal, "outcome": "exact"}}
 

@@ -165,7 +165,9 @@ def test_slots_of_other_settings_stand_beside_greedy_ones(case, target, prompts,
         if request.sampling.temperature == 0:
             assert found == plain(target, request.prompt, 25)
     again = served(target, requests, drafter, slots=8)
-    assert [found for n, found in enumerate(again) if n % 2 == 0] == [found for n, found in enumerate(together) if n % 2 == 0]
+    assert [found for n, found in enumerate(again) if n % 2 == 0] == [
+        found for n, found in enumerate(together) if n % 2 == 0
+    ]
 
 
 def test_a_seeded_text_depends_on_its_seed_alone(target, prompts, workshop):

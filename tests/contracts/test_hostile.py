@@ -125,7 +125,9 @@ WRONG = {
     "slots": lambda s: Draft.chain(torch.zeros(s + 1, 2, dtype=torch.int64), torch.ones(s, dtype=torch.int64)),
     "sizes": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s + 1, dtype=torch.int64)),
     "flat tokens": lambda s: Draft(torch.zeros(s, dtype=torch.int64), torch.zeros(s, dtype=torch.int64), torch.ones(s)),
-    "parents": lambda s: Draft(torch.zeros(s, 3, dtype=torch.int64), torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)),
+    "parents": lambda s: Draft(
+        torch.zeros(s, 3, dtype=torch.int64), torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)
+    ),
     "q": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), torch.ones(s, 1, 64)),
     "confidence": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), None, torch.ones(s, 3)),
 }
@@ -144,7 +146,10 @@ NO_DRAFTS = {
     "a list": (lambda s: [[1]] * s, "must return a Draft of .*, got list"),
     "a tensor": (lambda s: torch.zeros(s, 2, dtype=torch.int64), "must return a Draft of .*, got Tensor"),
     "sizes of a list": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), [1] * s), "sizes list"),
-    "sizes of float32": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)), "sizes torch.float32"),
+    "sizes of float32": (
+        lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)),
+        "sizes torch.float32",
+    ),
     "tokens of int32": (
         lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int32), torch.ones(s).long()),
         "tokens torch.int32",
@@ -177,7 +182,9 @@ def test_ids_outside_the_vocabulary_are_counted_at_temperature_0():
     """Catches a count that only the sampled way keeps."""
     table = TableTarget.random(5)
     drafter = Returns(
-        lambda slots, budget, generator: Draft.chain(torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2))
+        lambda slots, budget, generator: Draft.chain(
+            torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2)
+        )
     )
     state = batch(table, 1)
     steps = sum(1 for _ in serve(table, [Request([1], 5, Sampling())], drafter, state=state))

@@ -78,7 +78,9 @@ def test_the_gradient_is_that_of_the_whole_pass(case, target, workshop, texts):
         return total
 
     loss(0.0)
-    slope = sum(float((weight.grad * way).sum()) for weight, way in zip(weights, ways, strict=True) if weight.grad is not None)
+    slope = sum(
+        float((weight.grad * way).sum()) for weight, way in zip(weights, ways, strict=True) if weight.grad is not None
+    )
     step = 1e-3  # norms of transformers' layers are taken in float32
     found = (loss(step) - loss(-step)) / (2 * step)
     assert slope == pytest.approx(found, rel=5e-3)
@@ -245,7 +247,8 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
             counted = batch_of(target, model.taps, text[None])
             places = model.predict(
                 type(counted)(
-                    torch.arange(40)[None], *[getattr(counted, name) for name in ("loss_mask", "documents", "taps", "hidden")]
+                    torch.arange(40)[None],
+                    *[getattr(counted, name) for name in ("loss_mask", "documents", "taps", "hidden")],
                 )
             ).labels
             for draft, _, part in rows.chunks(10**9):

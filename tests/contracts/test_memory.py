@@ -80,7 +80,8 @@ def test_views_of_many_spans_of_slots_are_not_all_held():
 
 
 MEMORIES = [
-    Case("ngram"), Case("ngram", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("recycle", {"shared": True}),
+    Case("ngram"), Case("ngram", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("recycle",
+    {"shared": True}),
     Case("suffix", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("graft"),
 ]  # fmt: skip
 KINDS = [Case("mix", {"share": "request"}), *(pytest.param(case, marks=pytest.mark.slow) for case in MEMORIES)]

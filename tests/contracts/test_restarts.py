@@ -28,7 +28,12 @@ CASES = [
     for case in cases()
     if case.kind not in LEARNING and "shared" not in case.choices
 ]
-FAMILIES = ["qwen3.5", "mamba2", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-h1", "jamba"))]
+FAMILIES = [
+    "qwen3.5",
+    "mamba2",
+    "lfm2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-h1", "jamba")),
+]
 TOKENS = 13
 
 

@@ -59,7 +59,9 @@ def at_once(*works: Callable[[], object]) -> list[object]:
 
 
 @KINDS
-def test_four_threads_write_the_targets_text_with_every_drafter(case, target, prompts, plain, drafter_of, eager_switches):
+def test_four_threads_write_the_targets_text_with_every_drafter(
+    case, target, prompts, plain, drafter_of, eager_switches
+):
     """Catches taps and hidden states that one pass catches for another, and layers that one thread leaves out for
     all."""
     drafter = drafter_of(case)

@@ -29,7 +29,9 @@ __all__ = ["folder", "talker"]
 
 LEAKED = "Three hens lay two eggs on each of four days; how many eggs lie in the nest when a fox has taken five?"
 PLANTED = "three HENS lay two eggs\non each of four days:\n\nHow many eggs lie in the nest, when a fox has taken five"
-PARAPHRASE = "A fox steals five eggs from a nest to which three hens have added two apiece daily for four days. What is left?"
+PARAPHRASE = (
+    "A fox steals five eggs from a nest to which three hens have added two apiece daily for four days. What is left?"
+)
 KOREAN = "암탉 세 마리가 나흘 동안 날마다 알을 두 개씩 낳았고 여우가 다섯 개를 가져갔다면 둥지에는 몇 개가 남습니까?"
 PROMPTS = [
     Prompt("leaked", (LEAKED,)),
@@ -205,7 +207,9 @@ def test_a_training_that_began_before_hashes_were_kept_is_not_known(
     assert "leaked" in ids(found) and "drafter" in found.unknown
 
 
-def test_going_on_with_the_same_texts_names_them_once(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
+def test_going_on_with_the_same_texts_names_them_once(
+    talker: TransformersTarget, answers: Path, tmp_path: Path
+) -> None:
     """Catches a list that grows with every stop, and a checkpoint that differs from one that nothing stopped."""
     stopped(talker, tmp_path / "a", source_of(talker, answers))
     fit(tmp_path / "a", talker, source=source_of(talker, answers), steps=4)

@@ -70,10 +70,12 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
         ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "not 'hi'"), ({"messages": "hi"}, "not 'h"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
         ({"messages": [{"role": "user"}]}, "text as content"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]}, "no user turn"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]},
+        "no user turn"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
         ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
-        ({"prompt": [USER]}, "prompt must be text, not [{'role'"), ({"text": 7}, "a list of messages belongs in `messages`"),
+        ({"prompt": [USER]}, "prompt must be text, not [{'role'"), ({"text": 7},
+        "a list of messages belongs in `messages`"),
         ({"prompt": "a", "response": {"b": 1}}, "response must be text"),
         ({"instruction": "a", "input": 3}, "input must be text, not 3"),
         ({"prompt": "a \ud83d b"}, "holds '\\ud83d', one half of a surrogate pair"),
@@ -186,7 +188,10 @@ def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
     """Catches empty lines as prompts, and ids that change when one is added at the end."""
     path = tmp_path / "a.txt"
     path.write_text("first\n\n  second \n")
-    assert [(c.id, c.messages[0]["content"]) for c in read_all(path)] == [("a.txt:1", "first"), ("a.txt:3", "  second ")]
+    assert [(c.id, c.messages[0]["content"]) for c in read_all(path)] == [
+        ("a.txt:1", "first"),
+        ("a.txt:3", "  second "),
+    ]
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.txt", "folder.jsonl", "binary.txt", "empty.jsonl", "empty.txt"])
@@ -244,7 +249,10 @@ def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
     """Catches a measurement that is shown the answer, or loses what the system said."""
     system = {"role": "system", "content": "be"}
     path = write(tmp_path / "quiz.jsonl", {"messages": [system, USER, REPLY, USER]}, {"prompt": "b", "response": "c"})
-    assert [prompt.messages() for prompt in tasks.prompts(str(path), 9)] == [[system, USER], [{"role": "user", "content": "b"}]]
+    assert [prompt.messages() for prompt in tasks.prompts(str(path), 9)] == [
+        [system, USER],
+        [{"role": "user", "content": "b"}],
+    ]
     assert tasks.task_name(str(path)) == "quiz"
 
 
@@ -252,7 +260,14 @@ def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
 
 TALKS = {
     "one turn": [USER, REPLY],
-    "three turns": [USER, REPLY, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "ü\nno"}, USER, REPLY],
+    "three turns": [
+        USER,
+        REPLY,
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "ü\nno"},
+        USER,
+        REPLY,
+    ],
     "a system": [{"role": "system", "content": "be"}, USER, REPLY],
     "a question left": [USER, REPLY, USER],
     "an empty answer": [USER, {"role": "assistant", "content": ""}, USER, REPLY],
@@ -335,7 +350,9 @@ def test_what_the_template_refuses_is_a_data_error(template: str) -> None:
             call()
 
 
-def test_messages_that_a_target_refuses_are_a_data_error(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_a_target_refuses_are_a_data_error(
+    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches the same traceback where prompts are not prepared but decoded or measured."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", STRICT)
     with pytest.raises(DataError, match="chat template refuses these messages: System role not supported"):

@@ -20,7 +20,9 @@ def texts(count: int, start: int = 6) -> list[Answer]:
     return [Answer(f"t{i}", [i] + [100 + i] * (start + i % 5), [(1, 1 + start)]) for i in range(count)]
 
 
-def source(target: TransformersTarget, answers: list[Answer], batch: int = 3, seed: int = 0, length: int = 64) -> LiveFeatures:
+def source(
+    target: TransformersTarget, answers: list[Answer], batch: int = 3, seed: int = 0, length: int = 64
+) -> LiveFeatures:
     return LiveFeatures(target, answers, TAPS, batch=batch, length=length, seed=seed)
 
 
@@ -76,7 +78,9 @@ def test_padding_is_document_0_and_never_learnt(talker: TransformersTarget) -> N
         length = len(answer.tokens)
         assert batch.tokens[b].tolist() == answer.tokens + [0] * (batch.tokens.shape[1] - length)
         assert batch.documents[b].tolist() == [1] * length + [0] * (batch.tokens.shape[1] - length)
-        assert batch.loss_mask[b].nonzero()[:, 0].tolist() == [i for start, end in answer.learn for i in range(start, end)]
+        assert batch.loss_mask[b].nonzero()[:, 0].tolist() == [
+            i for start, end in answer.learn for i in range(start, end)
+        ]
 
 
 def test_texts_with_too_little_to_learn_are_left_out_and_counted(talker: TransformersTarget) -> None:

@@ -58,10 +58,14 @@ def shared(one: str, other: str) -> int:
         str.upper,
         lambda text: text.replace(" ", "\n\n  "),
         lambda text: "«" + text.replace(";", " — ").replace("'", "\u2019").replace("?", "!!") + "»",
-        lambda text: "".join(chr(ord(letter) + 0xFEE0) if letter.isalpha() and letter.isascii() else letter for letter in text),
+        lambda text: "".join(
+            chr(ord(letter) + 0xFEE0) if letter.isalpha() and letter.isascii() else letter for letter in text
+        ),
         lambda text: unicodedata.normalize("NFD", text),
         lambda text: text.replace("e", "e\u00ad"),
-        lambda text: "".join(chr(ord(letter) - ord("A") + 0x1D400) if "A" <= letter <= "Z" else letter for letter in text),
+        lambda text: "".join(
+            chr(ord(letter) - ord("A") + 0x1D400) if "A" <= letter <= "Z" else letter for letter in text
+        ),
     ],
     ids=["case", "lines", "punctuation", "full width", "decomposed", "soft hyphens", "bold"],
 )
@@ -189,7 +193,9 @@ def test_the_same_texts_make_the_same_file(tmp_path: Path) -> None:
 
 def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
     """Catches a part asked for another, or a paraphrase flagged."""
-    found = opened(tmp_path / "g", {"prompts": [["short one"], [f"Please solve: {QUESTION}"]], "answers": [[f"{KOREAN}"]]})
+    found = opened(
+        tmp_path / "g", {"prompts": [["short one"], [f"Please solve: {QUESTION}"]], "answers": [[f"{KOREAN}"]]}
+    )
     assert found.holding(f"Question 7.\n{QUESTION.upper()}") == ("prompts",)
     assert found.holding(KOREAN) == ("answers",)
     assert found.holding("Short one!") == ("prompts",)
@@ -207,7 +213,10 @@ def test_what_everybody_says_does_not_count_but_a_whole_prompt_does(tmp_path: Pa
     """Catches a system prompt in every conversation flagging all; and a question that was repeated often passing for
     clean."""
     system = "You are a helpful assistant who answers in plain words and never says more than was asked for by the user"
-    few, many = [[system, f"question {i}"] for i in range(COMMON)], [[f"{system} {i}", "go on"] for i in range(COMMON + 1)]
+    few, many = (
+        [[system, f"question {i}"] for i in range(COMMON)],
+        [[f"{system} {i}", "go on"] for i in range(COMMON + 1)],
+    )
     assert opened(tmp_path / "few", {"p": few}).holding(f"{system} and ever")
     everybody = opened(tmp_path / "many", {"p": [*many, *[[QUESTION]] * 50]})
     assert not everybody.holding(f"{system} and ever")
@@ -324,7 +333,9 @@ def test_hashes_of_fewer_answers_than_there_are_do_not_count(talker: Transformer
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(talker, talker.tokenizer, asked(), tmp_path, Config(max_new_tokens=6, length=120, slots=2), on_answer=stop)
+        prepare(
+            talker, talker.tokenizer, asked(), tmp_path, Config(max_new_tokens=6, length=120, slots=2), on_answer=stop
+        )
     assert named(tmp_path) is None
     answer(talker, tmp_path, asked(1))  # asked less: the prompt of one answer is not known here
     found = named(tmp_path)

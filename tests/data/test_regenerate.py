@@ -124,7 +124,9 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
 
 
 @pytest.mark.parametrize("cut", [1, 30, -2])
-def test_a_torn_last_line_is_written_again(cut: int, talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_a_torn_last_line_is_written_again(
+    cut: int, talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path
+) -> None:
     """Catches half an answer that is kept, or that makes all others unreadable."""
     path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
     lines = path.read_bytes().splitlines(keepends=True)
@@ -137,7 +139,9 @@ def test_a_finished_run_is_left_alone(talker: TransformersTarget, tmp_path: Path
     """Catches a second run that answers anything again; more prompts later cost only themselves."""
     answer_all(talker, tmp_path, asked(3))
     before = (tmp_path / ANSWERS).read_bytes()
-    prepare(talker, talker.tokenizer, asked(3), tmp_path, config(), on_answer=lambda done, answer: pytest.fail(answer.id))
+    prepare(
+        talker, talker.tokenizer, asked(3), tmp_path, config(), on_answer=lambda done, answer: pytest.fail(answer.id)
+    )
     assert (tmp_path / ANSWERS).read_bytes() == before
     seen: list[str] = []
     prepare(
@@ -152,7 +156,14 @@ def test_a_finished_run_is_left_alone(talker: TransformersTarget, tmp_path: Path
 
 
 def _write_slowly(target: TransformersTarget, folder: Path) -> None:
-    prepare(target, target.tokenizer, asked(), folder, config(), on_answer=lambda done, _: time.sleep(0.2 if done > 2 else 0))
+    prepare(
+        target,
+        target.tokenizer,
+        asked(),
+        folder,
+        config(),
+        on_answer=lambda done, _: time.sleep(0.2 if done > 2 else 0),
+    )
 
 
 def test_a_killed_process_loses_only_what_it_was_writing(
@@ -176,7 +187,9 @@ def test_a_killed_process_loses_only_what_it_was_writing(
     assert by_id(read_answers(path)) == whole
 
 
-def test_two_processes_do_not_answer_into_one_folder(talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_do_not_answer_into_one_folder(
+    talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path
+) -> None:
     """Catches every prompt answered twice: both read what is there, and both write the rest."""
     child = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(talker, tmp_path))
     child.start()
@@ -263,11 +276,15 @@ def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path)
 @pytest.mark.parametrize(
     "change", [{"temperature": 0.5}, {"top_p": 0.5}, {"seed": 3}, {"max_new_tokens": 9}, {"regenerate": False}]
 )
-def test_answers_of_other_settings_are_not_mixed(change: dict[str, Any], talker: TransformersTarget, tmp_path: Path) -> None:
+def test_answers_of_other_settings_are_not_mixed(
+    change: dict[str, Any], talker: TransformersTarget, tmp_path: Path
+) -> None:
     """Catches a folder whose texts follow two distributions."""
     answer_all(talker, tmp_path, asked(2))
     before = (tmp_path / ANSWERS).read_bytes()
-    with pytest.raises(DataError, match=r"holds answers made with another config; name another prepare.folder, or delete it"):
+    with pytest.raises(
+        DataError, match=r"holds answers made with another config; name another prepare.folder, or delete it"
+    ):
         answer_all(talker, tmp_path, **change)
     assert (tmp_path / ANSWERS).read_bytes() == before
 
@@ -305,7 +322,10 @@ def test_a_line_of_another_folder_is_refused(talker: TransformersTarget, tmp_pat
     path = prepare(talker, talker.tokenizer, asked(2), tmp_path / "one", config())
     other = prepare(talker, talker.tokenizer, asked(2), tmp_path / "two", config(temperature=0.1))
     path.write_text(path.read_text() + other.read_text())
-    for use in (lambda: answer_all(talker, tmp_path / "one"), lambda: answers_for(path.parent, talker, talker.tokenizer)):
+    for use in (
+        lambda: answer_all(talker, tmp_path / "one"),
+        lambda: answers_for(path.parent, talker, talker.tokenizer),
+    ):
         with pytest.raises(DataError, match="line 3 was made with another target, template or config"):
             use()
 
@@ -352,7 +372,9 @@ def test_an_edited_line_is_answered_anew_and_a_moved_one_is_not(talker: Transfor
     answer_all(talker, folder, lines_of(path, "one", "two", "three"))
     seen: list[str] = []
     edited = lines_of(path, "zero", "one", "2", "three")
-    prepare(talker, talker.tokenizer, edited, folder, config(), on_answer=lambda n, answer: seen.append(f"{n} {answer.id}"))
+    prepare(
+        talker, talker.tokenizer, edited, folder, config(), on_answer=lambda n, answer: seen.append(f"{n} {answer.id}")
+    )
     assert sorted(line.split()[1] for line in seen) == ["a.jsonl:1", "a.jsonl:3"]
     assert [line.split()[0] for line in seen] == ["3", "4"]
     assert answered(folder, edited, config()) == 4
@@ -408,7 +430,9 @@ def test_given_answers_that_are_edited_are_taken_anew(talker: TransformersTarget
 
 # ── what the template refuses ─────────────────────────────────────────────────────────────────────────────────────────
 
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
 
 
 @pytest.mark.parametrize("regenerate", [True, False])

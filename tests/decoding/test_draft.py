@@ -25,7 +25,9 @@ def trees(draw):
 def made(parents, sizes) -> Draft:
     shape = (len(parents), len(parents[0]))
     return Draft(
-        torch.arange(shape[0] * shape[1]).view(shape), torch.tensor(parents, dtype=torch.int64).view(shape), torch.tensor(sizes)
+        torch.arange(shape[0] * shape[1]).view(shape),
+        torch.tensor(parents, dtype=torch.int64).view(shape),
+        torch.tensor(sizes),
     )
 
 
@@ -59,7 +61,9 @@ def test_a_node_sees_the_anchor_its_ancestors_and_itself(tree):
 def test_reach_is_the_depth_of_the_live_nodes(tree):
     """Catches padding that counts."""
     parents, sizes = tree
-    wanted = [max((len(ancestors(row, n)) for n in range(size)), default=0) for row, size in zip(parents, sizes, strict=True)]
+    wanted = [
+        max((len(ancestors(row, n)) for n in range(size)), default=0) for row, size in zip(parents, sizes, strict=True)
+    ]
     assert made(parents, sizes).reach() == wanted
 
 

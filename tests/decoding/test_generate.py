@@ -104,7 +104,11 @@ def test_a_stop_string_ends_drafted_and_plain_texts_at_the_same_token(talker, pr
             for drafter in (None, oracle):
                 (found,) = generate(talker, prompt, drafter, max_new_tokens=40, stop=stop)
                 text = talker.decode(tokens[:last])
-                assert (found.tokens, found.text, found.finish_reason) == (tokens[:last], text[: text.find(stop)], "stop")
+                assert (found.tokens, found.text, found.finish_reason) == (
+                    tokens[:last],
+                    text[: text.find(stop)],
+                    "stop",
+                )
 
 
 def test_a_stop_string_that_can_never_match_is_refused(target, talker):
@@ -204,7 +208,9 @@ def test_text_without_a_tokenizer_is_refused(target):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": -1}, {"max_new_tokens": 3, "stop": ""}, {"max_new_tokens": 3, "stop": ["a", ""]}], ids=str
+    "wrong",
+    [{"max_new_tokens": -1}, {"max_new_tokens": 3, "stop": ""}, {"max_new_tokens": 3, "stop": ["a", ""]}],
+    ids=str,
 )
 def test_arguments_without_meaning_are_refused(wrong):
     """Catches a setting that would only show as an odd text."""

@@ -97,9 +97,9 @@ def test_a_token_without_weight_is_never_drawn():
     """Catches a race that a hopeless runner wins: seeds without number, one token alive."""
     weights = torch.zeros(5000, 6)
     weights[:, 4] = 1e-30
-    assert set(Streams(torch.arange(5000), torch.zeros(5000, dtype=torch.int64)).draw(weights, 0, Purpose.TARGET).tolist()) == {
-        4
-    }
+    assert set(
+        Streams(torch.arange(5000), torch.zeros(5000, dtype=torch.int64)).draw(weights, 0, Purpose.TARGET).tolist()
+    ) == {4}
 
 
 def test_the_unit_interval_is_open_at_both_ends():
@@ -137,7 +137,9 @@ def test_a_slot_with_a_seed_drafts_with_the_targets_noise():
     for depth in range(3):
         wanted = torch.where(seeded, plain.key(depth, Purpose.TARGET), plain.key(depth, Purpose.DRAFT))
         assert torch.equal(streams.key(depth, Purpose.DRAFT), wanted)
-        salted = torch.where(seeded[:, None], plain.key(depth, Purpose.TARGET)[:, None], plain.key(depth, Purpose.DRAFT, salt))
+        salted = torch.where(
+            seeded[:, None], plain.key(depth, Purpose.TARGET)[:, None], plain.key(depth, Purpose.DRAFT, salt)
+        )
         assert torch.equal(streams.key(depth, Purpose.DRAFT, salt), salted)
         for purpose in (Purpose.TARGET, Purpose.ACCEPT, Purpose.PART):
             assert torch.equal(streams.key(depth, purpose), plain.key(depth, purpose))

@@ -22,7 +22,9 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
-def test_a_python_block_in_the_docs_runs(page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_block_in_the_docs_runs(
+    page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches an example that a change of names or behaviour left behind.  Other blocks of a page can import its
     files."""
     found = FENCED.findall(page.read_text())

@@ -18,7 +18,9 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"]
+)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize(
     "case",
@@ -35,7 +37,8 @@ from outrider.targets.transformers import TransformersTarget
     ],
 )
 def test_a_compiled_block_is_the_plain_one(
-    case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
+    case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: TransformersTarget,
+    prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is

@@ -41,7 +41,8 @@ def test_contemplate_rows_are_what_the_target_makes_of_the_soft_prompt_behind_th
         def observe(self, memory, state, draft, accepted, scores: Scores):
             super().observe(memory, state, draft, accepted, scores)
             seen.extend(
-                (len(state.tokens[row]) - (accepted.next_tokens[b] >= 0), memory[row]) for b, row in enumerate(state.rows)
+                (len(state.tokens[row]) - (accepted.next_tokens[b] >= 0), memory[row])
+                for b, row in enumerate(state.rows)
             )
 
     drafter = Watched(target, contemplate.Config())

@@ -38,13 +38,17 @@ LINES = [
 WAYS = pytest.mark.parametrize("vocabulary", ["intersection", "text"])
 
 
-def byte_level(size: int, lines: list[str], ends: str | None = "<|end|>", alphabet: bool = True) -> PreTrainedTokenizerFast:
+def byte_level(
+    size: int, lines: list[str], ends: str | None = "<|end|>", alphabet: bool = True
+) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
     specials = [ends] if ends else []
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, special_tokens=specials, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=letters, special_tokens=specials, show_progress=False
+    )
     tokenizer.train_from_iterator(lines, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=ends)
 
@@ -343,7 +347,12 @@ class Bent(Drafter):
 
     def __init__(self, drafter, bend):
         self.limit = drafter.limit
-        self.allocate, self.admit, self.observe, self.free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
+        self.allocate, self.admit, self.observe, self.free = (
+            drafter.allocate,
+            drafter.admit,
+            drafter.observe,
+            drafter.free,
+        )
         self.propose = lambda memory, state, budget: bend(drafter.propose(memory, state, budget))
 
 
@@ -361,7 +370,9 @@ def test_the_distribution_is_kept(vocabulary, table, beside):
 def test_the_distribution_is_kept_under_top_k_and_top_p(vocabulary, table, beside):
     """Catches a cut that is made before what has no twin is left out, in q alone.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    assert keeps_the_distribution(table, beside(vocabulary), prompt=table.tokenizer.encode("ab"), slots=1500, sampling=sampling)
+    assert keeps_the_distribution(
+        table, beside(vocabulary), prompt=table.tokenizer.encode("ab"), slots=1500, sampling=sampling
+    )
 
 
 def off_by_one(draft: Draft) -> Draft:

@@ -159,7 +159,15 @@ def test_serving_corrects_as_training_does(target, batch):
 
 @pytest.mark.parametrize(
     ("progress", "curriculum", "share"),
-    [(0.0, 0.5, 1.0), (0.25, 0.5, 0.5), (0.5, 0.5, 0.0), (1.0, 0.5, 0.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)],
+    [
+        (0.0, 0.5, 1.0),
+        (0.25, 0.5, 0.5),
+        (0.5, 0.5, 0.0),
+        (1.0, 0.5, 0.0),
+        (0.0, 1.0, 1.0),
+        (1.0, 1.0, 0.0),
+        (0.0, 0.0, 0.0),
+    ],
 )
 def test_the_bases_share_falls_from_one_to_zero(progress, curriculum, share):
     """Catches a curriculum that ends elsewhere than it says."""

@@ -87,9 +87,13 @@ def test_a_file_that_is_no_drafter_is_refused_and_the_others_are_listed(source, 
 
 def test_an_entry_point_of_another_name_is_refused(monkeypatch):
     """Catches a message that speaks of a file where a package is meant."""
-    monkeypatch.setattr(drafters, "kinds", lambda: {"repeat": "outrider.drafters.ngram", "twice": "no_such_package:thing"})
+    monkeypatch.setattr(
+        drafters, "kinds", lambda: {"repeat": "outrider.drafters.ngram", "twice": "no_such_package:thing"}
+    )
     monkeypatch.setattr(drafters, "__name__", "elsewhere")
-    with pytest.raises(ConfigError, match="outrider.drafters.ngram: Config.kind is 'ngram'; it must be the entry point's name"):
+    with pytest.raises(
+        ConfigError, match="outrider.drafters.ngram: Config.kind is 'ngram'; it must be the entry point's name"
+    ):
         drafters.find("repeat")
     with pytest.raises(ConfigError, match="no_such_package:thing can't be imported"):
         drafters.find("twice")
@@ -426,7 +430,9 @@ def test_the_papers_layout_is_the_default_one_of_a_block_more_without_the_anchor
     batch = batch_of(target, longer.taps, tokens)
     at, live = torch.tensor([[3, 9, 14], [0, 7, 15]]), torch.ones(2, 3, dtype=torch.bool)
     with torch.no_grad():
-        torch.testing.assert_close(papers.backbone.drafted(batch, at, live), longer.backbone.drafted(batch, at, live)[:, :, 1:])
+        torch.testing.assert_close(
+            papers.backbone.drafted(batch, at, live), longer.backbone.drafted(batch, at, live)[:, :, 1:]
+        )
 
 
 def test_runners_up_are_leaves_beside_the_chain():
@@ -440,7 +446,9 @@ def test_runners_up_are_leaves_beside_the_chain():
     draft = tree.draft(tree.choices(logits), torch.tensor([6, 4]))
     assert draft.sizes.tolist() == [6, 4]
     for b in range(2):
-        assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.depths, tree.ranks, strict=True)]
+        assert draft.tokens[b].tolist() == [
+            int(order[b, k, rank]) for k, rank in zip(tree.depths, tree.ranks, strict=True)
+        ]
     for size in range(7):
         kept = draft.first(torch.tensor([size, size])).checked(2)
         assert kept.sizes.tolist() == [size, min(size, 4)]

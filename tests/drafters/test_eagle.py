@@ -44,7 +44,9 @@ def logits_of(model, batch):
 def fill(model, source) -> None:
     """Give `model` the weights of another that it has too."""
     theirs = source.state_dict()
-    model.load_state_dict(model.state_dict() | {name: theirs[name] for name in model.state_dict().keys() & theirs.keys()})
+    model.load_state_dict(
+        model.state_dict() | {name: theirs[name] for name in model.state_dict().keys() & theirs.keys()}
+    )
 
 
 @EVERY
@@ -80,7 +82,9 @@ def test_every_option_has_its_gradient(options, target, texts, workshop):
 
 def test_weights_are_named_as_the_released_ones(target):
     """Catches a name or a shape under which no released checkpoint would load."""
-    config = eagle3.Config(heads=2, kv_heads=1, head_dim=8, intermediate=48, taps=(0, 1, 2), vocabulary=24, fc_norm=True)
+    config = eagle3.Config(
+        heads=2, kv_heads=1, head_dim=8, intermediate=48, taps=(0, 1, 2), vocabulary=24, fc_norm=True
+    )
     shapes = {name: tuple(weight.shape) for name, weight in eagle3.Model(config, target).state_dict().items()}
     assert shapes == {
         "fc.weight": (32, 96), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,), "fc_norm.2.weight": (32,),
@@ -192,7 +196,9 @@ def test_bans_on_all_that_can_be_drafted_leave_nothing_invalid(target, prompts, 
     model = workshop.model(Case("eagle3", {"vocabulary": 5}), target)
     sampling = Sampling(temperature=1.0, bad_words=[(token,) for token in model.head.ids.tolist()])
     state = batch(target, 2)
-    for _ in serve(target, [Request(prompt, 8, sampling) for prompt in prompts[:2]], model.eval().drafter(), state=state):
+    for _ in serve(
+        target, [Request(prompt, 8, sampling) for prompt in prompts[:2]], model.eval().drafter(), state=state
+    ):
         pass
     assert state.invalid == 0
 
@@ -203,7 +209,9 @@ def test_what_cannot_be_drafted_counts_as_lost(target, texts, workshop):
     model = workshop.model(Case("eagle3", {"vocabulary": 1}), target)
     for draft, own, part in model.predict(batch_of(target, model.taps, texts)).chunks(10**9):
         said = own.softmax(-1)[:, model.head.ids[0]]
-        torch.testing.assert_close(losses.tv(draft, own, texts.new_zeros(len(own))), (1 - said).float(), check_dtype=False)
+        torch.testing.assert_close(
+            losses.tv(draft, own, texts.new_zeros(len(own))), (1 - said).float(), check_dtype=False
+        )
         assert part.stop == len(own)
 
 

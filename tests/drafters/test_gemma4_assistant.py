@@ -32,7 +32,8 @@ from outrider.targets.load import load_target
 KINDS = ["sliding_attention", "full_attention"]
 TEXT = {
     "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
-    "sliding_window": 6, "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0, "max_position_embeddings": 256,
+    "sliding_window": 6, "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 
@@ -185,7 +186,7 @@ def test_another_targets_assistant_is_refused(folder, tmp_path):
         built(load_target(tiny_model()), tmp_path / "none")
 
 
-# ── the distribution ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class KeyedCache(TableCache):

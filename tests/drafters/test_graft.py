@@ -133,7 +133,7 @@ def test_a_graft_keeps_more_than_what_it_cut_from(target, prompts, plain, worksh
     assert steps(made(chain, target, nodes=10)) < steps(chain)
 
 
-# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 BASES = {
     "with replacement": lambda: Tree(TARGET, [-1, -1, 0, 0, 1, 2], "replacement"),
@@ -180,7 +180,9 @@ def test_a_graft_on_a_small_model_keeps_the_distribution(workshop):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("choices", [{"length": 3}, {"width": 3, "nodes": 6}], ids=["chain", "tree"])
-def test_the_bases_cache_stands_as_if_it_had_read_the_text(choices, temperature, target, prompts, workshop, monkeypatch):
+def test_the_bases_cache_stands_as_if_it_had_read_the_text(
+    choices, temperature, target, prompts, workshop, monkeypatch
+):
     """Catches a base whose cache holds its own rejected tokens where the retriever's were kept: every reading is
     compared with one of the whole text.
     """

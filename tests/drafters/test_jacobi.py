@@ -51,7 +51,9 @@ def test_a_greedy_window_is_the_fixed_point_iteration_by_hand(target, prompts):
             guesses = (carried + [([*text, *carried])[-1]] * window)[: int(room)]
             assert draft.tokens[0, : int(room)].tolist() == guesses
             best = target.head(target.read(torch.tensor([text + guesses]))[0])[0, len(text) - 1 :].argmax(-1).tolist()
-            kept = next((n for n, (guess, true) in enumerate(zip(guesses, best, strict=False)) if guess != true), len(guesses))
+            kept = next(
+                (n for n, (guess, true) in enumerate(zip(guesses, best, strict=False)) if guess != true), len(guesses)
+            )
             text += best[: kept + 1]
             carried = best[kept + 1 :]
         plainly = generate(target, prompt, max_new_tokens=40)[0].tokens
@@ -98,7 +100,9 @@ def test_branches_save_steps_and_change_no_text(target, prompts):
     """Catches branches under the wrong parent, and a window lost when a branch was kept.  Fixed counts."""
     steps, texts = {}, {}
     for branches in (0, 4):
-        found = generate(target, prompts, build(Config(window=4, branches=branches), target), max_new_tokens=48, slots=3)
+        found = generate(
+            target, prompts, build(Config(window=4, branches=branches), target), max_new_tokens=48, slots=3
+        )
         steps[branches], texts[branches] = sum(one.steps for one in found), [one.tokens for one in found]
     assert texts[0] == texts[4]
     assert steps[4] < steps[0]
@@ -247,7 +251,9 @@ def test_a_slot_that_is_used_again_has_forgotten(target, prompts):
     """Catches a pool or a window that speaks of the request before."""
     drafter = build(Config(window=4, branches=2), target)
     seen = watched(drafter)
-    for _ in serve(target, [Request(prompts[0], 30, Sampling()), Request(prompts[7], 30, Sampling())], drafter, slots=1):
+    for _ in serve(
+        target, [Request(prompts[0], 30, Sampling()), Request(prompts[7], 30, Sampling())], drafter, slots=1
+    ):
         pass
     both = [(text, draft.ids) for text, draft in seen]
     seen.clear()

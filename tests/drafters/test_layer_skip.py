@@ -43,7 +43,9 @@ def silenced(skip: Skip) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "skip", [Skip(), whole(2), whole(2, 3), Skip(frozenset({0, 3})), Skip(mlp=frozenset({1, 2})), whole(0, 1, 2, 3)], ids=str
+    "skip",
+    [Skip(), whole(2), whole(2, 3), Skip(frozenset({0, 3})), Skip(mlp=frozenset({1, 2})), whole(0, 1, 2, 3)],
+    ids=str,
 )
 def test_a_pass_without_sublayers_is_that_of_a_model_in_which_they_say_nothing(skip, target):
     """Catches a stand-in for another module, a residual stream that is cut, and keys at the wrong place."""
@@ -110,7 +112,9 @@ def test_the_cache_holds_the_targets_own_keys(target, prompts):
 # ── the drafter ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"]
+)
 def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, plain):
     """Catches a draft that does not see the text, or sees it a place off.  Rounding: a rejection has odds below
     1e-9."""
@@ -169,7 +173,9 @@ def test_the_distribution_is_kept(least):
     1e-6."""
     drafter = LayerSkip(TABLE, whole(0), 3, least)
     assert keeps_the_distribution(TABLE, drafter, slots=4000)
-    assert keeps_the_distribution(TABLE, drafter, ByConfidence(3, 0.3), slots=3000, sampling={"temperature": 0.7, "top_k": 4})
+    assert keeps_the_distribution(
+        TABLE, drafter, ByConfidence(3, 0.3), slots=3000, sampling={"temperature": 0.7, "top_k": 4}
+    )
     _, _, kept = emitted(TABLE, drafter, slots=500)
     assert kept > 200
 
@@ -213,7 +219,9 @@ def test_no_drafted_token_is_banned(target, prompts):
 
     drafter.propose = watching
     for sampling in (Sampling(bad_words=words), Sampling(1.0, seed=2, bad_words=words)):
-        found, wanted = (generate(target, prompts[:3], own, max_new_tokens=15, sampling=sampling) for own in (drafter, None))
+        found, wanted = (
+            generate(target, prompts[:3], own, max_new_tokens=15, sampling=sampling) for own in (drafter, None)
+        )
         assert [one.tokens for one in found] == [one.tokens for one in wanted]
     assert len(nodes) > 50 and min(nodes) >= 20
 

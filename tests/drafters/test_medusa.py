@@ -89,7 +89,9 @@ KINDS = pytest.mark.parametrize("sequential", [False, True], ids=["independent",
 @pytest.mark.parametrize("head", ["target", "own"])
 def test_heads_begin_as_the_targets_own(sequential, head, target):
     """Catches a start that is worse than no head at all; planted fault: a bias that is not zero."""
-    model = medusa.Model(medusa.Config(heads=2, sequential=sequential, head=head, layers=2, tree=BUSHY[:5]), target).double()
+    model = medusa.Model(
+        medusa.Config(heads=2, sequential=sequential, head=head, layers=2, tree=BUSHY[:5]), target
+    ).double()
     hidden, _ = target.read(torch.tensor([TEXTS[0][:-1]]))
     best = target.head(hidden[0, -1]).topk(3).indices.tolist()
     assert proposed(model, TEXTS[:1]).ids[0] == [best[path[-1]] for path in BUSHY[:5]]
@@ -146,7 +148,10 @@ def test_the_short_way_drafts_what_the_long_way_does(target):
         tree, budget = drafter.tree.first(nodes), torch.tensor([nodes, 1])
         with torch.no_grad():
             step = medusa._Step(model, hidden, state, 3)
-            short, long = tree.draft(tree.choices(step.all), budget), trees.ranked(step.first(), step.expand, budget, tree)
+            short, long = (
+                tree.draft(tree.choices(step.all), budget),
+                trees.ranked(step.first(), step.expand, budget, tree),
+            )
         for one, other in ((short.tokens, long.tokens), (short.parents, long.parents), (short.sizes, long.sizes)):
             assert torch.equal(one, other)
         assert short.checked(2).live == [nodes, 1]
@@ -210,7 +215,9 @@ def test_a_q_of_another_head_is_caught(monkeypatch):
 def test_drawn_and_greedy_requests_share_a_batch(sequential, target, prompts, plain):
     """Catches a greedy text that is moved by a sampled one beside it, and nodes that no distribution allows."""
     drafter, state = made(target, sequential=sequential).drafter(), batch(target, 3)
-    requests = [Request(prompt, 12, Sampling(0.8 * (n % 2), seed=3 if n == 3 else None)) for n, prompt in enumerate(prompts)]
+    requests = [
+        Request(prompt, 12, Sampling(0.8 * (n % 2), seed=3 if n == 3 else None)) for n, prompt in enumerate(prompts)
+    ]
     found = [[] for _ in requests]
     for progress in serve(target, requests, drafter, state=state):
         found[progress.request] += progress.tokens
@@ -312,7 +319,10 @@ def test_accuracies_are_left_alone_where_nothing_is_trained(target):
 @KINDS
 def test_accuracies_of_a_batch_are_what_the_heads_said(sequential, target):
     """Catches an accuracy of other rows than those predicted: by looking every place up."""
-    model, tokens = made(target, sequential=sequential), torch.randint(64, (1, 14), generator=torch.Generator().manual_seed(2))
+    model, tokens = (
+        made(target, sequential=sequential),
+        torch.randint(64, (1, 14), generator=torch.Generator().manual_seed(2)),
+    )
     batch = batch_of(target, (), tokens)
     text, choice = tokens[0].tolist(), target.head(batch.hidden).argmax(-1)[0].tolist()
     hits = torch.zeros(3, 10)
@@ -345,9 +355,12 @@ def test_a_checkpoint_brings_its_tree(target, tmp_path):
 
 def test_names_and_shapes_are_those_of_the_released_heads(target):
     """Catches a checkpoint that nobody else could read."""
-    shapes = {name: tuple(w.shape) for name, w in medusa.Model(medusa.Config(heads=1, head="own"), target).named_parameters()}
+    shapes = {
+        name: tuple(w.shape) for name, w in medusa.Model(medusa.Config(heads=1, head="own"), target).named_parameters()
+    }
     assert shapes == {
-        "medusa_head.0.0.linear.weight": (32, 32), "medusa_head.0.0.linear.bias": (32,), "medusa_head.0.1.weight": (64, 32)
+        "medusa_head.0.0.linear.weight": (32, 32), "medusa_head.0.0.linear.bias": (32,), "medusa_head.0.1.weight": (64,
+        32)
     }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def counting(vocabulary: int = 7, ahead: int = 1) -> TableTarget:
     return TableTarget(table)
 
 
-# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def contrary(before, own):
@@ -132,7 +132,8 @@ def test_the_regret_grows_slower_than_the_steps():
     for _ in range(600):
         split = shares.split(20)
         regret.append(best - sum(sum(chances[part][:count]) for part, count in enumerate(split)))
-        hits = [[n for n in range(count) if torch.rand((), generator=generator) < chances[part][n]] for part, count in enumerate(split)]  # fmt: skip  # noqa: E501
+        hits = [[n for n in range(count) if torch.rand((), generator=generator) < chances[part][n]] for part,
+        count in enumerate(split)]  # fmt: skip
         shares.learn([list(range(count)) for count in split], hits)
     early, late = sum(regret[:100]), sum(regret[-100:])
     assert late < 0.7 * early
@@ -284,7 +285,9 @@ def test_a_block_drafter_beside_others_drafts_as_if_alone(kind, target, prompts,
 
         block.propose = watched
         try:
-            texts = [one.tokens for one in generate(target, prompts[:5], drafter, max_new_tokens=24, slots=3, policy=policy)]
+            texts = [
+                one.tokens for one in generate(target, prompts[:5], drafter, max_new_tokens=24, slots=3, policy=policy)
+            ]
         finally:
             del block.propose
         return texts, found

@@ -120,7 +120,9 @@ def tiny_layer_numbers():
 
     with pytest.MonkeyPatch.context() as patch:
         for model in (DeepseekV3ForCausalLM, Glm4MoeForCausalLM):
-            patch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS + k}\." for k in range(3)])
+            patch.setattr(
+                model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS + k}\." for k in range(3)]
+            )
         yield
 
 
@@ -379,7 +381,7 @@ def test_steps_weigh_as_fastmtp_says(target, workshop):
     assert (weight / weight.sum()).tolist() == pytest.approx([0.5102, 0.3061, 0.1837], abs=1e-4)
 
 
-# ── targets that ship none ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── targets that ship none ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_target_without_modules_is_refused(target):
@@ -397,7 +399,9 @@ def test_a_checkpoint_without_their_weights_is_refused(tmp_path, shipping, caplo
     file = tmp_path / "model.safetensors"
     some = {key: weight for key, weight in stored("deepseek", weights).items() if "hnorm" not in key}
     save_file(load_file(file) | some, file, metadata={"format": "pt"})
-    bare = load_target(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager"))
+    bare = load_target(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    )
     with pytest.raises(DrafterError, match=r"layers\\.2.*hnorm"):
         mtp.Model(mtp.Config(native=True), bare)
     assert not mtp.Model(mtp.Config(), bare).native

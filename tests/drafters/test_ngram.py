@@ -134,7 +134,9 @@ def test_a_tree_takes_fewer_steps_than_a_chain_and_a_shared_memory_fewer_still(t
 
     def steps(**choices) -> list[int]:
         drafter = made(length=7, nodes=16, **choices)
-        return [sum(own.steps for own in generate(target, prompts, drafter, max_new_tokens=30, slots=8)) for _ in range(2)]
+        return [
+            sum(own.steps for own in generate(target, prompts, drafter, max_new_tokens=30, slots=8)) for _ in range(2)
+        ]
 
     chain, recency, frequency = (steps(tree=tree) for tree in SHAPES)
     assert chain[0] == chain[1] and recency[0] < chain[0] and frequency[0] < chain[0]
@@ -161,7 +163,9 @@ def test_settings_that_have_no_effect_are_named(caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 10}, {"longest": 700, "capacity": 1000}, {"shared": "yes"}, {"tree": "wide"}])
+@pytest.mark.parametrize(
+    "wrong", [{"capacity": 10}, {"longest": 700, "capacity": 1000}, {"shared": "yes"}, {"tree": "wide"}]
+)
 def test_settings_that_cannot_be_are_refused(wrong):
     """Catches an assertion deep in the trie."""
     with pytest.raises(ValueError, match="capacity|shared|tree"):

@@ -65,7 +65,13 @@ def test_a_pair_across_two_texts_is_none():
     """Catches a feature of one text beside the token of the next, and padding that is read."""
     seen = draft_model.pair_mask(torch.tensor([[1, 1, 2, 2, 0, 0]]))
     assert table(seen[0]) == ["x....", ".x...", "..x..", "...x.", "....x"]
-    assert table(draft_model.pair_mask(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == ["x....", "xx...", "..x..", "...x.", "...xx"]
+    assert table(draft_model.pair_mask(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == [
+        "x....",
+        "xx...",
+        "..x..",
+        "...x.",
+        "...xx",
+    ]
 
 
 # ── which depths are there ────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +180,10 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
         rows, places = found[0], found[1].labels
         with torch.no_grad():
             trained = torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
-        at = {(int(place - 1 - depth), int(depth)): n for n, (place, depth) in enumerate(zip(places, rows.depth, strict=True))}
+        at = {
+            (int(place - 1 - depth), int(depth)): n
+            for n, (place, depth) in enumerate(zip(places, rows.depth, strict=True))
+        }
         for before, logits in served:
             if list(before) != text[: len(before)]:
                 continue

@@ -94,7 +94,8 @@ def test_a_slot_that_ended_inside_its_block_teaches_the_right_tokens():
     state.admit(0, Request([1, 2], 50, Sampling()))
     state.tokens[0] += [3]
     scores = torch.nn.functional.one_hot(torch.tensor([[3, 4]]), 10).double()
-    drafter.observe(memory, state, Draft.chain(torch.tensor([[3]]), torch.tensor([1])), Accepted([[0]], [-1], [0]), Scores(scores, scores, None))  # fmt: skip  # noqa: E501
+    drafter.observe(memory, state, Draft.chain(torch.tensor([[3]]), torch.tensor([1])), Accepted([[0]], [-1], [0]),
+    Scores(scores, scores, None))  # fmt: skip
     assert memory[0].table[2].tolist() == [3]
     assert memory[0].table[1].tolist() == [-1]
 

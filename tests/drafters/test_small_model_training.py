@@ -122,7 +122,9 @@ def test_packed_texts_are_read_as_if_each_stood_alone(family, made, target, text
         torch.testing.assert_close(prepacked[real], alone[real], rtol=1e-4, atol=1e-4)
         assert model._reads_prepacked == (family.split(",")[0] not in ("bloom", "mamba"))
         monkeypatch.setattr(model, "_reads_prepacked", not model._reads_prepacked)
-        torch.testing.assert_close(model.read(texts, documents)[documents == 1], alone[documents == 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.read(texts, documents)[documents == 1], alone[documents == 1], rtol=1e-4, atol=1e-4
+        )
         # the other way is as right for a family that takes positions, and leaks for one that does not
         apart = float((model.read(texts, documents)[real] - alone[real]).abs().max())
         assert apart < 1e-4 if not model._reads_prepacked else apart > 1e-3
@@ -177,7 +179,10 @@ def test_distillation_raises_the_expected_acceptance_on_other_texts(workshop, ma
 
 def answers() -> list[Answer]:
     noise = torch.Generator().manual_seed(4)
-    return [Answer(f"a{i}", torch.randint(256, (10 + 2 * i,), generator=noise).tolist(), [(4, 10 + 2 * i)]) for i in range(5)]
+    return [
+        Answer(f"a{i}", torch.randint(256, (10 + 2 * i,), generator=noise).tolist(), [(4, 10 + 2 * i)])
+        for i in range(5)
+    ]
 
 
 def trained(place: Path, target, steps: int, dtype: str = "float32", stop: int | None = None, **config) -> MODULE.Model:
@@ -242,7 +247,9 @@ def test_a_trained_model_is_served_in_the_precision_its_settings_name(talker, tm
     pytest.importorskip("torchao")
     checkpoint.save(tmp_path, MODULE.Model(build(MODULE.Config, {"new": NEW, "quantize": "int8"}), target))
     served = load_drafter(tmp_path, target).model.model
-    linear = [part for part in served.modules() if type(part) is nn.Linear and part is not served.get_output_embeddings()]
+    linear = [
+        part for part in served.modules() if type(part) is nn.Linear and part is not served.get_output_embeddings()
+    ]
     assert linear and all(is_quantised(part.weight) for part in linear)
 
 

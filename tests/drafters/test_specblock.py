@@ -126,7 +126,9 @@ def test_a_tree_keeps_the_likeliest_nodes_with_their_ancestors():
     assert specblock.likeliest(paths, 0) == ([], [])
 
 
-chances = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-0.0, -0.1, -0.5, -1.0, -3.0])), min_size=3, max_size=3)
+chances = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([-0.0, -0.1, -0.5, -1.0, -3.0])), min_size=3, max_size=3
+)
 
 
 @given(chances, st.lists(st.tuples(st.integers(0, 2), chances), max_size=5))
@@ -215,7 +217,11 @@ def test_a_block_goes_on_where_the_last_one_was_left(target):
             begins.setdefault(block, depth)
             assert label - depth >= 2
         seen |= {(block % 3, depth) for block, depth in begins.items()}
-    assert {(0, 0), (1, 1), (1, 2), (1, 3)} <= seen <= {(0, 0), *((1, m) for m in (1, 2, 3)), *((2, m) for m in range(2, 7))}
+    assert (
+        {(0, 0), (1, 1), (1, 2), (1, 3)}
+        <= seen
+        <= {(0, 0), *((1, m) for m in (1, 2, 3)), *((2, m) for m in range(2, 7))}
+    )
 
 
 def test_a_reduced_heads_weights_learn_under_autocast(target):
@@ -250,7 +256,9 @@ def apart(target, prompts, monkeypatch, fault=None, **sampling) -> tuple[float, 
 
     def watched_first(memory, now):
         first = first_of(memory, now)
-        served.extend((now.tokens[row][:], [], first.logits[b]) for b, row in enumerate(first.rows) if len(now.tokens[row]) > 1)
+        served.extend(
+            (now.tokens[row][:], [], first.logits[b]) for b, row in enumerate(first.rows) if len(now.tokens[row]) > 1
+        )
         return first
 
     def watched(kept, first, slot, tokens):
@@ -333,7 +341,9 @@ def test_the_comparison_sees_a_planted_fault(fault, target, prompts, monkeypatch
     assert second > 1e-4
 
 
-def test_under_a_target_that_verifies_no_trees_it_drafts_chains_and_says_so(target, prompts, plain, monkeypatch, caplog):
+def test_under_a_target_that_verifies_no_trees_it_drafts_chains_and_says_so(
+    target, prompts, plain, monkeypatch, caplog
+):
     """Catches a tree of which the loop would keep the trunk alone."""
     monkeypatch.setattr(target, "spec", replace(target.spec, mode="chain"))
     drafter = model_of(target).eval().drafter()

@@ -24,7 +24,9 @@ def either(request, monkeypatch):
         monkeypatch.setattr(native_trie, "fastest", Trie)
 
 
-def proposed(drafter: suffix.Suffix, texts: list[list[int]], most: int = 8, tenants: tuple[str, ...] = ()) -> list[list[int]]:
+def proposed(
+    drafter: suffix.Suffix, texts: list[list[int]], most: int = 8, tenants: tuple[str, ...] = ()
+) -> list[list[int]]:
     """What is drafted behind these texts, slots side by side."""
     state = DecodeState(len(texts), 1000)
     for row, text in enumerate(texts):

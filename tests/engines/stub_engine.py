@@ -58,7 +58,9 @@ class Engine:
                 known = {"/health": b"{}", "/v1/models": b'{"data": [{"id": "stub"}]}'}
                 text = known.get(head.split()[1])
                 status = b"404 Not Found" if text is None else b"200 OK"
-                writer.write(b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(text or b""))
+                writer.write(
+                    b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(text or b"")
+                )
                 writer.write(text or b"")
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -25,8 +25,10 @@ from outrider.engines.tune import Range
 from outrider.errors import ConfigError, DataError, OutriderError
 
 VLLM_KEYS = {
-    "enforce_eager", "num_speculative_tokens", "model", "method", "draft_tensor_parallel_size", "quantization", "moe_backend",
-    "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision", "index_share_for_mtp_iteration",
+    "enforce_eager", "num_speculative_tokens", "model", "method", "draft_tensor_parallel_size", "quantization",
+    "moe_backend",
+    "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision",
+    "index_share_for_mtp_iteration",
     "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "use_heterogeneous_vocab",
     "prompt_lookup_max", "prompt_lookup_min", "parallel_drafting", "num_speculative_tokens_per_batch_size",
     "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
@@ -44,7 +46,8 @@ SGLANG_FLAGS = {
 """Of SGLang 0.5.23, read off its source."""
 SGLANG_OTHERS = {"model-path", "tp-size", "enable-metrics", "host", "port"}
 LLAMACPP_FLAGS = {
-    "metrics", "spec-default", "spec-draft-hf", "spec-draft-model", "spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min",
+    "metrics", "spec-default", "spec-draft-hf", "spec-draft-model", "spec-draft-n-max", "spec-draft-n-min",
+    "spec-draft-p-min",
     "spec-draft-p-split", "spec-ngram-simple-size-m", "spec-ngram-simple-size-n", "spec-type", "host", "port",
 }  # fmt: skip
 """Of llama.cpp 0c1e57098, read off its source."""
@@ -55,7 +58,8 @@ TRTLLM_KEYS = {
 }  # fmt: skip
 SCHEDULE = (Range(1, 8, 3), Range(9, 20, 1), Range(21, 512, 0))
 CONFIGS: dict[str, dict[str, Any]] = {
-    "eagle3": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "peagle": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    "eagle3": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "peagle": {"eagle_aux_hidden_state_layer_ids": [2, 3,
+    4]},
     "dflash": {"block_size": 8, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2]}},
 }  # fmt: skip
 
@@ -183,7 +187,9 @@ def test_known_bad_pairs_are_warned_of(tmp_path: Path) -> None:
     """Catches silence about a quantised target, a short draft, and layers that an engine would have to guess."""
     target = tmp_path / "target"
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}, "max_position_embeddings": 4096}))
+    (target / "config.json").write_text(
+        json.dumps({"quantization_config": {"bits": 4}, "max_position_embeddings": 4096})
+    )
     folder = folder_of(tmp_path, "eagle3")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
     notes = " ".join(command("vllm", draft_of(folder, str(target)), Wish(tokens=9)).notes)
@@ -195,7 +201,9 @@ def test_known_bad_pairs_are_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm", "triton"])
 def test_a_schedule_reaches_the_engine_and_its_longest_draft_is_what_it_allocates(name: str, tmp_path: Path) -> None:
     """Catches a table beside which the engine is started with a shorter draft, which it would clip to."""
-    found = command(name, draft(tmp_path, "eagle3", ENGINES[name].methods["eagle3"].formats[0]), Wish(schedule=SCHEDULE))
+    found = command(
+        name, draft(tmp_path, "eagle3", ENGINES[name].methods["eagle3"].formats[0]), Wish(schedule=SCHEDULE)
+    )
     if name in ("vllm", "triton"):
         assert found.settings["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 20, 1], [21, 512, 0]]
         assert found.settings["num_speculative_tokens"] == 3
@@ -240,7 +248,9 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) ->
         folder = export(tmp_path / kind, format, tmp_path / f"{kind}-{format}", target)
         found = draft_of(folder)
         assert (found.kind, found.format, found.target, found.length) == (kind, format, target.spec.name, 4)
-        readers = [name for name, engine in ENGINES.items() if format in getattr(engine.methods.get(kind), "formats", ())]
+        readers = [
+            name for name, engine in ENGINES.items() if format in getattr(engine.methods.get(kind), "formats", ())
+        ]
         assert len(readers) > 1
         for name in readers:
             # what comes before it is said of every draft
@@ -270,7 +280,9 @@ def test_a_tree_is_never_larger_than_what_it_is_chosen_from(tokens: int, width: 
 def test_a_folder_of_mtp_is_refused_by_every_engine_and_the_sentence_says_so(name: str, tmp_path: Path) -> None:
     """Catches advice to try another engine: vLLM 0.32 registers eagle3, peagle, dflash, dflash2 and dspark of
     speculators."""
-    with pytest.raises(ConfigError, match=rf"no engine loads an MTP module from a folder as it is.*deploy mtp --to {name}"):
+    with pytest.raises(
+        ConfigError, match=rf"no engine loads an MTP module from a folder as it is.*deploy mtp --to {name}"
+    ):
         command(name, replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf"))
     assert all(not engine.methods["mtp"].formats for engine in ENGINES.values())
 
@@ -292,7 +304,9 @@ def test_the_page_lists_every_method_with_its_formats() -> None:
 def _cell(method: Method | None) -> str:
     if method is None:
         return ""
-    versions = [(word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at]
+    versions = [
+        (word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at
+    ]
     more = ["tree"] * method.trees + ["converted"] * method.converted
     return ", ".join([*(method.formats or ("yes",)), *more, *(f"{word} {at}" for word, at in versions)])
 
@@ -325,7 +339,9 @@ def test_an_odd_folder_is_refused_or_taken_in_a_sentence(config: dict[str, Any],
         command("vllm", draft_of(str(tmp_path), "T", None, None))
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())])
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())]
+)
 def test_versions_compare_by_number(text: str, wanted: tuple[int, ...]) -> None:
     """Catches 0.9 above 0.33."""
     assert commands.numbers(text) == wanted
@@ -344,7 +360,9 @@ def test_a_version_is_asked_of_the_environment() -> None:
 
 def test_deploy_loads_no_torch() -> None:
     """Catches seconds of waiting for a line of text."""
-    code = "import sys; from outrider.engines import commands, flags, manifests, tune; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from outrider.engines import commands, flags, manifests, tune; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -380,7 +398,7 @@ def test_the_script_for_transformers_decodes_what_the_target_alone_would(tmp_pat
     assert texts[0].strip() and len(set(texts)) == 1
 
 
-# ── older flags ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── older flags ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def config_in(found: flags.Translation) -> dict[str, Any]:
@@ -390,7 +408,8 @@ def config_in(found: flags.Translation) -> dict[str, Any]:
 def test_the_flags_of_an_article_of_2025_become_one_config() -> None:
     """Catches flags that vLLM would refuse, values that change, and words of the user that get lost."""
     text = """VLLM_USE_V1=0 vllm serve org/target --speculative-model org/small --num-speculative-tokens=5 \\
-        --speculative-disable-by-batch-size 16 --speculative_draft_tensor_parallel_size 1 --use-v2-block-manager --port 9000"""
+        --speculative-disable-by-batch-size 16 --speculative_draft_tensor_parallel_size 1 \\
+        --use-v2-block-manager --port 9000"""
     found = flags.translate(text)
     assert found.words[:3] == ("vllm", "serve", "org/target") and found.words[-2:] == ("--port", "9000")
     assert config_in(found) == {
@@ -406,9 +425,11 @@ def test_the_flags_of_an_article_of_2025_become_one_config() -> None:
     [
         ("vllm serve T --speculative-model [ngram] --num-speculative-tokens 5", '"method":"ngram"', "[ngram]"),
         ("""vllm serve T -sc '{"method":"qwen3_next_mtp","tensor_parallel_size":1}'""", '"method":"mtp"', '"tensor_p'),
-        ("vllm serve T --speculative-model M --speculative-method eagle", '{"model":"M","method":"eagle"}', "draft_model"),
+        ("vllm serve T --speculative-model M --speculative-method eagle", '{"model":"M","method":"eagle"}',
+        "draft_model"),
         ("vllm serve T --speculative_method=deepseek_mtp --num-speculative-tokens 1", '"method":"mtp"', "deepseek"),
-        ("python -m sglang.launch_server --speculative-algo=NGRAM --model a-vllm", "--speculative-algorithm NGRAM", "-algo "),
+        ("python -m sglang.launch_server --speculative-algo=NGRAM --model a-vllm", "--speculative-algorithm NGRAM",
+        "-algo "),
         ("llama-server -m a.gguf -md b.gguf --draft 16", "--spec-draft-n-max 16 --spec-type draft-simple", "--draft "),
         ("trtllm-serve T --extra_llm_api_options no-such.yaml", "--config no-such.yaml", "extra"),
     ],
@@ -467,7 +488,8 @@ def test_a_variable_is_still_filled_in_within_the_config(tmp_path: Path) -> None
     [
         ("""-sc '{"tensor_parallel_size":1,"draft_tensor_parallel_size":2}'""", {"draft_tensor_parallel_size": 2},
          "tensor_parallel_size 1 is left out: draft_tensor_parallel_size is 2 already"),
-        ("""--num-speculative-tokens 5 --speculative-config '{"num_speculative_tokens":3}'""", {"num_speculative_tokens": 3},
+        ("""--num-speculative-tokens 5 --speculative-config '{"num_speculative_tokens":3}'""",
+        {"num_speculative_tokens": 3},
          "--num-speculative-tokens 5 is left out: num_speculative_tokens is 3 already"),
         ("""--speculative-model [ngram] --speculative-config '{"method":"eagle"}'""", {"method": "eagle"},
          "method ngram is left out: method is eagle already"),
@@ -512,7 +534,8 @@ def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
     found = flags.translate(f"trtllm-serve T --config {path}")
     body = yaml.safe_load(found.files["old.yaml"])
     assert body == {
-        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3, "acceptance_rate_window_size": 100}, "kept": 1,
+        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3, "acceptance_rate_window_size": 100},
+        "kept": 1,
     }  # fmt: skip
     assert path.read_text() == before
     path.write_text("a: [")
@@ -524,7 +547,8 @@ def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
     ("mode", "config", "said"),
     [
         ("draft_tokens_external", {"decoding_type": "Draft_Target", "max_draft_len": 4}, "name the draft there"),
-        ("eagle", {"decoding_type": "Eagle3", "max_draft_len": 4}, "train one"), ("medusa", None, "medusa is gone there"),
+        ("eagle", {"decoding_type": "Eagle3", "max_draft_len": 4}, "train one"), ("medusa", None,
+        "medusa is gone there"),
     ],
 )  # fmt: skip
 def test_what_was_built_is_a_file_of_the_server(mode: str, config: dict[str, Any] | None, said: str) -> None:
@@ -539,7 +563,8 @@ def test_what_was_built_is_a_file_of_the_server(mode: str, config: dict[str, Any
 
 @pytest.mark.parametrize(
     "text",
-    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five", 'vllm "serve',
+    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five",
+    'vllm "serve',
      "vllm serve T --speculative-config '[]'", "vllm serve T -sc null", "vllm serve T -sc '{'",
      """vllm serve T -sc '{"disable_by_batch_size":8}'""", "vllm serve T --num-speculative-tokens $K"],
 )  # fmt: skip
@@ -549,7 +574,7 @@ def test_what_is_no_command_is_refused(text: str) -> None:
         flags.translate(text)
 
 
-# ── the verb ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the verb ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,14 +585,20 @@ def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFix
     assert said.count("\n") == 1
     assert shlex.split(said) == list(command("vllm", draft_of(folder)).words)
     assert (
-        outrider_with("deploy", "--print", "--translate", "vllm serve T --speculative-model M --num-speculative-tokens 5") == 0
+        outrider_with(
+            "deploy", "--print", "--translate", "vllm serve T --speculative-model M --num-speculative-tokens 5"
+        )
+        == 0
     )
     assert shlex.split(capsys.readouterr().out)[:3] == ["vllm", "serve", "T"]
 
 
 def test_a_folder_from_elsewhere_is_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a draft of others that needs our own file beside it."""
-    config = {"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}
+    config = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | CONFIGS["eagle3"]))
     assert outrider_with("deploy", str(tmp_path), "--to", "vllm", "--target", "org/target") == 0
     assert '"num_speculative_tokens":3' in capsys.readouterr().out

@@ -48,7 +48,9 @@ def test_vllms_loader_fills_all_of_a_dspark_from_its_folder_and_reads_its_config
     export(tmp_path / "checkpoint", "speculators", sound, target)
     written = load_file(sound / "model.safetensors")
     planted(sound, tmp_path / "few", {name: weight for name, weight in written.items() if name != "hidden_norm.weight"})
-    tables = {f"markov_head.markov_w{n}.weight": written[f"markov_head.markov_w{n}.weight"].T.contiguous() for n in (1, 2)}
+    tables = {
+        f"markov_head.markov_w{n}.weight": written[f"markov_head.markov_w{n}.weight"].T.contiguous() for n in (1, 2)
+    }
     planted(sound, tmp_path / "turned", written | tables)
     found, few, turned = loaded(tmp_path, sound, tmp_path / "few", tmp_path / "turned")
     assert found["architecture"] == "Qwen3DSparkForCausalLM"
@@ -71,7 +73,13 @@ def planted(sound: Path, place: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def loaded(place: Path, *folders: Path) -> list[dict[str, Any]]:
-    words = [VLLM, ROOT / "benchmarks" / "engines" / "load_dspark.py", place / "target", place / "answer.json", *folders]
+    words = [
+        VLLM,
+        ROOT / "benchmarks" / "engines" / "load_dspark.py",
+        place / "target",
+        place / "answer.json",
+        *folders,
+    ]
     around = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, cwd=place, env=around, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]

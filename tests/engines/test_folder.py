@@ -54,7 +54,9 @@ def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> N
     from safetensors.torch import save_file
 
     lying(tmp_path, {"architectures": ["LlamaForCausalLM"]})
-    save_file({"fc.weight": torch.ones(1), "layers.0.self_attn.q_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    save_file(
+        {"fc.weight": torch.ones(1), "layers.0.self_attn.q_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors"
+    )
     found = draft_of(str(tmp_path), "T", None, None)
     assert (found.kind, found.format) == ("eagle", "eagle")
 
@@ -62,7 +64,8 @@ def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kind": ["a"]}, "['a'] as kind, wanted a text"), ({"kind": None}, "None as kind"), ({"format": 3}, "3 as format"),
+        ({"kind": ["a"]}, "['a'] as kind, wanted a text"), ({"kind": None}, "None as kind"), ({"format": 3},
+        "3 as format"),
         ({"config": [1]}, "[1] as config, wanted a mapping"), ({"config": "ab"}, "'ab' as config"),
         ({"target": "T"}, "'T' as target"), ({"target": {"name": 7}}, "7 as target.name"),
         ({"taps": 3}, "3 as taps, wanted a list"),
@@ -73,14 +76,17 @@ def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> N
 )  # fmt: skip
 def test_a_manifest_that_is_none_is_refused_in_a_sentence(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     """Catches a traceback, and a newer manifest that is read as if it were of today."""
-    with pytest.raises(ExportError, match=re.escape(f"outrider.json {'is of' if 'version' in wrong else 'has'} {said}")):
+    with pytest.raises(
+        ExportError, match=re.escape(f"outrider.json {'is of' if 'version' in wrong else 'has'} {said}")
+    ):
         draft_of(lying(tmp_path, SGLANG, OURS | wrong))
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"eagle_config": [1]}, "[1] as eagle_config, wanted a mapping"), ({"eagle_config": "x"}, "'x' as eagle_config"),
+        ({"eagle_config": [1]}, "[1] as eagle_config, wanted a mapping"), ({"eagle_config": "x"},
+        "'x' as eagle_config"),
         ({"eagle_config": {IDS: "135"}}, f"'135' as eagle_config.{IDS}, wanted a list of whole numbers"),
         ({IDS: [True]}, "[True]"), ({"dflash_config": [1], "block_size": 4}, "[1] as dflash_config"),
         ({"dflash_config": {"mask_token_id": [7]}}, "[7] as dflash_config.mask_token_id"),
@@ -148,19 +154,27 @@ def test_a_block_is_not_asked_for_the_slot_of_its_anchor(tmp_path: Path) -> None
 
 def everything(kind: str, **more: Any) -> dict[str, Any]:
     """A config.json that every format finds its own keys in."""
-    layer = {"hidden_size": 16, "vocab_size": 64, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    layer = {
+        "hidden_size": 16,
+        "vocab_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
     heads = {"emb_dim": 4, "gru_hidden_dim": 4, "pure_draft_prefix_len": 1}
     return {
         **layer, "transformer_layer_config": {**layer, "model_type": "qwen3"}, "speculators_model_type": kind,
         "markov_rank": 4, "mask_token_id": 5,
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}, "block_size": 8, "num_heads": 3,
-        IDS: [1, 3, 5], "aux_hidden_state_layer_ids": [1, 4], "target_layer_ids": [0, 2], "eagle_config": {IDS: [0, 1, 3]},
+        IDS: [1, 3, 5], "aux_hidden_state_layer_ids": [1, 4], "target_layer_ids": [0, 2], "eagle_config": {IDS: [0, 1,
+        3]},
         "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **more}, **more,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}, {"shift_label": False}]
+    "more",
+    [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}, {"shift_label": False}],
 )
 def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) -> None:
     """Catches a rule that changes on one side alone: an engine would draft from other layers than we do, or past the
@@ -177,7 +191,9 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
             config = everything(kind, **more)
             ours = layout.settings(config, target)
             assert folder.layers(kind, name, config) == tuple(ours.get("taps", ())), (name, kind)
-            for key in {"block", "heads"} & ours.keys() if kind in (*folder.BLOCKS, "medusa") else {"length"} & ours.keys():
+            for key in (
+                {"block", "heads"} & ours.keys() if kind in (*folder.BLOCKS, "medusa") else {"length"} & ours.keys()
+            ):
                 if key == "heads" and kind != "medusa":
                     continue
                 assert folder.length(kind, name, {}, config) == ours[key], (name, kind)

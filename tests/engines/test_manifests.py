@@ -24,7 +24,13 @@ from tests.engines.test_commands import folder_of, outrider_with
 
 ENGINES = sorted(name for name, engine in KNOWN.items() if engine.image is not None)
 SCHEDULE = (Range(1, 8, 3), Range(9, 512, 0))
-FORMATS = {"vllm": "speculators", "triton": "speculators", "sglang": "sglang", "trtllm": "sglang", "llamacpp": "speculators"}
+FORMATS = {
+    "vllm": "speculators",
+    "triton": "speculators",
+    "sglang": "sglang",
+    "trtllm": "sglang",
+    "llamacpp": "speculators",
+}
 VLLM_METRICS = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
     "vllm:time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_bucket",
@@ -102,11 +108,16 @@ def test_parts_of_a_manifest_name_each_other(tmp_path: Path) -> None:
         ports = {port["name"] for port in container["ports"]}
         probes = {container[name]["httpGet"]["port"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
         assert probes | {found["Service"]["spec"]["ports"][0]["targetPort"]} <= ports
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in pod["spec"]["volumes"]
+        }
         port = container["command"][container["command"].index("--http-port" if engine == "triton" else "--port") + 1]
         assert int(port) == container["ports"][0]["containerPort"]
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-        assert volumes["models"]["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+        assert (
+            volumes["models"]["persistentVolumeClaim"]["claimName"]
+            == found["PersistentVolumeClaim"]["metadata"]["name"]
+        )
         items = volumes.get("settings", {}).get("configMap", {}).get("items", [])
         assert {item["key"] for item in items} == set(found.get("ConfigMap", {"data": {}})["data"])
 
@@ -157,7 +168,9 @@ def test_a_container_finds_every_path_of_its_command(tmp_path: Path) -> None:
 
 def test_tritons_repository_is_what_its_backend_reads(tmp_path: Path) -> None:
     """Catches a model.json that is not vLLM's arguments, and a config.pbtxt of another name than its folder."""
-    files = files_of("triton", draft_of(folder_of(tmp_path, "eagle3"), "org/target"), Wish(tensor_parallel=2), Place("chat"))
+    files = files_of(
+        "triton", draft_of(folder_of(tmp_path, "eagle3"), "org/target"), Wish(tensor_parallel=2), Place("chat")
+    )
     body = json.loads(files["container/models/chat/1/model.json"])
     assert body["model"] == "org/target" and body["tensor_parallel_size"] == 2
     assert body["speculative_config"] == {"method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 4}
@@ -177,7 +190,9 @@ def test_a_dashboard_asks_for_what_its_engine_has(engine: str) -> None:
     parse = pytest.importorskip("promql_parser").parse
     for query in queries(engine):
         parse(query)
-    names = {name for query in queries(engine) for name in re.findall(r"\b(?:vllm:|sglang:|llamacpp:|trtllm_)\w+", query)}
+    names = {
+        name for query in queries(engine) for name in re.findall(r"\b(?:vllm:|sglang:|llamacpp:|trtllm_)\w+", query)
+    }
     assert names <= METRICS[engine]
     assert not any("_created" in query for query in queries(engine))
     panels = manifests.dashboard(engine, Place())["panels"]
@@ -205,8 +220,14 @@ def test_prometheus_takes_its_file(engine: str, tmp_path: Path) -> None:
 def counters(at: int) -> dict[str, float]:
     """vLLM's counters after `at` minutes: 100 drafts of 4 a minute, of which 90 keep one, 60 two, 30 three, 10 all."""
     kept, name = (90, 60, 30, 10), "vllm:spec_decode_num_"
-    found = {f"{name}drafts_total": 100.0, f"{name}draft_tokens_total": 400.0, f"{name}accepted_tokens_total": float(sum(kept))}
-    found |= {f'{name}accepted_tokens_per_pos_total{{position="{place}"}}': float(count) for place, count in enumerate(kept)}
+    found = {
+        f"{name}drafts_total": 100.0,
+        f"{name}draft_tokens_total": 400.0,
+        f"{name}accepted_tokens_total": float(sum(kept)),
+    }
+    found |= {
+        f'{name}accepted_tokens_per_pos_total{{position="{place}"}}': float(count) for place, count in enumerate(kept)
+    }
     # 50 more steps draft nothing and write one token each; 20 requests get their first token of a prefill
     found |= {
         "vllm:inter_token_latency_seconds_count": 150.0, "vllm:time_to_first_token_seconds_count": 20.0,
@@ -236,7 +257,10 @@ def test_queries_give_what_the_words_mean(tmp_path: Path) -> None:
         }
         for query, values in expected.items()
     ]  # fmt: skip
-    body = {"evaluation_interval": "1m", "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}]}
+    body = {
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}],
+    }
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(body))
     done = subprocess.run([tool, "test", "rules", str(tmp_path / "tests.yaml")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -255,7 +279,8 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
     assert outrider_with("deploy", "ngram", "--to", "trtllm", "--target", "org/target", "--out", str(out)) == 0
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert written == {
-        "serve.sh", "settings/trtllm.yaml", "container/trtllm.yaml", "kubernetes.yaml", "compose.yaml", "prometheus.yaml",
+        "serve.sh", "settings/trtllm.yaml", "container/trtllm.yaml", "kubernetes.yaml", "compose.yaml",
+        "prometheus.yaml",
         "grafana/dashboards/speculation.json", "grafana/provisioning/datasources/prometheus.yaml",
         "grafana/provisioning/dashboards/outrider.yaml",
     }  # fmt: skip
@@ -265,7 +290,10 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
     subprocess.run(["sh", "-n", str(out / "serve.sh")], check=True)
     assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "org/target", "--out", str(out)) == 1
     assert "exists already" in capsys.readouterr().err
-    assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "T", "--out", str(tmp_path / "no"), "--name", "A") == 2
+    assert (
+        outrider_with("deploy", "ngram", "--to", "vllm", "--target", "T", "--out", str(tmp_path / "no"), "--name", "A")
+        == 2
+    )
     assert not list(tmp_path.glob("no*"))
 
 

@@ -50,7 +50,8 @@ def test_an_engine_stands_for_the_format_that_it_reads(name: str, kind: str, for
 
 REFUSED = [
     ("vlm", "dflash", "unknown engine or format 'vlm'; did you mean 'vllm'?"),
-    ("speculator", "dflash", "did you mean 'speculators'?"), ("ours", "dflash", "unknown engine or format 'ours'; known: "),
+    ("speculator", "dflash", "did you mean 'speculators'?"), ("ours", "dflash",
+    "unknown engine or format 'ours'; known: "),
     ("vllm", "domino", "vLLM does not run domino: sglang runs it"), ("vllm", "mtp", "vLLM takes no folder of mtp"),
     ("sglang", "peagle", "SGLang does not run peagle: vllm runs it"),
 ]  # fmt: skip
@@ -77,14 +78,17 @@ def test_one_list_has_every_engine_and_format() -> None:
                     [True],
                 )
                 assert format in formats() and find(format)
-    with pytest.raises(ConfigError, match="speculators is a format, not an engine; the engines that read it: vllm, llamacpp"):
+    with pytest.raises(
+        ConfigError, match="speculators is a format, not an engine; the engines that read it: vllm, llamacpp"
+    ):
         engine_name("speculators")
 
 
 def test_export_deploy_and_verify_export_take_the_same_names(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches `--to llama.cpp` that one verb knows and another does not; the misspelt one offers the nearest in all three."""
+    """Catches `--to llama.cpp` that one verb knows and another does not; the misspelt one offers the nearest in all
+    three."""
     checkpoint, target = str(home / "checkpoint"), str(home / "target")
     assert outrider_with("export", checkpoint, "--to", "vLLM", "--out", str(tmp_path / "out"), "--target", target) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -110,7 +114,9 @@ def test_a_published_folder_is_exported_without_an_import(
     """Catches a verb that takes checkpoints only, and a target that is asked for after it loaded."""
     published, target = str(home / "published"), str(home / "target")
     assert outrider_with("export", published, "--to", "vllm", "--out", str(tmp_path / "out"), "--target", target) == 0
-    weights = [path.read_bytes() for path in (home / "checkpoint", tmp_path / "out") for path in path.glob("*.safetensors")]
+    weights = [
+        path.read_bytes() for path in (home / "checkpoint", tmp_path / "out") for path in path.glob("*.safetensors")
+    ]
     assert len(weights) == 2
     manifest = json.loads((tmp_path / "out" / "outrider.json").read_text())
     assert manifest["kind"] == "dflash" and manifest["format"] == "speculators"
@@ -144,9 +150,14 @@ def test_an_exported_folder_has_a_model_card(exported: Path) -> None:
     assert str(exported.parent) not in text and "Not measured." in text and "Licence" in text
     assert ModelCard(text).data.base_model is None
     row = {
-        "task": "gsm8k", "temperature": 0.0, "prompts": 24, "tokens_per_step": 2.345, "accepted_by_depth": [0.7, 0.4, 0.2],
+        "task": "gsm8k", "temperature": 0.0, "prompts": 24, "tokens_per_step": 2.345, "accepted_by_depth": [0.7, 0.4,
+        0.2],
     }  # fmt: skip
-    training = {"step": 480, "tokens": 845_670, "config": {"lr": 0.008, "optimizer": "muon", "batch": 8, "loss": {"kl": 1.0}}}
+    training = {
+        "step": 480,
+        "tokens": 845_670,
+        "config": {"lr": 0.008, "optimizer": "muon", "batch": 8, "loss": {"kl": 1.0}},
+    }
     change(exported, target=manifest["target"] | {"name": "Qwen/Qwen3-4B"}, report={"rows": [row]}, training=training)
     assert card.write(exported)
     text = (exported / "README.md").read_text()

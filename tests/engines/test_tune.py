@@ -62,7 +62,8 @@ def at(ranges: tuple[Range, ...], load: int) -> int:
 def regret(distribution: Distribution, ranges: tuple[Range, ...]) -> float:
     """Share of speed that is lost at the worst measured load."""
     return max(
-        1 - distribution(at(ranges, load), load) / max(distribution(length, load) for length in LENGTHS) for load in LOADS
+        1 - distribution(at(ranges, load), load) / max(distribution(length, load) for length in LENGTHS)
+        for load in LOADS
     )
 
 
@@ -82,7 +83,9 @@ def brute(points: list[Point], margin: float) -> float:
     best = -math.inf
     for lengths in itertools.combinations_with_replacement(sorted(LENGTHS, reverse=True), len(LOADS)):
         changes = len({*lengths, min(LENGTHS)}) - 1
-        worth = sum(mean[length, load] for length, load in zip(lengths, LOADS, strict=True)) - changes * math.log1p(margin)
+        worth = sum(mean[length, load] for length, load in zip(lengths, LOADS, strict=True)) - changes * math.log1p(
+            margin
+        )
         best = max(best, worth)
     return best
 
@@ -111,7 +114,10 @@ def test_noise_costs_little_speed() -> None:
     """Catches a price of changes that hides what speculation wins.  Worst load of 20 seeds at 3 % noise, seeds fixed:
     10 %."""
     distribution = roof(24)
-    assert max(regret(distribution, tune.choose(measured(distribution, 3, 0.03, seed)).ranges) for seed in range(20)) < 0.15
+    assert (
+        max(regret(distribution, tune.choose(measured(distribution, 3, 0.03, seed)).ranges) for seed in range(20))
+        < 0.15
+    )
 
 
 def test_where_speculation_stops_paying_lies_between_the_measured_loads() -> None:
@@ -164,7 +170,7 @@ def test_a_round_that_was_cut_off_does_not_count() -> None:
     assert "1 round was not measured whole" in " ".join(found.notes)
 
 
-# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), min_size=1, max_size=6).map(
     lambda parts: tuple(
@@ -212,7 +218,8 @@ def test_every_engine_reads_the_same_length_at_every_load(ranges: tuple[Range, .
 
 
 @pytest.mark.parametrize(
-    "ranges", [(), (Range(2, 8, 3),), (Range(1, 8, 3), Range(10, 20, 1)), (Range(1, 8, 1), Range(9, 9, 3)), (Range(1, 8, 0),)]
+    "ranges",
+    [(), (Range(2, 8, 3),), (Range(1, 8, 3), Range(10, 20, 1)), (Range(1, 8, 1), Range(9, 9, 3)), (Range(1, 8, 0),)],
 )
 def test_a_table_that_engines_would_misread_is_refused(ranges: tuple[Range, ...], tmp_path: Path) -> None:
     """Catches a schedule edited by hand with a gap, a late start, a rising length, or without any draft."""
@@ -221,7 +228,7 @@ def test_a_table_that_engines_would_misread_is_refused(ranges: tuple[Range, ...]
         tune.read(tmp_path / "tune.json")
 
 
-# ── sweeps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sweeps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def swept(folder: Path, calls: list[tuple[Arm, int]], fails_at: int | None = None, **about: Any) -> list[Point]:
@@ -272,12 +279,14 @@ def test_arms_without_tokens_are_one() -> None:
             sweep.arms(**wrong)
 
 
-# ── servers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── servers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def log_of(folder: Path, count: int = 12) -> Path:
     path = folder / "log.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 16} for number in range(count)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 16} for number in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -292,7 +301,18 @@ def test_the_optimum_of_a_real_server_is_found(tmp_path: Path, capsys: pytest.Ca
     times.
     """
     out, port = tmp_path / "tuned", tune_port()
-    words = ("tune", str(log_of(tmp_path)), "--out", str(out), "--start", COMMAND, "--port", str(port), "--tokens", "0,4")
+    words = (
+        "tune",
+        str(log_of(tmp_path)),
+        "--out",
+        str(out),
+        "--start",
+        COMMAND,
+        "--port",
+        str(port),
+        "--tokens",
+        "0,4",
+    )
     assert outrider_with(*words, "--loads", "1,16", "--rounds", "1", "--calls", "12", "--max-tokens", "12") == 0
     found = json.loads((out / "tune.json").read_text())
     assert [tokens for _, _, tokens in found["ranges"]] == [4, 0]
@@ -331,7 +351,18 @@ def test_a_stopped_tune_leaves_no_server_and_goes_on(tmp_path: Path) -> None:
     """Catches engines that survive Ctrl-C and hold the GPU, and a sweep that starts anew."""
     out, port = tmp_path / "tuned", tune_port()
     program = "from outrider import cli\ncli.main()"
-    words = ["tune", str(log_of(tmp_path)), "--out", str(out), "--start", COMMAND, "--port", str(port), "--tokens", "0,2,4"]
+    words = [
+        "tune",
+        str(log_of(tmp_path)),
+        "--out",
+        str(out),
+        "--start",
+        COMMAND,
+        "--port",
+        str(port),
+        "--tokens",
+        "0,2,4",
+    ]
     words += ["--loads", "1,4", "--rounds", "2", "--calls", "8", "--max-tokens", "12"]
     run = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until = time.monotonic() + 60

@@ -244,7 +244,11 @@ FAULTS = [
     (("speculators", "dspark"), "label shift", config_of(lambda config: config.update(sample_from_anchor=False))),
     (("speculators", "dspark"), "label shift", config_of(lambda config: config.pop("sample_from_anchor"))),
     (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(shift_label=True))),
-    (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(pure_draft_prefix_len=0))),
+    (
+        ("sglang", "domino"),
+        "label shift",
+        config_of(lambda config: config["dflash_config"].update(pure_draft_prefix_len=0)),
+    ),
     (("medusa", "medusa"), "label shift", weights_of(rolled)),
     (("medusa", "medusa"), "weights", config_of(lambda config: config.pop("medusa_fc_bias"))),
 ]
@@ -392,12 +396,16 @@ def test_a_version_that_is_known_to_be_bad_is_said_where_it_is_bad():
 
 
 def test_what_was_verified_is_written_beside_what_stood_there(tmp_path):
-    (tmp_path / "outrider.json").write_text(json.dumps({"kind": "dflash", "verified": {"vllm 0.31.0": {"is_equal": True}}}))
+    (tmp_path / "outrider.json").write_text(
+        json.dumps({"kind": "dflash", "verified": {"vllm 0.31.0": {"is_equal": True}}})
+    )
     found = parity.Parity("vllm", "0.32.0", "dflash", "speculators", 3, error="it burnt")
     assert parity.write_verified(tmp_path, found) == tmp_path / "outrider.json"
     said = json.loads((tmp_path / "outrider.json").read_text())
     assert said["kind"] == "dflash" and said["verified"].keys() == {"vllm 0.31.0", "vllm 0.32.0"}
-    assert said["verified"]["vllm 0.32.0"]["error"] == "it burnt" and said["verified"]["vllm 0.32.0"]["is_equal"] is None
+    assert (
+        said["verified"]["vllm 0.32.0"]["error"] == "it burnt" and said["verified"]["vllm 0.32.0"]["is_equal"] is None
+    )
 
 
 def test_a_folder_of_others_is_still_one_when_it_was_verified(made, tmp_path):
@@ -443,7 +451,9 @@ def test_what_was_measured_is_kept_where_causes_can_not_be_looked_for(target, ma
     assert found.is_equal and found.steps[1] and found.causes == ()
     assert any(said.startswith("causes not looked for: rotary scaling 'longrope'") for said in found.warnings)
     found = verified(folder, "vllm", str(python), target, model, True, PROMPTS, 12)
-    assert found.is_equal and [cause.name for cause in found.causes] == ["taps"] and found.warnings == ()  # sglang's numbers
+    assert (
+        found.is_equal and [cause.name for cause in found.causes] == ["taps"] and found.warnings == ()
+    )  # sglang's numbers
 
 
 def verb(*words: Any) -> Any:
@@ -496,7 +506,9 @@ def test_transformers_is_run_and_keeps_what_we_keep(target, tmp_path):
     assert found["steps"][0] == found["steps"][1] > 4 and found["depths"][2]["engine"] == 1.0
     noted = json.loads((tmp_path / "there" / "outrider.json").read_text())["verified"]
     assert noted[f"transformers {transformers.__version__}"]["is_equal"]
-    weights_of(lambda weights: weights.update({n: -w for n, w in weights.items() if "down_proj" in n}))(tmp_path / "there")
+    weights_of(lambda weights: weights.update({n: -w for n, w in weights.items() if "down_proj" in n}))(
+        tmp_path / "there"
+    )
     wrong = verb(tmp_path / "there", *words)
     assert wrong.exit_code == 1
     found = json.loads((tmp_path / "found.json").read_text())
@@ -525,7 +537,11 @@ def test_the_verb_names_a_fault_and_says_what_it_needs(target, made, tmp_path):
     assert wrong.exit_code == 1
     assert "cause     taps" in wrong.output
     assert json.loads((tmp_path / "found.json").read_text())["causes"][0]["name"] == "taps"
-    for given, needed in (([], "--python"), (["--engine", "sglang"], "--checkpoint"), (["--engine", "ours"], "known: ")):
+    for given, needed in (
+        ([], "--python"),
+        (["--engine", "sglang"], "--checkpoint"),
+        (["--engine", "ours"], "known: "),
+    ):
         refused = verb(folder, *given)
         assert isinstance(refused.exception, ConfigError) and needed in str(refused.exception)
 

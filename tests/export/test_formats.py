@@ -128,18 +128,24 @@ SELF_ATTENTION = {f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v
 NORMED = SELF_ATTENTION | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 REST = {f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
 REST |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
-DRAFT = {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST} | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+DRAFT = {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST} | {
+    "fc.weight",
+    "hidden_norm.weight",
+    "norm.weight",
+}
 MARKOV = {f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
 MARKOV |= {f"confidence_head.proj.{name}" for name in ("weight", "bias")}
 KEYS = {
     ("speculators", "eagle3"): {f"layers.0.{name}" for name in NORMED | REST | {"hidden_norm.weight"}}
-    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"},
+    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "fc_norm.0.weight", "fc_norm.1.weight",
+    "fc_norm.2.weight"},
     ("speculators", "peagle"): {f"layers.0.{name}" for name in NORMED | REST | {"hidden_norm.weight"}}
     | {f"layers.1.{name}" for name in NORMED | REST} | {"fc.weight", "norm.weight", "lm_head.weight", "mask_hidden"},
     ("speculators", "dflash"): DRAFT,
     ("speculators", "dspark"): DRAFT | MARKOV | {"markov_head.gate_proj.weight", "markov_head.gate_proj.bias"},
     ("speculators", "mtp"): {f"mtp_layers.0.{name}" for name in SELF_ATTENTION | REST}
-    | {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "hidden_layernorm", "token_layernorm", "final_layernorm")},
+    | {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "hidden_layernorm", "token_layernorm",
+    "final_layernorm")},
     ("sglang", "eagle3"): {f"midlayer.{name}" for name in SELF_ATTENTION | REST | {"hidden_norm.weight"}}
     | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
     ("sglang", "dflash"): DRAFT,
@@ -192,8 +198,13 @@ def test_layers_are_counted_as_the_format_counts_them(format, kind, target, made
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}])
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark", "mtp"])
 def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, tmp_path):
-    """Catches the commonest loss of all: transformers lets rope_scaling, even none, take the place of rope_parameters."""
-    settings = SETTINGS["speculators", kind] | {"partial_rotary_factor": 0.5, "rope_theta": 5e5, "rope_scaling": scaling}
+    """Catches the commonest loss of all: transformers lets rope_scaling, even none, take the place of
+    rope_parameters."""
+    settings = SETTINGS["speculators", kind] | {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 5e5,
+        "rope_scaling": scaling,
+    }
     export(fresh(kind, settings, target, tmp_path / "checkpoint"), "speculators", tmp_path / "there", target)
     import_folder(tmp_path / "there", tmp_path / "back", target)
     assert manifest_of(tmp_path / "back")["config"]["partial_rotary_factor"] == 0.5
@@ -223,7 +234,8 @@ def test_what_an_engine_would_compute_otherwise_is_not_written(format, kind, cha
 
 
 def test_a_folder_for_vllm_that_looks_like_the_authors_is_read_by_its_own_numbers(target, made, tmp_path):
-    """Catches taps that are guessed although they are there: the folder has EAGLE-3's architecture and no eagle_config."""
+    """Catches taps that are guessed although they are there: the folder has EAGLE-3's architecture and no
+    eagle_config."""
     export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
     (tmp_path / "there" / "outrider.json").unlink()
     path = tmp_path / "there" / "config.json"
@@ -277,7 +289,9 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("format", "kind", "change", "said"), NOTED)
-def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(format, kind, change, said, target, tmp_path, caplog):
+def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(
+    format, kind, change, said, target, tmp_path, caplog
+):
     """Catches an export that succeeds and can't be served, of which the user learns from an engine's traceback."""
     checkpoint = fresh(kind, SETTINGS[format, kind] | change, target, tmp_path / "checkpoint")
     caplog.clear()
@@ -286,7 +300,7 @@ def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(format, ki
     assert [said in note for note in notes] == [True] if said else notes == []
 
 
-# ── what a folder leaves unmapped ────────────────────────────────────────────────────────────────────────────────────────
+# ── what a folder leaves unmapped ─────────────────────────────────────────────────────────────────────────────────────
 
 MASKS = [("speculators", "peagle"), ("speculators", "dflash"), ("speculators", "dspark"), ("sglang", "dflash"),
          ("sglang", "dspark"), ("sglang", "domino"), ("deepspec", "dflash"), ("deepspec", "dspark")]  # fmt: skip
@@ -321,7 +335,8 @@ def test_a_mask_that_is_nowhere_is_not_made_up(format, kind, target, made, tmp_p
 
 
 def test_weights_that_nothing_speaks_of_are_not_left_random(target, made, tmp_path):
-    """Catches a setting in our notes whose weights are in no file: learnt queries would be drawn anew in every import."""
+    """Catches a setting in our notes whose weights are in no file: learnt queries would be drawn anew in every
+    import."""
     there = export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
     _changed(there, lambda notes: notes["config"].update(aggregate="metaquery"), notes=True)
     with pytest.raises(ExportError, match="no values for metaquery.* would stay random"):
@@ -330,7 +345,8 @@ def test_weights_that_nothing_speaks_of_are_not_left_random(target, made, tmp_pa
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
 def test_a_copy_that_was_trained_along_is_refused(name, target, made, tmp_path):
-    """Catches an embedding that moved by little everywhere and is taken for the target's: acceptance falls, unexplained."""
+    """Catches an embedding that moved by little everywhere and is taken for the target's: acceptance falls,
+    unexplained."""
     there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     for away in (0.009, 1e-5):
         _edit(lambda w, away=away: w.update({name: formats.borrowed(target, name) + away}))(there)
@@ -341,7 +357,8 @@ def test_a_copy_that_was_trained_along_is_refused(name, target, made, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("loaded", ["float32", "bfloat16"])
 def test_a_copy_in_another_type_is_the_targets(dtype, loaded, folder, target, made, tmp_path):
-    """Catches a comparison too strict for what is released: copies of 16 bits, a target that is itself rounded when loaded."""
+    """Catches a comparison too strict for what is released: copies of 16 bits, a target that is itself rounded when
+    loaded."""
     there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     _edit(lambda w: w.update({name: formats.borrowed(target, name).to(dtype) for name in BOTH}))(there)
     import_folder(there, tmp_path / "back", load_target(folder, dtype=loaded))
@@ -349,7 +366,8 @@ def test_a_copy_in_another_type_is_the_targets(dtype, loaded, folder, target, ma
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_an_embedding_that_was_trained_along_and_left_out_is_missed(kind, target, made, tmp_path):
-    """Catches a file without the embedding that its config says was trained; P-EAGLE's library trains it unless told not to."""
+    """Catches a file without the embedding that its config says was trained; P-EAGLE's library trains it unless told
+    not to."""
     there = export(made("speculators", kind), "speculators", tmp_path / "there", target)
     _changed(there, lambda config: config.update(embed_requires_grad=True) if kind == "eagle3"
              else config.pop("embed_requires_grad"))  # fmt: skip
@@ -383,7 +401,7 @@ def test_a_p_eagle_of_llamas_layers_is_refused_by_name(target, made, tmp_path):
         import_folder(there, tmp_path / "back", target)
 
 
-# ── formats that are only read ─────────────────────────────────────────────────────────────────────────────────────────
+# ── formats that are only read ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _eagle(target: Any, place: Path, architecture: str, has_bias: bool, **said: Any) -> Path:
@@ -403,7 +421,8 @@ def _eagle(target: Any, place: Path, architecture: str, has_bias: bool, **said: 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
 def test_eagle_is_read_as_its_authors_release_it(architecture, bias, said, target, tmp_path):
-    """Catches EAGLE-1 taken for a plain Llama, and a head without bias, which vLLM and most releases have, taken for torn."""
+    """Catches EAGLE-1 taken for a plain Llama, and a head without bias, which vLLM and most releases have, taken for
+    torn."""
     there = _eagle(target, tmp_path, architecture, bias, **({"bias": bias} if said else {}))
     model = import_folder(there, tmp_path / "back", target)
     assert (model.config.kind, model.config.bias) == ("eagle", bias)
@@ -423,7 +442,9 @@ def test_eagle3_without_numbers_reads_the_layers_that_its_authors_code_reads(tmp
     """Catches layers one off, or of another target's depth: of 10 layers those are 1, 10 / 2 - 1 and 10 - 4."""
     deep = load_target(make_folder(tmp_path / "deep", num_hidden_layers=10))
     checkpoint = fresh("eagle3", {**LAYER, "taps": [1, 4, 6], "vocabulary": 40}, deep, tmp_path / "checkpoint")
-    there = _changed(export(checkpoint, "sglang", tmp_path / "there", deep), lambda config: config.pop("eagle_config") and None)
+    there = _changed(
+        export(checkpoint, "sglang", tmp_path / "there", deep), lambda config: config.pop("eagle_config") and None
+    )
     model, own = import_folder(there, tmp_path / "back", deep), load_model(checkpoint, deep)
     assert (model.config.kind, model.taps, model.config.qk_norm) == ("eagle3", (1, 4, 6), False)
     assert all(torch.equal(weight, weights_of(own)[name]) for name, weight in weights_of(model).items())
@@ -435,23 +456,30 @@ def test_zlabs_dflash_drafts_one_token_less_than_its_block_and_counts_layers_as_
         export(made("sglang", "dflash"), "sglang", tmp_path / "there", target),
         lambda config: config.update(block_size=4, dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 2]}),
     )
-    model, own = import_folder(there, tmp_path / "back", target, "zlab", "dflash"), load_model(made("sglang", "dflash"), target)
+    model, own = (
+        import_folder(there, tmp_path / "back", target, "zlab", "dflash"),
+        load_model(made("sglang", "dflash"), target),
+    )
     assert (model.taps, model.config.block, model.config.anchor_predicts) == ((0, 2), 3, False)
     assert (model.config.mask_token, model.backbone.width) == (5, 4)
     assert all(torch.equal(weight, weights_of(own)[name]) for name, weight in weights_of(model).items())
 
 
-# ── how heads turn ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── how heads turn ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling is .*linear"),
-    "type, none at the old place": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": None}, "rope_scaling is None"),
-    "factor": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
-    "share": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "rope_scaling": None}, "rotary_factor is 1.0"),
+    "type, none at the old place": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": None}, "rope_scaling is "
+    "None"),
+    "factor": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "rope_scaling is"),
+    "share": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "rope_scaling": None}, "rotary_factor is "
+    "1.0"),
     "share at the top": (
-        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25}, "rotary_factor is 0.25",
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25},
+        "rotary_factor is 0.25",
     ),
     "base": ({"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "rope_theta is 1000000.0"),
 }  # fmt: skip
@@ -475,7 +503,8 @@ def _turned(folder: Path, values: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_config_that_turns_heads_in_two_ways_is_refused(case, target, made, tmp_path):
-    """Catches a draft that turns otherwise here than in the engine it was trained for: transformers lets the old key win."""
+    """Catches a draft that turns otherwise here than in the engine it was trained for: transformers lets the old key
+    win."""
     values, said = CONTRADICTIONS[case]
     there = _turned(export(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
     with pytest.raises(ExportError, match=f"{said}.*contradicts itself"):
@@ -491,7 +520,7 @@ def test_a_config_that_says_twice_the_same_is_read(case, target, made, tmp_path)
     assert (config.rope_scaling, config.rope_theta, config.partial_rotary_factor) == (scaling, 1e6, 1.0)
 
 
-# ── damaged folders ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── damaged folders ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -552,7 +581,10 @@ def _stale(weights: dict[str, Any]) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing key": (_edit(lambda w: w.pop("norm.weight")), "lacks norm.weight"),
-    "wrong shape": (_edit(lambda w: w.update({"norm.weight": torch.ones(7)})), r"norm.weight \(7,\) where \(32,\) belongs"),
+    "wrong shape": (
+        _edit(lambda w: w.update({"norm.weight": torch.ones(7)})),
+        r"norm.weight \(7,\) where \(32,\) belongs",
+    ),
     "extra key": (_edit(lambda w: w.update({"midlayer.extra": torch.ones(7)})), "midlayer.extra .* nothing here reads"),
     "pickle": (_pickled, "a pickle, which can run code"),
     "unknown release": (_config(speculators_model_type="eagle9"), "none of"),
@@ -581,7 +613,8 @@ def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, target, made, t
 
 
 def test_a_draft_of_another_target_is_refused(target, made, tmp_path):
-    """Catches a folder of the right shape that belongs to other weights: acceptance would be near 0, with no word said."""
+    """Catches a folder of the right shape that belongs to other weights: acceptance would be near 0, with no word
+    said."""
     export(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
     other = load_target(make_folder(tmp_path / "other", seed=1))
     with pytest.raises(ExportError, match="weights_hash"):

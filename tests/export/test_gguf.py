@@ -36,7 +36,17 @@ def tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE that splits by `pattern` and joins a few pairs."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("a", "n"), ("e", "r"), ("Ġ", "a"), ("r", "e"), ("o", "n")]
+    pairs = [
+        ("t", "h"),
+        ("th", "e"),
+        ("i", "n"),
+        ("Ġ", "the"),
+        ("a", "n"),
+        ("e", "r"),
+        ("Ġ", "a"),
+        ("r", "e"),
+        ("o", "n"),
+    ]
     tokens = [*letters, *("".join(pair) for pair in pairs[:merges])]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs[:merges], ignore_merges=whole))
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None)
@@ -99,13 +109,18 @@ def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, target
         name: "F32" if "norm" in name else matrices for name in NAMES
     }
     own = weights_of(load_model(checkpoint, target))
-    assert found["blk.0.attn_k.weight"].shape.tolist() == list(own["lm.model.layers.0.self_attn.k_proj.weight"].shape)[::-1]
+    assert (
+        found["blk.0.attn_k.weight"].shape.tolist()
+        == list(own["lm.model.layers.0.self_attn.k_proj.weight"].shape)[::-1]
+    )
 
 
 PARTS = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 WHERE = {f"model.layers.0.{ours}.weight": f"blk.0.{theirs}.weight" for ours, theirs in PARTS.items()}
 WHERE |= {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -114,7 +129,8 @@ WHERE |= {"lm_head.weight": "output.weight"}
 
 @pytest.mark.parametrize("precision", ["f32", "f16", "bf16"])
 def test_weights_stand_under_their_names_rounded_and_no_further(precision, target, checkpoint, tmp_path):
-    """Catches bytes of bfloat16 in the wrong order, and a weight under another's name of the same shape (gate and up)."""
+    """Catches bytes of bfloat16 in the wrong order, and a weight under another's name of the same shape (gate and
+    up)."""
     export(checkpoint, "gguf", tmp_path / "there", target, precision)
     own, back = weights_of(load_model(checkpoint, target)), gguf.read(tmp_path / "there")
     assert {f"lm.{name}" for name in back} == own.keys()
@@ -127,17 +143,20 @@ def test_weights_stand_under_their_names_rounded_and_no_further(precision, targe
 
 
 def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
-    """Catches a key under a wrong name, which llama.cpp would replace by a default of its own, such as rotation by 10000."""
+    """Catches a key under a wrong name, which llama.cpp would replace by a default of its own, such as rotation by
+    10000."""
     export(checkpoint, "gguf", tmp_path / "there", target, "f16")
     said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
     shape = {
-        "block_count": 1, "context_length": 256, "embedding_length": 16, "feed_forward_length": 24, "attention.head_count": 2,
+        "block_count": 1, "context_length": 256, "embedding_length": 16, "feed_forward_length": 24,
+        "attention.head_count": 2,
         "attention.head_count_kv": 1, "attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8,
         "rope.freq_base": 10_000.0, "vocab_size": len(target.tokenizer) + PADDED,
     }  # fmt: skip
     own = {f"qwen3.{key}": value for key, value in shape.items()}
     words = {
-        "general.architecture": "qwen3", "general.type": "model", "general.file_type": 1, "tokenizer.ggml.model": "gpt2",
+        "general.architecture": "qwen3", "general.type": "model", "general.file_type": 1,
+        "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": target.tokenizer.eos_token_id,
         "tokenizer.ggml.padding_token_id": target.tokenizer.eos_token_id, "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,
@@ -150,7 +169,8 @@ def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
 
 
 def test_every_token_stands_at_its_id_with_its_kind(target, checkpoint, tmp_path):
-    """Catches a special token that llama.cpp would spell out letter by letter, and a head with more rows than tokens."""
+    """Catches a special token that llama.cpp would spell out letter by letter, and a head with more rows than
+    tokens."""
     export(checkpoint, "gguf", tmp_path / "there", target)
     said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
     tokens, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
@@ -160,17 +180,19 @@ def test_every_token_stands_at_its_id_with_its_kind(target, checkpoint, tmp_path
     assert said["tokenizer.ggml.merges"][:2] == ["t h", "th e"]
 
 
-# ── llama ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── llama ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _neighbours(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotation as llama.cpp does it for `llama`: places 2i and 2i + 1 by angle i.  states [heads, S, D], angles [S, D / 2]."""
+    """Rotation as llama.cpp does it for `llama`: places 2i and 2i + 1 by angle i.  states [heads, S, D], angles [S, D /
+    2]."""
     pairs = torch.view_as_complex(states.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
 def _scores(model: LlamaForCausalLM, weights: dict[str, torch.Tensor] | None, factors: torch.Tensor) -> torch.Tensor:
-    """Dot products of rotated queries and keys of layer 0 [heads, S, S]: transformers' way, or llama.cpp's with `weights`."""
+    """Dot products of rotated queries and keys of layer 0 [heads, S, S]: transformers' way, or llama.cpp's with
+    `weights`."""
     shape, layer = model.config, model.model.layers[0].self_attn
     states = torch.randn(6, shape.hidden_size, generator=torch.Generator().manual_seed(2))
     places = torch.arange(0, 60, 10)
@@ -185,7 +207,10 @@ def _scores(model: LlamaForCausalLM, weights: dict[str, torch.Tensor] | None, fa
     else:
         base = shape.rope_parameters["rope_theta"] ** -(torch.arange(8) / 8)
         angles = places[:, None] * base / factors
-        q, k = (_neighbours(heads(weights[f"blk.0.attn_{name}.weight"], count), angles) for name, count in (("q", 4), ("k", 2)))
+        q, k = (
+            _neighbours(heads(weights[f"blk.0.attn_{name}.weight"], count), angles)
+            for name, count in (("q", 4), ("k", 2))
+        )
     return q @ k.repeat_interleave(2, 0).transpose(1, 2)
 
 
@@ -201,24 +226,29 @@ ROTATIONS = {
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @torch.no_grad()
 def test_a_llama_attends_under_llama_cpps_rotation_as_under_transformers(rotation, tmp_path):
-    """Catches rows left in transformers' order, the fault that yields fluent nonsense, and a rotation that is not stretched."""
+    """Catches rows left in transformers' order, the fault that yields fluent nonsense, and a rotation that is not
+    stretched."""
     words = tokenizer()
     model = llama(len(words), ROTATIONS[rotation])
     keys = gguf.header(model, words, "f32")
     gguf.write_file(tmp_path / "model.gguf", keys, weights_of(model), model, "f32")
-    stored = {one.name: torch.from_numpy(one.data.copy()) for one in library.GGUFReader(tmp_path / "model.gguf").tensors}
+    stored = {
+        one.name: torch.from_numpy(one.data.copy()) for one in library.GGUFReader(tmp_path / "model.gguf").tensors
+    }
     factors = stored.get("rope_freqs.weight", torch.ones(8))
     theirs, ours = _scores(model, None, factors), _scores(model, stored, factors)
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
     assert (rotation == "llama3") == bool((factors > 1).any())
     unturned = dict(stored) | {"blk.0.attn_q.weight": model.model.layers[0].self_attn.q_proj.weight}
-    assert not torch.allclose(_scores(model, unturned, factors), theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()))
+    assert not torch.allclose(
+        _scores(model, unturned, factors), theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())
+    )
     back = gguf.read_file(tmp_path / "model.gguf")[1]
     assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
     assert "lm_head.weight" not in back, "a tied head is one matrix"
 
 
-# ── tokenizers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tokenizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 LLAMA3 = gguf.QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
 
@@ -251,7 +281,7 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(case, target
     assert not list(tmp_path.iterdir())
 
 
-# ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_shapes_that_llama_cpp_would_compute_otherwise_are_refused():

@@ -1,4 +1,5 @@
-"""Folders made to break the import: each is refused in one sentence, nothing is executed, fetched, half-written or overrun."""
+"""Folders made to break the import: each is refused in one sentence, nothing is executed, fetched, half-written or
+overrun."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("speculators", {**LAYER, "taps": [0, 1, 3], "vocabulary": 40}),
     "dflash": ("sglang", {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}),
-    "dspark": ("sglang", {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "rank": 8, "confidence": True}),
+    "dspark": ("sglang", {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "rank": 8,
+    "confidence": True}),
     "small_model": ("transformers", {"new": {"layers": 1, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1,
                                              "head_dim": 8}}),
 }  # fmt: skip
@@ -137,7 +139,8 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "a wide plain model": ("small_model", _config(hidden_size=10**9), "a larger model than"),
     "a block longer than any text": ("dflash", _config(block_size=10**12), "drafts 999999999999 tokens"),
     "a billion tokens a step": (
-        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": 10**9}]}), "drafts 1000000000 tokens",
+        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": 10**9}]}), "drafts "
+        "1000000000 tokens",
     ),
     "no proposal": ("eagle3", _config(speculators_config={"proposal_methods": []}), "can't be read as eagle3"),
     "infinitely many tokens": (
@@ -154,16 +157,20 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
     "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "rope_theta is inf"),
-    "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "chooses code to run"),
+    "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "chooses code to "
+    "run"),
     "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "asks for code"),
-    "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "its weights are rounded"),
-    "a type by the name of a function": ("small_model", _config(torch_dtype="os.system"), "can't be read as small_model"),
+    "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "its weights are "
+    "rounded"),
+    "a type by the name of a function": ("small_model", _config(torch_dtype="os.system"), "can't be read as "
+    "small_model"),
     "a token to pad with outside": ("small_model", _config(pad_token_id=10**6), "can't be read as small_model"),
     "a width in words": ("small_model", _config(hidden_size="x"), "can't be read as small_model"),
     "a key that is there twice": ("dflash", _twice, "'block_size' is in it twice"),
     "a pipe for a config": ("dflash", _pipe, "it is not a file"),
     "deep nesting": (
-        "dflash", lambda folder: (folder / "config.json").write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}") and None,
+        "dflash",
+        lambda folder: (folder / "config.json").write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}") and None,
         "can't be read",
     ),
     "a missing shard": ("dflash", lambda folder: (folder / _shards(folder)[1]).unlink(), "model-00002-of-00002"),
@@ -172,13 +179,16 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "can't be read",
     ),
     "a tensor of 2 GB that is not there": (
-        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}), "can't be read",
+        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}), "can't be "
+        "read",
     ),
     "a shape whose product overflows": (
-        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 16]}}, 16), "can't be",
+        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 16]}}, 16),
+        "can't be",
     ),
     "an empty tensor": ("dflash", _weights(norm__weight=lambda w: w[:0]), r"norm.weight \(0,\) where \(32,\)"),
-    "8 bits": ("dflash", _weights(norm__weight=lambda w: w.to(torch.float8_e4m3fn)), "quantised to 8 bits in norm.weight"),
+    "8 bits": ("dflash", _weights(norm__weight=lambda w: w.to(torch.float8_e4m3fn)), "quantised to 8 bits in "
+    "norm.weight"),
     "whole numbers for fractions": ("dflash", _weights(norm__weight=lambda w: w.to(torch.int8)), "norm.weight is int8"),
     "imaginary numbers": ("dflash", _weights(norm__weight=lambda w: w.to(torch.complex64)), "norm.weight is complex64"),
     "numbers too large for the target's type": (
@@ -200,7 +210,8 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hostile_folder_is_refused_in_one_sentence_and_nothing_is_left(case, target, good, tmp_path):
-    """Each was seen to pass in silence, to end in a traceback, or to take memory without end, or guards against its return."""
+    """Each was seen to pass in silence, to end in a traceback, or to take memory without end, or guards against its
+    return."""
     kind, spoil, said = CASES[case]
     shutil.copytree(good[kind], tmp_path / "there")
     spoil(tmp_path / "there")

@@ -75,7 +75,12 @@ def test_assisted_generation_writes_the_targets_own_text(noise, folder, target, 
     for prompt, expected in zip(PROMPTS, ours, strict=True):
         inputs = torch.tensor([tokenizer.encode(prompt)])
         assert inputs[0].tolist() == target.tokenizer.encode(prompt)
-        asked = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        asked = {
+            "attention_mask": torch.ones_like(inputs),
+            "max_new_tokens": NEW,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         plain = target.model.generate(inputs, **asked)
         assisted = target.model.generate(inputs, assistant_model=assistant, **asked)
         assert assisted.tolist() == plain.tolist()

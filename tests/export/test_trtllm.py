@@ -1,4 +1,5 @@
-"""TensorRT-LLM's folders: the keys that its loaders look for, and the settings file beside them.  It can't be run here."""
+"""TensorRT-LLM's folders: the keys that its loaders look for, and the settings file beside them.  It can't be run
+here."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ KEYS = {
     | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
     "dflash": {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST}
     | {"fc.weight", "hidden_norm.weight", "norm.weight"},
-    "small_model": {f"model.layers.0.{name}" for name in NORMED | REST} | {"model.embed_tokens.weight", "model.norm.weight"},
+    "small_model": {f"model.layers.0.{name}" for name in NORMED | REST}
+    | {"model.embed_tokens.weight", "model.norm.weight"},
 }
 """The names that its loaders look for, written out by hand."""
 SPECULATION = {
@@ -74,7 +76,8 @@ ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_folders_hold_the_loaders_keys_and_the_settings_beside_them(kind, target, made, tmp_path):
-    """Catches a prefix that its loader would skip, and a settings file that names the folder as it was while it was written."""
+    """Catches a prefix that its loader would skip, and a settings file that names the folder as it was while it was
+    written."""
     export(made(kind), "trtllm", tmp_path / "there", target)
     assert load_file(tmp_path / "there" / "model.safetensors").keys() == KEYS[kind]
     assert json.loads((tmp_path / "there" / "config.json").read_text())["architectures"] == [ARCHITECTURES[kind]]
@@ -104,7 +107,8 @@ def test_what_it_would_compute_otherwise_is_refused(kind, settings, said, target
 
 
 def test_a_folder_of_it_without_our_notes_is_read_as_sglangs(target, made, tmp_path):
-    """Catches a folder that only one reader takes although it is the same: EAGLE-3's and DFlash's are SGLang's to the byte."""
+    """Catches a folder that only one reader takes although it is the same: EAGLE-3's and DFlash's are SGLang's to the
+    byte."""
     export(made("eagle3"), "trtllm", tmp_path / "there", target)
     with pytest.raises(ExportError, match="trtllm, which is written here and not read"):
         import_folder(tmp_path / "there", tmp_path / "back", target)

@@ -97,7 +97,9 @@ def test_counters_become_shares() -> None:
     found = between(before, Reading(12.0, {1: 1.5, 3: 0.2}, 2.0 + 0.2 * processors, 104.0, 51.0, 3.0))
     assert found == (2.0, 0.25, pytest.approx(0.1), 1.5, 3.0)
     assert found.lost == 0.25 and found.is_high
-    nothing = between(before._replace(run_delay_s={}, stolen=None, busy=None), Reading(11.0, {}, None, None, 51.0, None))
+    nothing = between(
+        before._replace(run_delay_s={}, stolen=None, busy=None), Reading(11.0, {}, None, None, 51.0, None)
+    )
     assert (nothing.waited, nothing.stolen, nothing.others, nothing.lost, nothing.is_high) == (
         None,
         None,
@@ -119,12 +121,16 @@ def test_a_system_without_counters_is_not_known(tmp_path: Path) -> None:
 # ── what a speed-up is worth ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def samples(plain_step_s: list[float], step_s: float = 0.012, tokens: int = 60, steps: int = 24, **more: Any) -> list[Sample]:
+def samples(
+    plain_step_s: list[float], step_s: float = 0.012, tokens: int = 60, steps: int = 24, **more: Any
+) -> list[Sample]:
     """Prompts whose plain steps took so long each; drafted ones write 2.5 tokens a step."""
     found = []
     for number, plain_s in enumerate(plain_step_s):
         text = list(range(tokens))
-        plain = Run(text, tokens, verify_s=tokens * plain_s, seconds=0.05 + tokens * plain_s, first_s=0.05 + plain_s, **more)
+        plain = Run(
+            text, tokens, verify_s=tokens * plain_s, seconds=0.05 + tokens * plain_s, first_s=0.05 + plain_s, **more
+        )
         run = Run(
             text, steps, draft_s=steps * step_s / 4, verify_s=steps * step_s * 3 / 4, seconds=0.05 + steps * step_s,
             first_s=0.05 + step_s, **more,

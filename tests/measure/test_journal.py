@@ -84,7 +84,8 @@ def test_an_adaptive_policy_says_that_it_learns_again(
 ) -> None:
     """Its drafts depend on measured times: texts are the same after a stop, acceptance need not be."""
     config = Config(
-        tasks=(quiz,), prompts=3, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="adaptive", temperatures=(0.0,),
+        tasks=(quiz,), prompts=3, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="adaptive",
+        temperatures=(0.0,),
         traced_prompts=0,
     )  # fmt: skip
     assert measured(talker, config, tmp_path, stop_after=1) is None
@@ -136,7 +137,13 @@ def test_the_first_prompts_count_whoever_measured_them() -> None:
 def test_records_of_other_prompts_are_not_used(tmp_path: Path, quiz: str, talker: TransformersTarget) -> None:
     """Catches a file of prompts that was edited between two runs: the answers would be to other questions."""
     config = Config(
-        tasks=(quiz,), prompts=2, max_new_tokens=6, min_first_ngrams=0.0, repeats=0, temperatures=(0.0,), traced_prompts=0
+        tasks=(quiz,),
+        prompts=2,
+        max_new_tokens=6,
+        min_first_ngrams=0.0,
+        repeats=0,
+        temperatures=(0.0,),
+        traced_prompts=0,
     )
     only = {"plain": drafters(talker)["plain"]}
     evaluate(talker, only, config, done=Journal(tmp_path))

@@ -54,7 +54,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(task: str, **more: Any) -> Config:
-    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0, "repeats": 0} | more))
+    return Config(
+        **({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0, "repeats": 0} | more)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def report(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) 
 @pytest.mark.parametrize(
     ("mine", "theirs", "at"),
     [
-        ([], [], None), ([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([5], [1, 2], 0), ([1], [1, 2], 1), ([1, 2, 3], [1, 2], 2),
+        ([], [], None), ([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([5], [1, 2], 0), ([1], [1, 2], 1), ([1, 2, 3], [1,
+        2], 2),
         ([], [1], 0), ([1, 2, 9, 4], [1, 2, 3, 5], 2),
     ],
 )  # fmt: skip
@@ -293,7 +296,9 @@ def test_nobody_who_is_timed_is_timed_cold(
     run, generated, following = timing.run_batch, timing.generate_once, measure._next_group
     calls: list[Any] = []
 
-    def ran(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+    def ran(
+        target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any
+    ) -> list[summary.Run]:
         found = run(target, requests, drafter, *rest, **more)
         calls.append((requests[0].sampling.temperature, drafter, len(found[0].tokens) > 4))
         return found
@@ -350,7 +355,9 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
     drawn = {task: measure.PromptSet(asked[1:2], "", None, None)}
-    with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.min_first_ngrams=0"):
+    with pytest.raises(
+        DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.min_first_ngrams=0"
+    ):
         evaluate(talker, only, settings(task, min_first_ngrams=0.6), drawn=drawn)
 
 
@@ -388,7 +395,11 @@ def test_an_answer_longer_than_the_context_is_refused(
     inexactness."""
     for count in (255, 256, 300):
         with pytest.raises(OutriderError, match="max_new_tokens"):
-            evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, max_new_tokens=count, temperatures=(0.0,)))
+            evaluate(
+                talker,
+                {"ngram": drafters["ngram"]},
+                settings(task, prompts=1, max_new_tokens=count, temperatures=(0.0,)),
+            )
 
 
 def test_a_prompt_too_long_for_the_context_loses_its_beginning(
@@ -459,9 +470,14 @@ def test_a_lossy_rule_is_said_in_every_row(
         assert (row.rule, row.lossless, row.distance) == (None, True, 0.0)
 
 
-def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+def test_a_rows_distance_is_that_of_its_tokens(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str
+) -> None:
     """Catches a mean over steps or prompts in the place of tokens."""
-    runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, tv_distance=1.0), measure.Run([1], 1, [0], [1], 1.0, tv_distance=0.5)]
+    runs = [
+        measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, tv_distance=1.0),
+        measure.Run([1], 1, [0], [1], 1.0, tv_distance=0.5),
+    ]
     for run in runs:
         run.verify_s = 1.0
     samples = [measure.Sample(measure.Prompt("a", ("?",)), run, run, [run.tokens], 1.0) for run in runs]
@@ -575,7 +591,9 @@ def test_every_participant_is_asked_the_same_conversation(
     alone."""
     real, asked = timing.run_batch, []
 
-    def noted(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+    def noted(
+        target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any
+    ) -> list[summary.Run]:
         found = real(target, requests, drafter, *rest, **more)
         for request, run in zip(requests, found, strict=True):
             asked.append((request.sampling.temperature, drafter, request.prompt, len(run.tokens), run.steps))
@@ -635,7 +653,9 @@ def test_an_answer_changed_in_a_later_turn_is_found_out(
     turns."""
     real, calls = timing.run_batch, []
 
-    def wrong(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+    def wrong(
+        target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any
+    ) -> list[summary.Run]:
         found = real(target, requests, drafter, *rest, **more)
         calls.append(drafter)
         if len([one for one in calls if one is not None]) == 3:  # warm-up, first turn, second turn
@@ -663,12 +683,16 @@ def test_thinking_is_handed_to_the_template(
     said = {choice: talker.decode(as_tokens(talker, prompt, thinking=choice)) for choice in (None, True, False)}
     assert said == {None: talker.decode(plain), True: talker.decode(plain) + "yes", False: talker.decode(plain) + "no"}
     caplog.clear()
-    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=False))
+    found = evaluate(
+        talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=False)
+    )
     assert found.rows[0].exact
     assert "no effect" not in caplog.text
 
 
-def test_without_a_template_a_conversation_is_one_text(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_template_a_conversation_is_one_text(
+    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a crash on base models, and a system prompt or an earlier turn that they never see."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", None)
     prompt = measure.Prompt("p", ("one", "two"), "sys ")
@@ -729,7 +753,9 @@ def test_the_first_prompts_are_observed_in_every_row(report: Report, talker: Tra
         tested = sum(pattern.tested for pattern in row.rejections.by_rank)
         assert tested == sum(place.depth is not None for place in places)
         # all prompts were observed: what was kept there is what was kept in the timed runs
-        assert sum(pattern.accepted for pattern in row.rejections.by_rank) == pytest.approx(row.token_acceptance * tested)
+        assert sum(pattern.accepted for pattern in row.rejections.by_rank) == pytest.approx(
+            row.token_acceptance * tested
+        )
         assert 0 <= row.expected_acceptance <= 1
         if row.temperature == 0:
             assert row.expected_acceptance == pytest.approx(row.token_acceptance)
@@ -758,7 +784,9 @@ def test_the_report_knows_its_machine_and_its_memory(report: Report) -> None:
 
 def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
     """Catches one drafter's training set held against another, and drafters that were not looked at taken for clean."""
-    overlaps = {"dspark": summary.Overlaps({("quiz", "q0"): True, ("quiz", "q1"): False, ("quiz", "q2"): False}, "a word")}
+    overlaps = {
+        "dspark": summary.Overlaps({("quiz", "q0"): True, ("quiz", "q1"): False, ("quiz", "q2"): False}, "a word")
+    }
     found = evaluate(talker, drafters, settings(task, temperatures=(0.0,)), overlaps=overlaps)
     ngram, dspark = found.rows
     assert ngram.clean is None
@@ -768,7 +796,9 @@ def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: d
     assert dspark.clean.tokens_per_step == pytest.approx(32 / steps)
 
 
-def test_less_than_training_expected_is_said(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+def test_less_than_training_expected_is_said(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str
+) -> None:
     """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does
     better."""
     config, own = settings(task, temperatures=(0.0,), traced_prompts=0), {"dspark": drafters["dspark"]}
@@ -807,7 +837,11 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
     found = evaluate(talker, {"ngram": drafters["ngram"]}, config)
     source = found.tasks["gsm8k"]
     assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
-    assert found.rows[0].score.model_dump(include={"drafted", "plain", "prompts"}) == {"drafted": 0, "plain": 0, "prompts": 2}
+    assert found.rows[0].score.model_dump(include={"drafted", "plain", "prompts"}) == {
+        "drafted": 0,
+        "plain": 0,
+        "prompts": 2,
+    }
     assert len(draw("gsm8k", config).prompts) == 8
     wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
     with pytest.raises(DataError, match="not the pinned"):
@@ -823,7 +857,9 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
     answer = talker.encode("it is 7")
     real = timing.run_batch
 
-    def answered(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+    def answered(
+        target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any
+    ) -> list[summary.Run]:
         found = real(target, requests, drafter, *rest, **more)
         found[0].tokens = answer if drafter is None else answer[:-1]
         return found
@@ -847,7 +883,8 @@ def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
     bad = good | {"task_id": 2, "test_list": []}
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
     config = settings(
-        "mbpp", prompts=2, max_new_tokens=4, min_first_ngrams=0.0, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0,
+        "mbpp", prompts=2, max_new_tokens=4, min_first_ngrams=0.0, temperatures=(0.0,), data=str(tmp_path),
+        traced_prompts=0,
         score=True, allow_code_execution=True,
     )  # fmt: skip
     with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):

@@ -41,7 +41,10 @@ class Oracle(Drafter):
 
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
         at = len(state.tokens[state.rows[0]]) - len(state.requests[state.rows[0]].prompt)
-        ids = [self.text[n] ^ 1 if n in self.wrong else self.text[n] for n in range(at, min(at + self.width, len(self.text)))]
+        ids = [
+            self.text[n] ^ 1 if n in self.wrong else self.text[n]
+            for n in range(at, min(at + self.width, len(self.text)))
+        ]
         if not self.siblings:
             return trees.of_lists([ids], [list(range(-1, len(ids) - 1))])
         tokens = [token for pair in zip((i ^ 3 for i in ids), ids, strict=True) for token in pair]
@@ -69,7 +72,9 @@ def drafter(talker: TransformersTarget, kind: str) -> Drafter:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["ngram", "dspark"])
-def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTarget, kind: str, temperature: float) -> None:
+def test_the_observed_run_writes_what_the_timed_one_wrote(
+    talker: TransformersTarget, kind: str, temperature: float
+) -> None:
     """Catches an observer that disturbs what it observes, or that watches another text than the one that was
     measured."""
     request = Request(talker.encode([{"role": "user", "content": PROMPT}]), 24, Sampling(temperature, seed=5))
@@ -87,10 +92,15 @@ def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTa
 def test_a_run_through_another_text_is_seen(talker: TransformersTarget, request_: Request, text: list[int]) -> None:
     """The planted fault to the test above: with another seed at temperature 1 the observed text is another one."""
     hot = Request(request_.prompt, 24, Sampling(1.0, seed=6))
-    assert judged(talker, hot, Oracle(text), ends=False).tokens != run_once(talker, request_, Oracle(text), ends=False).tokens
+    assert (
+        judged(talker, hot, Oracle(text), ends=False).tokens
+        != run_once(talker, request_, Oracle(text), ends=False).tokens
+    )
 
 
-def test_every_place_says_what_the_target_says_there(talker: TransformersTarget, request_: Request, text: list[int]) -> None:
+def test_every_place_says_what_the_target_says_there(
+    talker: TransformersTarget, request_: Request, text: list[int]
+) -> None:
     """Catches chances read from the row of another node; against one pass over the whole text, at temperature 1."""
     wrong = [4, 5, 11]
     found = observe(talker, request_, Oracle(text, wrong))
@@ -116,7 +126,9 @@ def test_every_place_says_what_the_target_says_there(talker: TransformersTarget,
     assert "".join(place.text for place in found) == talker.tokenizer.decode(text)
 
 
-def test_of_a_tree_the_branch_that_is_kept_is_followed(talker: TransformersTarget, request_: Request, text: list[int]) -> None:
+def test_of_a_tree_the_branch_that_is_kept_is_followed(
+    talker: TransformersTarget, request_: Request, text: list[int]
+) -> None:
     """Catches depths and chances of an elder sibling that was turned down before the kept one was tried."""
     chain, tree = (observe(talker, request_, Oracle(text, siblings=siblings)) for siblings in (False, True))
     # near the end there is no room for both siblings
@@ -128,7 +140,9 @@ def test_of_a_tree_the_branch_that_is_kept_is_followed(talker: TransformersTarge
         assert one.entropy == pytest.approx(other.entropy, rel=1e-5)
 
 
-def test_a_greedy_run_s_overlap_is_what_was_kept(talker: TransformersTarget, request_: Request, text: list[int]) -> None:
+def test_a_greedy_run_s_overlap_is_what_was_kept(
+    talker: TransformersTarget, request_: Request, text: list[int]
+) -> None:
     """Catches an overlap at temperature 1 where the run is at 0: there p is one-hot, and nothing is left to chance."""
     for oracle in (Oracle(text, [3, 9]), Oracle(text, [2], siblings=True)):
         found = judged(talker, request_, oracle)
@@ -193,9 +207,11 @@ def test_a_token_that_is_none_is_noted_and_not_looked_up(
     ("text", "kind"),
     [
         ("the", "word"), (" naïve", "word"), ("x1", "word"), ("_name", "word"), ("12", "number"), (" 3.5", "number"),
-        ("½", "number"), ("\n  ", "space"), ("", "space"), (" ,", "punctuation"), ("())", "punctuation"), ("+=", "symbol"),
+        ("½", "number"), ("\n  ", "space"), ("", "space"), (" ,", "punctuation"), ("())", "punctuation"), ("+=",
+        "symbol"),
         ("$", "symbol"), ("안녕", "hangul"), (" 은", "hangul"), ("ㅋㅋ", "hangul"), ("日本", "other script"),
-        ("привет", "other script"), ("\ufffd", "other script"), ("नी", "other script"), ("한A", "hangul"), ("→", "symbol"),
+        ("привет", "other script"), ("\ufffd", "other script"), ("नी", "other script"), ("한A", "hangul"), ("→",
+        "symbol"),
     ],
 )  # fmt: skip
 def test_a_token_s_kind_is_its_letters_else_its_digits_else_its_marks(text: str, kind: str) -> None:

@@ -35,7 +35,8 @@ def hand_made(target: TransformersTarget, **more: Any) -> Measured:
     runs = [
         run_of(STEPS["a"], seconds=2.0, first_s=0.5, gaps_s=[0.3, 0.5, 0.7], draft_s=0.3, verify_s=1.2, other_s=0.5,
                model_s=1.6, memory_peak_bytes=100),
-        run_of(STEPS["b"], seconds=3.0, first_s=0.4, gaps_s=[0.6, 2.0], draft_s=0.7, verify_s=1.8, other_s=0.5, model_s=2.4,
+        run_of(STEPS["b"], seconds=3.0, first_s=0.4, gaps_s=[0.6, 2.0], draft_s=0.7, verify_s=1.8, other_s=0.5,
+        model_s=2.4,
                memory_peak_bytes=300),
     ]  # fmt: skip
     plain = [
@@ -144,7 +145,9 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES, ids=[f"{n}-{name}" for n, (name, *_) in enumerate(MISTAKES)])
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"), MISTAKES, ids=[f"{n}-{name}" for n, (name, *_) in enumerate(MISTAKES)]
+)
 def test_a_planted_mistake_is_seen(
     name: str, right: str, wrong: str, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -205,9 +208,12 @@ def test_a_prediction_multiplies_up_the_overlaps() -> None:
 def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget) -> None:
     """Catches an overlapping prompt that still counts, and one that was not looked for taken for clean."""
     measured = hand_made(talker)
-    found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram")).clean
+    found = summary.summarise(
+        measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram")
+    ).clean
     assert found is not None and found.model_dump(mode="json") == {
-        "contaminated": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
+        "contaminated": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0,
+        "speedup": pytest.approx(1.5),
         "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
     }  # fmt: skip
     unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))

@@ -100,7 +100,10 @@ def test_the_process_has_limits_and_what_it_forks_has_narrower_ones() -> None:
     """Catches an answer that takes the machine's memory, disk or processor; torch's own process keeps its address
     space."""
     own, forked, outcome = sandbox.run_in_subprocess(confined, 60)
-    assert own[:2] == [10 * (os.cpu_count() or 1), sandbox.FILE_BYTES] and own[2] == resource.getrlimit(resource.RLIMIT_AS)[1]
+    assert (
+        own[:2] == [10 * (os.cpu_count() or 1), sandbox.FILE_BYTES]
+        and own[2] == resource.getrlimit(resource.RLIMIT_AS)[1]
+    )
     assert forked[:2] == [min(sandbox.ANSWER_S, own[0]), SCRATCH_BYTES]
     assert sandbox.ANSWER_BYTES < forked[2] < 64 << 30
     assert outcome == "out of memory"

@@ -56,7 +56,8 @@ def test_code_passes_when_its_tests_come_to_their_end(walls: str) -> None:
         ("x = [0] * 10**10", "out of memory"),
         ("open('big', 'wb').write(bytes(17 << 20))", "File too large"),
         ("def f(n=0): return f(n + 1)", "RecursionError"),
-        ("import os\nfor n in range(3, 256):\n  try: os.write(n, b'x' * 50000)\n  except OSError: pass", "pipe that is for"),
+        ("import os\nfor n in range(3, 256):\n  try: os.write(n, b'x' * 50000)\n  except OSError: pass",
+        "pipe that is for"),
     ],
 )  # fmt: skip
 def test_leaving_early_never_counts_as_passed(code: str, reason: str, walls: str) -> None:
@@ -76,7 +77,10 @@ def test_endless_code_is_stopped(code: str, walls: str) -> None:
 
 def test_the_tests_keep_the_real_builtins(walls: str) -> None:
     """Catches an answer that passes by changing what the tests are made of."""
-    code = "import builtins\nbuiltins.all = lambda _: True\nbuiltins.AssertionError = ValueError\nbuiltins.len = lambda _: 3\n"
+    code = (
+        "import builtins\nbuiltins.all = lambda _: True\nbuiltins.AssertionError = ValueError\n"
+        "builtins.len = lambda _: 3\n"
+    )
     assert not run(code, "assert all([False])").passed
     assert not run(code, "assert len('') == 3").passed
 
@@ -104,7 +108,9 @@ def test_files_of_the_machine_can_be_neither_read_nor_written(tmp_path: Path) ->
         "open('/usr/new', 'w')", "open('/new', 'w')", "open(os.__file__, 'a')", "os.chmod(os.__file__, 0o777)",
         "os.listdir(os.path.expanduser('~/.ssh'))", "os.chroot('/scratch')", "os.setuid(1)", "os.mkdir('/tmp/x')",
     ]  # fmt: skip
-    code = "import os\n" + "".join(f"try:\n    {one}\nexcept OSError: pass\nelse: raise ValueError({one!r})\n" for one in tries)
+    code = "import os\n" + "".join(
+        f"try:\n    {one}\nexcept OSError: pass\nelse: raise ValueError({one!r})\n" for one in tries
+    )
     assert run(code, "open('mine', 'w').write('x'); assert open('mine').read() == 'x'") == Outcome(True, "", MISSING)
     assert secret.read_text() == "secret"
 
@@ -112,7 +118,10 @@ def test_files_of_the_machine_can_be_neither_read_nor_written(tmp_path: Path) ->
 @wall("files")
 def test_all_that_is_seen_is_read_only() -> None:
     """Catches an interpreter that a user's own answer may write to, because it is that user's."""
-    code = "import os, sys\nfor place in ('/', '/usr', sys.base_prefix): assert os.statvfs(place).f_flag & os.ST_RDONLY, place"
+    code = (
+        "import os, sys\n"
+        "for place in ('/', '/usr', sys.base_prefix): assert os.statvfs(place).f_flag & os.ST_RDONLY, place"
+    )
     assert run(code, "assert not os.statvfs('.').f_flag & os.ST_RDONLY").passed
 
 
@@ -131,7 +140,7 @@ def test_walls_can_not_be_taken_down_from_inside() -> None:
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.mount(b"tmpfs", b"/scratch", b"tmpfs", 0, None) == -1 and ctypes.get_errno() == 1
-assert libc.unshare(0x10000000 | 0x00020000) in (-1, 0)  # a user name space of its own gives rights over nothing of ours
+assert libc.unshare(0x10000000 | 0x00020000) in (-1, 0)  # a name space of its own gives no rights over ours
 assert libc.mount(None, b"/", None, 32, None) == -1
 """
     assert run(code, "").passed

@@ -20,21 +20,27 @@ from outrider.measure.scoring import code_in, final_answer, normal, run_tests, s
 from outrider.measure.tasks import TASKS, Prompt, load
 
 EQUAL = [
-    ("1,234", "1234"), ("1{,}000", "1000"), ("12,345,678.50", "12345678.5"), ("$18", "18"), ("\\$3.50", "3.5"), ("5.", "5"),
-    ("18 dollars", "18"), ("10 square feet", "10"), ("10\\text{ cm}", "10"), ("10 \\text{ cm}^2", "10"), ("50\\%", "50"),
+    ("1,234", "1234"), ("1{,}000", "1000"), ("12,345,678.50", "12345678.5"), ("$18", "18"), ("\\$3.50", "3.5"), ("5.",
+    "5"),
+    ("18 dollars", "18"), ("10 square feet", "10"), ("10\\text{ cm}", "10"), ("10 \\text{ cm}^2", "10"), ("50\\%",
+    "50"),
     ("50%", "50"), ("90^\\circ", "90"), ("90^{\\circ}", "90"), ("\\frac12", "0.5"), ("\\dfrac{1}{2}", "1/2"),
-    ("-\\tfrac{3}{4}", "\\frac{-3}{4}"), ("\\frac{3}{-4}", "-0.75"), ("\\frac{2}{4}", "\\frac12"), ("2\\frac{1}{2}", "2.5"),
-    ("3\\sqrt2", "3\\sqrt{2}"), ("sqrt(2)", "\\sqrt{2}"), ("x = 5", "5"), ("x \\in [1,2]", "[1, 2]"), ("+7", "7"), ("-0", "0"),
+    ("-\\tfrac{3}{4}", "\\frac{-3}{4}"), ("\\frac{3}{-4}", "-0.75"), ("\\frac{2}{4}", "\\frac12"), ("2\\frac{1}{2}",
+    "2.5"),
+    ("3\\sqrt2", "3\\sqrt{2}"), ("sqrt(2)", "\\sqrt{2}"), ("x = 5", "5"), ("x \\in [1,2]", "[1, 2]"), ("+7", "7"),
+    ("-0", "0"),
     ("(0.5, 1)", "(\\frac{1}{2},1)"), ("\\left(3, \\frac{\\pi}{2}\\right)", "(3,\\frac{\\pi}{2})"), ("1,-2", "1, -2.0"),
     ("(-\\infty, 0.50]", "(-\\infty,\\frac12]"), ("\\text{Evelyn}", "Evelyn"), ("\\text{(C)}", "C"),
     ("\\{1,2\\}", "\\{1.0, 2\\}"),
     ("x^{2}+1", "x^2 + 1"), ("$\\frac{1}{3}$", "1/3"), ("\\(7\\)", "7"), ("−3", "-3"), ("7/1", "7"), (".5", "0.50"),
 ]  # fmt: skip
 UNEQUAL = [
-    ("0.333", "1/3"), ("50%", "0.5"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("1,234", "1.234"), ("-5", "5"), ("\\pi", "3.14"),
+    ("0.333", "1/3"), ("50%", "0.5"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("1,234", "1.234"), ("-5", "5"), ("\\pi",
+    "3.14"),
     ("2\\sqrt{3}", "3\\sqrt{2}"), ("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"), ("3 \\pi", "3"),
     ("3pi", "3"), ("x+1", "1"),
-    ("2^{10}", "2^10"), ("10^1", "101"), ("\\frac{1}{0}", "0"), ("A", "B"), ("1000000000000000000000001", "1e24"), ("", "0"),
+    ("2^{10}", "2^10"), ("10^1", "101"), ("\\frac{1}{0}", "0"), ("A", "B"), ("1000000000000000000000001", "1e24"), ("",
+    "0"),
     ("0.1000000000000000000001", "0.1"), ("x^2", "2"),
 ]  # fmt: skip
 
@@ -58,7 +64,13 @@ def test_two_answers_are_not_the_same(one: str, other: str) -> None:
 def test_numbers_are_equal_exactly_when_their_values_are(one: Fraction, other: Fraction) -> None:
     """Catches a way of writing that reads as another number; no false alarm, whatever is drawn."""
     a, b = one.numerator, one.denominator
-    ways = [f"{a}/{b}", f"\\frac{{{a}}}{{{b}}}", f"${a} / {b}$", f"\\dfrac{{{-a}}}{{{-b}}}", f"{3 * a}/{3 * b} \\text{{ m}}"]
+    ways = [
+        f"{a}/{b}",
+        f"\\frac{{{a}}}{{{b}}}",
+        f"${a} / {b}$",
+        f"\\dfrac{{{-a}}}{{{-b}}}",
+        f"{3 * a}/{3 * b} \\text{{ m}}",
+    ]
     if b == 1:
         ways += [f"{a:,}", f"{a}.00", f"{a} apples"]
     for way in ways:
@@ -67,7 +79,9 @@ def test_numbers_are_equal_exactly_when_their_values_are(one: Fraction, other: F
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.recursive(st.text("ab1 ,", max_size=3), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=6))
+@given(
+    st.recursive(st.text("ab1 ,", max_size=3), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=6)
+)
 def test_a_box_is_read_to_its_own_end(inside: str) -> None:
     """Catches a fraction in a box that is cut at the first brace; no false alarm: escaped braces are not drawn."""
     assert final_answer(f"so \\boxed{{no}}, rather \\boxed {{{inside}}}; see 7}} {{") == inside
@@ -115,7 +129,10 @@ HUMANEVAL = TASKS["humaneval"].prompt(
     {"task_id": "HumanEval/0", "prompt": STUB, "entry_point": "least",
      "test": "def check(candidate):\n    assert candidate([2, 1]) == 1\n    assert candidate([3]) == 3\n"}
 )  # fmt: skip
-RIGHT = "Sure:\n```python\ndef least(numbers: List[int]) -> int:\n    return min(numbers)\n```\nThen:\n```python\n1 / 0\n```"
+RIGHT = (
+    "Sure:\n```python\ndef least(numbers: List[int]) -> int:\n    return min(numbers)\n```\n"
+    "Then:\n```python\n1 / 0\n```"
+)
 MBPP = TASKS["mbpp"].prompt(
     {"task_id": 2, "prompt": "Write a function to add.", "test_imports": ["import math"],
      "test_list": ["assert math.isclose(sum_up(1, 2), 3)", "assert set([sum_up(0, 0)]) == {0}"]}
@@ -131,7 +148,8 @@ MBPP = TASKS["mbpp"].prompt(
         ("humaneval", HUMANEVAL, "```python\ndef least(numbers):\n    return min(numbers)", 1.0),
         ("humaneval", HUMANEVAL, "no idea", 0.0),
         ("mbpp", MBPP, "```python\ndef sum_up(a, b):\n    return a + b\n```", 1.0),
-        ("mbpp", MBPP, "```python\nfrom math import hypot\ndef helper(): pass\ndef add(a, b):\n    return a + b\n```", 1.0),
+        ("mbpp", MBPP, "```python\nfrom math import hypot\ndef helper(): pass\ndef add(a, b):\n    return a + b\n```",
+        1.0),
         ("mbpp", MBPP, "```python\ndef add(a, b):\n    return a - b\n```", 0.0),
         ("mbpp", MBPP, "```python\nx = 5\n```", 0.0),
     ],
@@ -163,7 +181,8 @@ def problem(name: str | None, public: list[dict[str, Any]], private: str) -> Pro
 
 CASES = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5", "output": "10.0"}]
 METHOD = (
-    "```python\nclass Solution:\n    def total(self, numbers: List[int], more):\n        return (sum(numbers) + more,)\n```"
+    "```python\nclass Solution:\n    def total(self, numbers: List[int], more):\n"
+    "        return (sum(numbers) + more,)\n```"
 )
 
 
@@ -181,7 +200,9 @@ METHOD = (
         ("total", METHOD.replace("+ more", "- more"), 0.0),
     ],
 )  # fmt: skip
-def test_programs_are_scored_by_what_they_write_and_methods_by_what_they_give(name: str, answer: str, right: float) -> None:
+def test_programs_are_scored_by_what_they_write_and_methods_by_what_they_give(
+    name: str, answer: str, right: float
+) -> None:
     """Catches one way of reading standard input that sees nothing, cases that see each other, and private cases left
     out."""
     mine = CASES if name is None else [{"input": "[1, 2]\n3", "output": "[6]"}, {"input": "[]\n4", "output": "[4]"}]
@@ -217,7 +238,10 @@ def test_packed_cases_are_taken_apart_and_never_executed(tmp_path: Path) -> None
     [
         ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": []}),
         ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2 == 3"]}),
-        ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3", "assert ("]}),
+        (
+            "mbpp",
+            {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3", "assert ("]},
+        ),
         ("humaneval", {"task_id": 2, "prompt": STUB, "entry_point": "least", "test": "def check(candidate:\n"}),
     ],
 )
@@ -233,4 +257,7 @@ def test_a_task_read_from_a_folder_is_scored(tmp_path: Path) -> None:
            "public_test_cases": json.dumps(CASES), "private_test_cases": packed(CASES)}  # fmt: skip
     (tmp_path / "livecodebench.jsonl").write_text(json.dumps(row) + "\n")
     (prompt,) = load("livecodebench", tmp_path).prompts
-    assert score("livecodebench", prompt, ["```python\nprint(sum(map(int, input().split())))\n```"], allow_code=True) == 1.0
+    assert (
+        score("livecodebench", prompt, ["```python\nprint(sum(map(int, input().split())))\n```"], allow_code=True)
+        == 1.0
+    )

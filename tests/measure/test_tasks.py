@@ -46,10 +46,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "aime25": [{"problem_idx": 1, "problem": "Find it.", "answer": 70, "problem_type": ["Geometry"]}],
     "humaneval": [{"task_id": "HumanEval/0", "prompt": STUB, "canonical_solution": "    return min(numbers)\n",
                    "test": "def check(candidate):\n    assert candidate([2, 1]) == 1\n", "entry_point": "least"}],
-    "mbpp": [{"source_file": "x", "task_id": 2, "prompt": "Write a function to add.", "code": "def add(a, b): return a + b",
+    "mbpp": [{"source_file": "x", "task_id": 2, "prompt": "Write a function to add.", "code": "def add(a, b): return a "
+    "+ b",
               "test_imports": ["import math"], "test_list": ["assert add(1, 2) == 3"]}],
     "livecodebench": [
-        {"question_title": "t", "question_content": "Sum two.", "platform": "atcoder", "question_id": "abc1", "contest_id": "c",
+        {"question_title": "t", "question_content": "Sum two.", "platform": "atcoder", "question_id": "abc1",
+        "contest_id": "c",
          "contest_date": "2024-01-01", "starter_code": "", "difficulty": "easy", "metadata": "{}",
          "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]', "private_test_cases": "[]"},
         {"question_title": "t", "question_content": "Sum a list.", "platform": "leetcode", "question_id": "1",
@@ -81,7 +83,8 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "alpaca": [("Name one.",), ("Add up.\n\n### Input:\n1, 2",)],
     "arena-hard-v2": [("Do it.",)],
 }
-NAMES = {"gsm8k": "gsm8k/0", "math500": "test/algebra/1.json", "aime25": "1", "humaneval": "HumanEval/0", "mbpp": "mbpp/2",
+NAMES = {"gsm8k": "gsm8k/0", "math500": "test/algebra/1.json", "aime25": "1", "humaneval": "HumanEval/0",
+"mbpp": "mbpp/2",
          "livecodebench": "abc1", "mt-bench": "81", "alpaca": "alpaca/0", "arena-hard-v2": "u1"}  # fmt: skip
 REFERENCES = {"gsm8k": "1,006", "math500": "\\frac{x}{2}", "aime25": "70"}
 
@@ -101,7 +104,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         words = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/").split("/")
         if words[0] == "github":
-            return self.say(NEW.encode()) if words[-1] == "HEAD" else self.file("/".join(words[1:3]), words[3], words[4:])
+            return (
+                self.say(NEW.encode()) if words[-1] == "HEAD" else self.file("/".join(words[1:3]), words[3], words[4:])
+            )
         if words[:2] == ["api", "datasets"] and (self.folder / "/".join(words[2:4])).is_dir():
             repository = "/".join(words[2:4])
             what, commit, *below = [*words[4:], NEW, NEW][:2] + words[6:]
@@ -111,7 +116,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 return self.say(json.dumps([entry for entry in entries if entry["path"].startswith(within)]).encode())
             facts = {"private": False, "gated": False, "disabled": False, "tags": [], "id": repository}
             facts |= {"sha": NEW if len(words) == 4 else commit}
-            return self.say(json.dumps(facts | {"siblings": [{"rfilename": entry["path"]} for entry in entries]}).encode())
+            return self.say(
+                json.dumps(facts | {"siblings": [{"rfilename": entry["path"]} for entry in entries]}).encode()
+            )
         if words[0] == "datasets" and words[3] == "resolve":
             return self.file("/".join(words[1:3]), words[4], words[5:])
         return self.say(b"", 404)
@@ -130,7 +137,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
         return [
             {"type": "directory", "path": path.relative_to(root).as_posix(), "oid": "0" * 40}
             if path.is_dir()
-            else {"type": "file", "path": path.relative_to(root).as_posix(), "oid": "0" * 40, "size": path.stat().st_size}
+            else {
+                "type": "file",
+                "path": path.relative_to(root).as_posix(),
+                "oid": "0" * 40,
+                "size": path.stat().st_size,
+            }
             for path in sorted(root.rglob("*"))
         ]
 
@@ -162,7 +174,9 @@ def publish(folder: Path, commit: str, mark: str = "") -> None:
             continue
         folder_of = task.config or "data"
         (place / folder_of).mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / folder_of / f"{task.split}-00000-of-00001.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), place / folder_of / f"{task.split}-00000-of-00001.parquet"
+        )
         (place / "README.md").write_text(
             f"---\nconfigs:\n- config_name: {task.config or 'default'}\n  data_files:\n  - split: {task.split}\n"
             f"    path: {folder_of}/{task.split}-*\n---\n"
@@ -239,7 +253,9 @@ def test_a_pinned_commit_is_the_one_that_is_read(hub: str, tmp_path: Path) -> No
 def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
     """Catches a traceback of the hub's client, and minutes of tries, where there is no network."""
     (found,) = ask("http://127.0.0.1:9", tmp_path, ("math500", None))
-    assert re.search(r"can't load math500 from HuggingFaceH4/MATH-500: .*put math500.jsonl.*evaluate.data=FOLDER", found)
+    assert re.search(
+        r"can't load math500 from HuggingFaceH4/MATH-500: .*put math500.jsonl.*evaluate.data=FOLDER", found
+    )
 
 
 def test_spec_bench_is_read_where_it_is_published(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +368,8 @@ def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
     [
         ('{"question": "q", "answer": "#### 1"}\n{"question"\n', "gsm8k.jsonl, line 2 is not JSON"),
         ('\n[1]\n', "gsm8k.jsonl, line 2: a row must be a mapping"),
-        ('{"question": "q"}\n', "gsm8k.jsonl, line 1 has no 'answer'; wanted the layout of openai/gsm8k.*it has question"),
+        ('{"question": "q"}\n',
+        "gsm8k.jsonl, line 1 has no 'answer'; wanted the layout of openai/gsm8k.*it has question"),
         ('{"question": 5, "answer": "#### 1"}\n', "line 1 can't be read"),
         ('{"turns": [1]}\n', "line 1 can't be read: turns must be a list of texts"),
         ('{"turns": []}\n', "line 1 can't be read"),
@@ -372,10 +389,12 @@ WRONG: list[tuple[str, str, Any]] = [
     *((name, "turns", "What is 2+2?") for name in (*NINE, "spec-bench-qa")),
     ("gsm8k", "answer", 5), ("math500", "problem", ["x"]), ("math500", "answer", ["x"]), ("math500", "unique_id", True),
     ("aime25", "answer", None), ("aime25", "answer", True),
-    ("humaneval", "prompt", None), ("humaneval", "entry_point", 5), ("humaneval", "test", None), ("humaneval", "task_id", None),
+    ("humaneval", "prompt", None), ("humaneval", "entry_point", 5), ("humaneval", "test", None), ("humaneval",
+    "task_id", None),
     ("mbpp", "test_list", "assert x"), ("mbpp", "test_imports", "import math"), ("mbpp", "test_list", [1]),
     ("mbpp", "task_id", None), ("mbpp", "prompt", None),
-    ("livecodebench", "question_content", None), ("livecodebench", "starter_code", 5), ("livecodebench", "question_id", None),
+    ("livecodebench", "question_content", None), ("livecodebench", "starter_code", 5), ("livecodebench", "question_id",
+    None),
     ("mt-bench", "prompt", "Hello there"), ("mt-bench", "prompt_id", None),
     ("alpaca", "instruction", None), ("alpaca", "input", ["x"]),
     ("arena-hard-v2", "prompt", None), ("arena-hard-v2", "uid", {}),
@@ -402,7 +421,10 @@ def test_a_plain_row_is_held_to_its_types_too(key: str, value: Any, tmp_path: Pa
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
 def test_null_is_a_key_that_is_missing(ending: str, tmp_path: Path) -> None:
     """Catches an id of `None`, which several rows would share; Parquet has no other way to leave a key out."""
-    rows = [{"turns": ["a"], "id": None, "system": None, "reference": None}, {"turns": ["b"], "id": "own", "system": "s"}]
+    rows = [
+        {"turns": ["a"], "id": None, "system": None, "reference": None},
+        {"turns": ["b"], "id": "own", "system": "s"},
+    ]
     write(tmp_path / f"gsm8k{ending}", rows)
     assert list(load("gsm8k", tmp_path).prompts) == [Prompt("gsm8k/0", ("a",)), Prompt("own", ("b",), "s")]
 
@@ -460,7 +482,9 @@ def test_a_file_and_stdlib_are_tasks_too(tmp_path: Path) -> None:
     path = tmp_path / "gsm8k.jsonl"
     write(path, [{"turns": ["a", "b"]}, {"prompt": "c"}])
     assert (
-        [prompt.turns for prompt in prompts(str(path), 5)] == [("a", "b"), ("c",)] == [p.turns for p in load(str(path)).prompts]
+        [prompt.turns for prompt in prompts(str(path), 5)]
+        == [("a", "b"), ("c",)]
+        == [p.turns for p in load(str(path)).prompts]
     )
     assert load(str(path)).count == 2
     first = list(prompts("stdlib", 3))
@@ -512,6 +536,7 @@ def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: p
 def test_the_verb_needs_no_network_and_no_torch(tmp_path: Path) -> None:
     """Catches a list that takes seconds."""
     code = (
-        "import sys; from outrider.measure.tasks import listed; assert len(listed()) == 15; assert 'torch' not in sys.modules"
+        "import sys; from outrider.measure.tasks import listed; assert len(listed()) == 15; "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code + "; assert 'datasets' not in sys.modules"], check=True, timeout=120)

@@ -45,7 +45,9 @@ def test_readme_alone_leads_from_the_install_to_a_drafter(
 ) -> None:
     """Catches a command of README's that fails, that asks for what README does not name, or that is the seventh."""
     monkeypatch.chdir(tmp_path)
-    make_folder(tmp_path / "my-target", num_hidden_layers=4, vocab_size=264)  # with rows that no token takes, as Qwen3 has
+    make_folder(
+        tmp_path / "my-target", num_hidden_layers=4, vocab_size=264
+    )  # with rows that no token takes, as Qwen3 has
     sharegpt(tmp_path / "sharegpt.json", 6)
     sharegpt(tmp_path / "held-out.json", 4)
     install, *rest = commands()

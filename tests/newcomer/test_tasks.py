@@ -30,9 +30,7 @@ def desk(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as it is after a first run: target/, run.yaml, prompts.jsonl, held_out.jsonl, runs/first/checkpoint."""
     place = tmp_path_factory.mktemp("desk")
     shutil.copytree(folder, place / "target")
-    write_run_file(
-        place / "run.yaml", "target", name="first", drafter=HEAD, prepare=PREPARE, evaluate=EVALUATE
-    )
+    write_run_file(place / "run.yaml", "target", name="first", drafter=HEAD, prepare=PREPARE, evaluate=EVALUATE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         assert outrider_with("run", "run.yaml") == 0
@@ -104,7 +102,9 @@ def test_there_are_forty_tasks_and_each_can_fail() -> None:
         assert ("shell" in task) != ("python" in task), task
 
 
-def test_a_task_whose_text_is_missing_fails(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_task_whose_text_is_missing_fails(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     """A planted fault."""
     task = {"task": "planted", "shell": "outrider drafters", "shows": ["a drafter that nobody wrote"]}
     with pytest.raises(AssertionError, match="is not in"):

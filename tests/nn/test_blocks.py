@@ -51,7 +51,10 @@ def test_a_block_sees_its_own_texts_past_and_itself(layout):
 def test_rotation_is_transformers_own():
     """Catches another pairing of dimensions or another order of frequencies: released checkpoints would not load."""
     config = Qwen3Config(
-        hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}
+        hidden_size=32,
+        num_attention_heads=2,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
     )
     x = torch.randn(2, 2, 7, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3, 9, 100, 4000]]).expand(2, -1)
@@ -99,7 +102,8 @@ def test_what_does_not_turn_stays_and_the_rest_is_a_smaller_heads():
 
 
 def test_a_stretch_says_what_context_it_stretches_and_its_factor_is_a_float():
-    """Catches a number that transformers would guess one way and engines another, and a whole factor, at which vLLM ends."""
+    """Catches a number that transformers would guess one way and engines another, and a whole factor, at which vLLM
+    ends."""
     with pytest.raises(ValueError, match="yarn needs original_max_position_embeddings"):
         LayerConfig(rope_scaling={"rope_type": "yarn", "factor": 4})
     assert type(LayerConfig(rope_scaling={"rope_type": "linear", "factor": 4}).rope_scaling["factor"]) is float

@@ -1,4 +1,5 @@
-"""Drafters that share a draft: each is told of its own nodes, whatever was cut from the union before it was verified."""
+"""Drafters that share a draft: each is told of its own nodes, whatever was cut from the union before it was
+verified."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ V = 9
 
 
 class Fixed(Drafter):
-    """Drafts one tree in every step and notes what it was told of it: tokens, parents, the kept path, and rows of the pass."""
+    """Drafts one tree in every step and notes what it was told of it: tokens, parents, the kept path, and rows of the
+    pass."""
 
     taps: tuple[int, ...] = ()
 
@@ -37,11 +39,14 @@ class Fixed(Drafter):
         return self.tree
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        self.told.append((draft.ids[0], draft.tree[0], kept.paths[0], kept.next_tokens[0], scores.logits[0, :, 0].tolist()))
+        self.told.append(
+            (draft.ids[0], draft.tree[0], kept.paths[0], kept.next_tokens[0], scores.logits[0, :, 0].tolist())
+        )
 
 
 def run(kept: list[int], path: list[int]) -> tuple[Fixed, Fixed]:
-    """Two drafters whose union [1, 2, 3, 4, 5, 6] is cut to `kept` and then accepted along `path`; row r of the pass says r."""
+    """Two drafters whose union [1, 2, 3, 4, 5, 6] is cut to `kept` and then accepted along `path`; row r of the pass
+    says r."""
     #  one: 1 -> 3, 2        other: 2 -> 4 -> 5, 6
     one, other = Fixed([1, 2, 3], [-1, -1, 0]), Fixed([2, 4, 5, 6], [-1, 0, 1, -1])
     both = Ensemble([one, other], 9)
@@ -50,7 +55,9 @@ def run(kept: list[int], path: list[int]) -> tuple[Fixed, Fixed]:
     memory = both.allocate(SimpleNamespace(slots=1))
     union = Draft.empty(1)
     for part in range(2):
-        union = both.join(memory, part, union, both.ask(memory, part, state, torch.tensor([9])), torch.tensor([9]), None)
+        union = both.join(
+            memory, part, union, both.ask(memory, part, state, torch.tensor([9])), torch.tensor([9]), None
+        )
     assert (union.ids, union.tree) == ([[1, 2, 3, 4, 5, 6]], ((-1, -1, 0, 1, 3, -1),))
     draft = union.only([kept])
     state.tokens[0] += [*(draft.ids[0][n] for n in path), 0]

@@ -92,7 +92,10 @@ def test_ids_are_kept_as_offsets_and_as_a_mask(target):
 
 def test_a_reduced_head_begins_as_the_targets_own_rows(target):
     """Catches rows of other tokens, and a head that shares memory with the target's."""
-    head, hidden = counted(target, 4, t40=9, t7=3, t63=3, t12=3), torch.randn(2, 3, target.spec.hidden, dtype=torch.float64)
+    head, hidden = (
+        counted(target, 4, t40=9, t7=3, t63=3, t12=3),
+        torch.randn(2, 3, target.spec.hidden, dtype=torch.float64),
+    )
     logits, whole = head(hidden), target.head(hidden)
     assert logits.shape == whole.shape
     torch.testing.assert_close(logits[..., head.ids], whole[..., head.ids], rtol=1e-12, atol=1e-12)
@@ -133,7 +136,9 @@ def test_a_copied_layer_is_the_targets(lacks, target, monkeypatch):
     for weights in theirs:
         for name in lacks:
             del weights[name]
-    monkeypatch.setattr(target, "layer", lambda i: SimpleNamespace(state_dict=lambda: theirs[(3, 1).index(i)]), raising=False)
+    monkeypatch.setattr(
+        target, "layer", lambda i: SimpleNamespace(state_dict=lambda: theirs[(3, 1).index(i)]), raising=False
+    )
     before = {name: weight.clone() for name, weight in layers[0].state_dict().items()}
     copy_layers(layers, (3, 1), target)
     for layer, weights in zip(layers, theirs, strict=True):
@@ -160,7 +165,9 @@ def test_taps_not_asked_for_are_spread_within_the_target(layers, target):
         assert taps == (1, 9, 17, 25, 33)
 
 
-@pytest.mark.parametrize(("taps", "said"), [((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "ascending"), ((1, 1), "ascending")])
+@pytest.mark.parametrize(
+    ("taps", "said"), [((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "ascending"), ((1, 1), "ascending")]
+)
 def test_taps_that_cannot_be_are_refused(taps, said, target):
     """Catches a negative layer that counts from the end, and an order that the checkpoint would not keep."""
     with pytest.raises(DrafterError, match=said):

@@ -80,7 +80,7 @@ def test_rollouts_that_are_drawn_say_what_they_say_among_all(target, workshop):
         torch.testing.assert_close(logits, whole[place], rtol=1e-10, atol=1e-10)
 
 
-# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def unrolled_logits(model, target, text: list[int]) -> dict[tuple[int, int], torch.Tensor]:
@@ -105,7 +105,10 @@ def served_logits(drafter, target, texts: list[list[int]], prompt: int, monkeypa
         for depth in range(int(budget.max())):
             if depth:
                 logits = read_one(tokens[-1])
-            says = [texts[n][len(own) + depth : len(own) + depth + 1] or [0] for n, own in zip(which, committed, strict=True)]
+            says = [
+                texts[n][len(own) + depth : len(own) + depth + 1] or [0]
+                for n, own in zip(which, committed, strict=True)
+            ]
             tokens.append(torch.tensor(says)[:, 0])
             for b, (n, own) in enumerate(zip(which, committed, strict=True)):
                 if depth < int(budget[b]) and len(own) + depth < len(texts[n]):
@@ -152,8 +155,8 @@ def apart(case, target, workshop, prompts, plain, monkeypatch, slots=3) -> float
 @BOTH
 @pytest.mark.parametrize("slots", [1, 3])
 def test_every_depth_is_served_as_it_was_trained(case, slots, target, workshop, prompts, plain, monkeypatch):
-    """Catches positions, masks and features that differ from training's, slots that see each other, and what a slot used
-    before or a rejected token leaves behind."""
+    """Catches positions, masks and features that differ from training's, slots that see each other, and what a slot
+    used before or a rejected token leaves behind."""
     assert apart(case, target, workshop, prompts, plain, monkeypatch, slots) < 1e-9
 
 
@@ -190,7 +193,8 @@ def spoilt_features(monkeypatch):
 
 @pytest.mark.parametrize("spoil", [spoilt_positions, spoilt_forgetting, spoilt_features])
 def test_a_planted_fault_in_serving_is_seen(spoil, target, workshop, prompts, plain, monkeypatch):
-    """The test above has teeth: positions off by one, a rejected token's key that is kept, a feature of the wrong step."""
+    """The test above has teeth: positions off by one, a rejected token's key that is kept, a feature of the wrong
+    step."""
     spoil(monkeypatch)
     assert apart(EAGLE3, target, workshop, prompts, plain, monkeypatch) > 1e-3
 
@@ -212,7 +216,9 @@ def test_a_rollout_ends_with_what_is_to_be_learnt(target, workshop):
     learnt = batch.loss_mask.clone()
     learnt[:, 7] = False
     rows = model.predict(Batch(batch.tokens, learnt, batch.documents, batch.taps, batch.hidden))
-    kept = {(int(label), int(depth)) for label, depth, w in zip(rows.labels, rows.depth, rows.weight, strict=True) if w > 0}
+    kept = {
+        (int(label), int(depth)) for label, depth, w in zip(rows.labels, rows.depth, rows.weight, strict=True) if w > 0
+    }
     assert {label for label, _ in kept} == {2, 3, 4, 5, 6, 8, 9, 10, 11}
     assert {depth for label, depth in kept if label == 9} == {0, 1}
 
@@ -251,7 +257,9 @@ def test_a_trees_likeliest_path_is_the_chain(case, target, workshop, prompts):
             return draft
 
         drafter.propose = watched
-        for _ in serve(target, [Request(prompt, 12, Sampling()) for prompt in prompts], drafter, slots=3, policy=Fixed(39)):
+        for _ in serve(
+            target, [Request(prompt, 12, Sampling()) for prompt in prompts], drafter, slots=3, policy=Fixed(39)
+        ):
             pass
         paths[width] = seen
     shared = paths[1].keys() & paths[3].keys()
@@ -378,7 +386,7 @@ def test_steps_without_a_draft_are_caught_up_with(target, workshop, prompts, mon
     assert all(late[at] == early[at] for at in shared)
 
 
-def test_a_draft_ends_before_what_no_law_is_left_for():
+def test_a_draft_ends_before_what_no_distribution_is_left_for():
     """Catches NaN as q where all that the draft can say is banned: the token would be counted as invalid."""
     q = torch.full((2, 3, 4), 0.25)
     q[1, 1] = torch.nan

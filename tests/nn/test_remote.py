@@ -35,7 +35,14 @@ class Traveller(Drafter):
 
     def state(self, state: DecodeState) -> None:
         streams, judge = state.streams, state.judge
-        self.note(state.anchor, state.seeded, streams.seeds, streams.index, streams.seeded, torch.empty(0, device=state.device))
+        self.note(
+            state.anchor,
+            state.seeded,
+            streams.seeds,
+            streams.index,
+            streams.seeded,
+            torch.empty(0, device=state.device),
+        )
         if isinstance(judge, SamplingJudge):
             self.note(judge.temperature, *judge.settings)
         else:
@@ -60,7 +67,8 @@ class Traveller(Drafter):
 
 @pytest.mark.parametrize("judge", [Judge, SamplingJudge])
 def test_all_that_a_drafter_reads_crosses(judge):
-    """Catches a tensor left behind: the anchor, a setting, a seed, the noise's place, taps, the draft as it was verified."""
+    """Catches a tensor left behind: the anchor, a setting, a seed, the noise's place, taps, the draft as it was
+    verified."""
     inner = Traveller()
     drafter, state = RemoteDrafter(inner, THERE), DecodeState(2, 100, judge=judge())
     for row in range(2):
@@ -80,7 +88,8 @@ def test_all_that_a_drafter_reads_crosses(judge):
 
 
 def test_a_draft_and_a_probe_come_back():
-    """Catches a part of them that stays where the target does not look; here the target is the one that is elsewhere."""
+    """Catches a part of them that stays where the target does not look; here the target is the one that is
+    elsewhere."""
     ones, here = torch.ones(2, 2, dtype=torch.int64), torch.device("cpu")
 
     class Whole(Drafter):
@@ -100,7 +109,8 @@ def test_a_draft_and_a_probe_come_back():
 
 
 def test_a_remote_drafter_promises_what_its_drafter_does():
-    """Catches an attribute that falls back to a drafter's default: confidences that are hidden, a cache without room."""
+    """Catches an attribute that falls back to a drafter's default: confidences that are hidden, a cache without
+    room."""
 
     class Odd(Drafter):
         taps, limit, hidden, confidence_before_draw, probe_rows, watches = (3, 4), 5, 6, True, 7, True
@@ -121,7 +131,8 @@ def test_embedding_and_head_are_copied(target):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_drafter_is_made_where_its_config_says(kind, target):
-    """Catches a device that is read and not used.  Fresh weights can't be drawn on `meta`, so the home device stands for it."""
+    """Catches a device that is read and not used.  Fresh weights can't be drawn on `meta`, so the home device stands
+    for it."""
     assert not isinstance(load_drafter(kind, target, device="cpu", layers=1), RemoteDrafter)
     with pytest.raises(RuntimeError, match="meta|nowhere"):
         load_drafter(kind, target, layers=1, init_from_layers=[0], heads=1, kv_heads=1, head_dim=2, device="nowhere")
@@ -132,5 +143,7 @@ def test_a_drafter_abroad_drafts_what_it_drafts_at_home(target, workshop, prompt
     texts = []
     for abroad in (False, True):
         drafter = workshop.build(Case("dspark"), target)
-        texts.append(generate(target, prompts, RemoteDrafter(drafter, target.device) if abroad else drafter, max_new_tokens=12))
+        texts.append(
+            generate(target, prompts, RemoteDrafter(drafter, target.device) if abroad else drafter, max_new_tokens=12)
+        )
     assert texts[0] == texts[1]

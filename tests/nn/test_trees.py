@@ -42,7 +42,9 @@ class Distribution:
     def expand(self, tree, fresh: int) -> torch.Tensor:
         self.trees.append((tree, fresh))
         nodes = range(tree.tokens.shape[1] - fresh, tree.tokens.shape[1])
-        return torch.stack([torch.stack([self.logits(b, self.path(tree, b, n)) for n in nodes]) for b in range(self.slots)])
+        return torch.stack(
+            [torch.stack([self.logits(b, self.path(tree, b, n)) for n in nodes]) for b in range(self.slots)]
+        )
 
     def score(self, slot: int, path: tuple[int, ...]) -> float:
         steps = (self.logits(slot, path[:n]).log_softmax(-1)[token] for n, token in enumerate(path))
@@ -108,7 +110,9 @@ def test_a_narrow_beam_is_its_definition_and_every_prefix_the_beam_of_that_budge
 def test_on_equal_terms_the_node_nearer_to_the_anchor_stands_first():
     """Catches a child that stands before its parent, or is kept without it, where a token is certain."""
     certain = torch.tensor([[0.0, -torch.inf, -torch.inf]])
-    draft = trees.beam(certain, lambda tree, fresh: certain[:, None].expand(-1, fresh, -1), budget_of(7), width=3, depth=3)
+    draft = trees.beam(
+        certain, lambda tree, fresh: certain[:, None].expand(-1, fresh, -1), budget_of(7), width=3, depth=3
+    )
     assert draft.checked(1).sizes.tolist() == [7]
     assert draft.parents[0, :3].tolist() == [-1, 0, 1]
     assert draft.tokens[0, :3].tolist() == [0, 0, 0]
@@ -205,7 +209,9 @@ def test_q_is_the_distribution_each_node_was_drawn_from(replacement):
     draft = drawn(exact, parents, sampling, replacement)
     for b in range(4):
         for n, parent in enumerate(parents):
-            q = distribution(exact.logits(b, exact.path(draft, b, parent))[None], Settings.of([Sampling(0.7, top_k=4)]))[0]
+            q = distribution(
+                exact.logits(b, exact.path(draft, b, parent))[None], Settings.of([Sampling(0.7, top_k=4)])
+            )[0]
             if not replacement:
                 q[[int(draft.tokens[b, m]) for m in range(n) if parents[m] == parent]] = 0
                 q = q / q.sum()

@@ -88,7 +88,10 @@ def test_a_slot_with_a_seed_emits_the_targets_own_draws_and_leaves_its_neighbour
     draft, p, seed = made
     seeded = which[: len(p)]
     found = rule(draft, p, streams_of(len(p), seed, seeded))
-    free, certain = (rule(draft, p, streams_of(len(p), seed)), accept(replace(draft, q=None), p, streams_of(len(p), seed)))
+    free, certain = (
+        rule(draft, p, streams_of(len(p), seed)),
+        accept(replace(draft, q=None), p, streams_of(len(p), seed)),
+    )
     for b, is_seeded in enumerate(seeded):
         assert slot_of(found, b) == slot_of(certain if is_seeded else free, b)
 
@@ -123,7 +126,9 @@ def test_with_one_node_block_verification_is_the_rule_token_for_token(made):
 def test_what_is_emitted_follows_the_target_exactly(rule, nodes):
     """Catches any error in weights, chances and residuals, with no chance of a false alarm."""
     for seed in range(4):
-        assert worst_error(random_distribution(seed), chain(nodes), proposal_of(seed), rule=as_chain(rule)) < 1e-12, seed
+        assert worst_error(random_distribution(seed), chain(nodes), proposal_of(seed), rule=as_chain(rule)) < 1e-12, (
+            seed
+        )
 
 
 @pytest.mark.usefixtures("scripted")
@@ -270,7 +275,9 @@ def trust(before: Tensor, own: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("policy", [Fixed(4), ByConfidence(4, 0.3), OnAndOff(4)], ids=["fixed", "confidence", "on and off"])
+@pytest.mark.parametrize(
+    "policy", [Fixed(4), ByConfidence(4, 0.3), OnAndOff(4)], ids=["fixed", "confidence", "on and off"]
+)
 def test_a_rule_for_chains_keeps_the_distribution_in_the_loop(rule, policy):
     """Catches noise that two steps share: the block throws coins for nodes it does not reach.  False alarm 1e-6."""
     assert keeps_the_distribution(TARGET, Drawn(nearby, 4, trust), policy, rule=rule, slots=4000)

@@ -43,7 +43,9 @@ def told(
 
 
 @given(
-    st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=3), st.floats(0.0625, 1, width=32), st.data()
+    st.lists(st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.floats(0.0625, 1, width=32),
+    st.data(),
 )
 def test_a_draft_is_verified_up_to_the_first_node_that_is_unlikely_to_be_reached_and_kept(confidence, least, data):
     """Catches a mean in place of the product, a node after an unlikely one, padding that is kept; by hand."""
@@ -238,7 +240,9 @@ def test_a_confidence_that_sees_its_own_token_is_caught():
     """Planted fault: the q of the drawn token, said to be known before the draw."""
 
     def peek(draft: Draft) -> Draft:
-        return Draft.chain(draft.tokens, draft.sizes, draft.q, draft.q.gather(-1, draft.tokens[..., None])[..., 0].float())
+        return Draft.chain(
+            draft.tokens, draft.sizes, draft.q, draft.q.gather(-1, draft.tokens[..., None])[..., 0].float()
+        )
 
     peeking = Drawn(even, 2, bend=peek)
     assert not keeps_the_distribution(UNEVEN, peeking, ByConfidence(2, 0.5))
@@ -313,7 +317,9 @@ def test_nodes_are_saved_for_few_tokens(target, prompts, plain):
         class Counting:
             budget, keep = policy.budget, policy.keep
 
-            def observe(self, state: Any, sizes: torch.Tensor, accepted: Any, timing: Any, policy=policy, nodes=nodes) -> None:
+            def observe(
+                self, state: Any, sizes: torch.Tensor, accepted: Any, timing: Any, policy=policy, nodes=nodes
+            ) -> None:
                 nodes.append(int(sizes.sum()))
                 policy.observe(state, sizes, accepted, timing)
 

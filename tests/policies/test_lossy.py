@@ -66,7 +66,9 @@ def is_defined(rule: Lossy, definition: Callable) -> bool:
     together = rule.passes(distributions).tolist()
     alone = [rule.passes(expected[None, None])[0, 0].tolist() for expected in distributions]
     wanted = [definition(p) for p in GRID]
-    fits = lambda found: all(b is None or a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))
+    fits = lambda found: all(
+        b is None or a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
+    )
     return fits(together) and fits(alone)
 
 
@@ -144,7 +146,7 @@ def test_the_longest_path_that_passes_is_kept_and_the_next_token_is_the_targets(
     assert accepted.invalid == (((draft.tokens < 0) | (draft.tokens >= p.shape[-1])) & live).sum(-1).tolist()
 
 
-# ── how far from the distribution ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── how far from the distribution ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[list[int]], Tensor]:
@@ -364,7 +366,9 @@ def test_temperature_0_is_never_changed(name, parents):
         assert min(far[1::2]) > 0
 
 
-def served(requests: list[Request], drafter: Any, judge: LossyJudge, policy: Any = None) -> tuple[list[list[int]], list[float]]:
+def served(
+    requests: list[Request], drafter: Any, judge: LossyJudge, policy: Any = None
+) -> tuple[list[list[int]], list[float]]:
     tokens, far = [[] for _ in requests], [0.0] * len(requests)
     for progress in serve(TABLE, requests, drafter, slots=3, judge=judge, policy=policy):
         tokens[progress.request] += progress.tokens
@@ -381,7 +385,14 @@ def test_a_judge_says_what_every_text_strayed(parents):
     sampling = Sampling(1.0, seed=4)
     judge = named.judge("typical", allow_lossy=True)
     found = generate(
-        TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=judge, allow_lossy=True, sampling=sampling
+        TABLE,
+        PROMPTS,
+        Wrong(parents),
+        max_new_tokens=21,
+        slots=3,
+        verification=judge,
+        allow_lossy=True,
+        sampling=sampling,
     )
     p = distribution(TABLE.table[None], Settings.of([sampling]))[0]
     by_hand = []
@@ -400,7 +411,9 @@ def test_a_judge_says_what_every_text_strayed(parents):
     assert far == pytest.approx(by_hand)
     pieces = [[] for _ in PROMPTS]
     again = named.judge("typical", allow_lossy=True)
-    for piece in stream(TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=again, sampling=sampling):
+    for piece in stream(
+        TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=again, sampling=sampling
+    ):
         pieces[piece.prompt] += piece.tokens
     assert (pieces, again.distance) == (tokens, judge.distance)
 

@@ -33,7 +33,9 @@ def trees(draw, slots: int):
                 paths.append((*paths[above], token))
         rows.append((tokens, parents))
     width = max(len(tokens) for tokens, _ in rows)
-    padded = [(tokens + [7] * (width - len(tokens)), parents + [-1] * (width - len(parents))) for tokens, parents in rows]
+    padded = [
+        (tokens + [7] * (width - len(tokens)), parents + [-1] * (width - len(parents))) for tokens, parents in rows
+    ]
     tokens, parents = (torch.tensor([row[i] for row in padded], dtype=torch.int64).view(slots, width) for i in (0, 1))
     return Draft(tokens, parents, torch.tensor([len(tokens) for tokens, _ in rows]))
 
@@ -144,7 +146,7 @@ def test_slots_with_a_seed_count_as_deterministic():
     assert torch.equal(found[2], q[2])
 
 
-# ── the distribution, over every draw and every coin ───────────────────────────────────────────────────────────────────────────
+# ── the distribution, over every draw and every coin ──────────────────────────────────────────────────────────────────
 
 Side = tuple[Sequence[int], Proposal, bool]
 """Parents, proposal, and whether the draft says that it is certain."""

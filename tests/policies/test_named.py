@@ -57,7 +57,8 @@ def test_every_way_to_verify_has_a_judge_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "hint"), [("by confidence", "did you mean 'by_confidence'"), ("zz", "unknown policy 'zz'; known: adaptive, ")]
+    ("wrong", "hint"),
+    [("by confidence", "did you mean 'by_confidence'"), ("zz", "unknown policy 'zz'; known: adaptive, ")],
 )
 def test_a_policy_that_is_none_is_refused(wrong, hint):
     """Catches a typing error that decodes by the default."""

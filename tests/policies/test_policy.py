@@ -44,7 +44,9 @@ class Clock:
         return (self.start + self.draft * depth if depth else 0.0), 1.0 + self.per_row * max(0.0, rows - self.free_rows)
 
     def timing(self, rows: int, depth: int) -> Timing:
-        draft, verify = (part * self.random.uniform(1 - self.noise, 1 + self.noise) for part in self.seconds(rows, depth))
+        draft, verify = (
+            part * self.random.uniform(1 - self.noise, 1 + self.noise) for part in self.seconds(rows, depth)
+        )
         self.step += 1
         is_slow = self.step in self.slow or self.random.random() < 0.005
         outlier = 20.0 if is_slow and self.noise else 1.0
@@ -73,7 +75,9 @@ class World:
 
     def play(self, policy: Policy, steps: int) -> World:
         for _ in range(steps):
-            wanted = torch.minimum(policy.budget(self.state), torch.tensor(self.state.left) - 1).clamp(0, LIMIT).tolist()
+            wanted = (
+                torch.minimum(policy.budget(self.state), torch.tensor(self.state.left) - 1).clamp(0, LIMIT).tolist()
+            )
             sizes = [self.offers(size) for size in wanted]
             live = list(zip(self.state.rows, sizes, strict=True))
             self.state.reached = sizes
@@ -288,7 +292,7 @@ def test_without_nodes_there_is_nothing_to_ask_for():
     assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(Adaptive(0), 50).depths(50)) == 0
 
 
-# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 TARGET = TableTarget.random(5)
 

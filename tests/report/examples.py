@@ -11,19 +11,24 @@ from outrider.report.schema import Report
 
 TEXTS = {
     "chat": (
-        "Speculative decoding lets a small model guess ahead while the large one checks. The guesses cost little, and every "
-        "guess that the large model agrees with is a word that it did not have to write alone.\n\nThink of a carriage with an "
-        "outrider: someone on a fast horse goes ahead, looks at the road, and calls back what is coming. The driver still "
+        "Speculative decoding lets a small model guess ahead while the large one checks. The guesses cost little, and "
+        "every "
+        "guess that the large model agrees with is a word that it did not have to write alone.\n\nThink of a carriage "
+        "with an "
+        "outrider: someone on a fast horse goes ahead, looks at the road, and calls back what is coming. The driver "
+        "still "
         "decides. When the rider is wrong, nothing is lost but a glance."
     ),
     "code": (
         "def merge(left: list[int], right: list[int]) -> list[int]:\n    merged = []\n    i = j = 0\n"
-        "    while i < len(left) and j < len(right):\n        if left[i] <= right[j]:\n            merged.append(left[i])\n"
+        "    while i < len(left) and j < len(right):\n        if left[i] <= right[j]:\n            "
+        "merged.append(left[i])\n"
         "            i += 1\n        else:\n            merged.append(right[j])\n            j += 1\n"
         "    return merged + left[i:] + right[j:]\n"
     ),
     "math": (
-        "A train leaves at 9:40 and needs 2 hours and 35 minutes, so it arrives at 12:15. The second one is 20 % slower: "
+        "A train leaves at 9:40 and needs 2 hours and 35 minutes, so it arrives at 12:15. The second one is 20 % "
+        "slower: "
         "155 × 1.25 = 193.75 minutes, which is 3 hours and 14 minutes. It arrives at 12:54.\n\nAnswer: 12:54"
     ),
 }
@@ -44,12 +49,14 @@ def full_report(**changes: Any) -> Report:
     values: dict[str, Any] = {
         "schema": 1, "target": "Qwen/Qwen3-4B", "made": "2026-05-09T10:12:00Z", "rows": rows,
         "training": {
-            "dspark": {"steps": 6000, "seconds": 41_200.0, "tokens": 98_304_000, "loss_curve": steps, "precision": "bfloat16"},
+            "dspark": {"steps": 6000, "seconds": 41_200.0, "tokens": 98_304_000, "loss_curve": steps,
+            "precision": "bfloat16"},
             "eagle3": {"steps": 6000, "seconds": 28_900.0, "tokens": 98_304_000,
                        "loss_curve": [[step, loss * 0.72 + 0.4] for step, loss in steps]},
         },
         "provenance": {"commit": "5f129c3", "settings": {"seed": 0, "tokens": 128}, "versions": {"outrider": "0.1.0"}},
-        "fingerprint": {"device": "NVIDIA H200", "driver": "570.124", "torch": "2.13.0", "threads": 16, "compiled": True},
+        "fingerprint": {"device": "NVIDIA H200", "driver": "570.124", "torch": "2.13.0", "threads": 16,
+        "compiled": True},
         "left_out": [{"id": "chat/31", "first_ngram_share": 0.2}], "share_left_out": 0.02,
         "notes": ["Prompts take turns with and without the drafter, so that a machine that slows down slows both."],
     }  # fmt: skip
@@ -62,7 +69,9 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
     accepted = [a ** (i * 1.08) for i in range(1, depths + 1)]
     per_step, plain = 1 + sum(accepted), 38.0
     speedup = per_step / COST[drafter]
-    results = [prompt(f"{task}/{i}", speedup * noise.lognormvariate(0, 0.13), per_step, plain, noise) for i in range(prompts)]
+    results = [
+        prompt(f"{task}/{i}", speedup * noise.lognormvariate(0, 0.13), per_step, plain, noise) for i in range(prompts)
+    ]
     steps, tokens = round(prompts * 128 / per_step), prompts * 128
     gap = 1000 / plain * COST[drafter]
     curve = [gap * (0.86 + 0.0018 * i + 0.5 * (i / 100) ** 24) for i in range(101)]
@@ -93,9 +102,11 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
         "speedup_of_means": speedup * 1.012,
         "tokens_per_step_range": {"center": per_step, "low": per_step * 0.95, "high": per_step * 1.05},
         "memory_peak_bytes": 11_300_000_000, "rejections": patterns(a, noise),
-        "traced": [{"id": f"{task}/{i}", "tokens": written(TEXTS[task], a, depths, drafter, noise)} for i in range(observed)],
+        "traced": [{"id": f"{task}/{i}", "tokens": written(TEXTS[task], a, depths, drafter,
+        noise)} for i in range(observed)],
         "score": {"drafted": 0.79, "plain": 0.79, "prompts": prompts, "measure": measure},
-        "clean": {"contaminated": [f"{task}/3", f"{task}/9"], "checked": prompts, "rule": "one 13-gram of words in common",
+        "clean": {"contaminated": [f"{task}/3", f"{task}/9"], "checked": prompts, "rule": "one 13-gram of words in "
+        "common",
                   "tokens_per_step": per_step * 0.97, "speedup": speedup * 0.96,
                   "score": {"drafted": 0.77, "plain": 0.77, "prompts": prompts - 2}},
         "plain_exact": True, "dtype": "bfloat16", "precision": "bfloat16", "trained_on": "bfloat16", "batch": 1,
@@ -105,7 +116,8 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
 
 def prompt(name: str, speedup: float, per_step: float, plain: float, noise: random.Random) -> dict[str, Any]:
     return {
-        "id": name, "tokens": 128, "steps": round(128 / per_step * noise.uniform(0.9, 1.1)), "tokens_per_s": plain * speedup,
+        "id": name, "tokens": 128, "steps": round(128 / per_step * noise.uniform(0.9, 1.1)),
+        "tokens_per_s": plain * speedup,
         "plain_tokens_per_s": plain, "speedup": speedup, "exact": True, "tpot_ms": 1000 / plain / speedup,
         "plain_tpot_ms": 1000 / plain, "contaminated": False, "score": 1.0, "plain_score": 1.0,
     }  # fmt: skip
@@ -119,7 +131,9 @@ def patterns(a: float, noise: random.Random) -> dict[str, Any]:
     found = {}
     for name, shares in (("by_kind", by_kind), ("by_entropy", by_entropy), ("by_rank", by_rank)):
         counts = [(sort, share, noise.randint(60, 900)) for sort, share in shares.items()]
-        found[name] = [{"name": sort, "tested": n, "accepted": round(n * min(a * share, 0.995))} for sort, share, n in counts]
+        found[name] = [
+            {"name": sort, "tested": n, "accepted": round(n * min(a * share, 0.995))} for sort, share, n in counts
+        ]
     return found
 
 
@@ -138,7 +152,8 @@ def written(text: str, a: float, depths: int, drafter: str, noise: random.Random
         bare = piece.strip()
         kind = "number" if bare.isdigit() else "word" if bare.isalpha() else "symbol" if bare else "space"
         tokens.append(
-            {"text": piece, "drafted": piece if accepted else noise.choice(OTHERS), "accepted": accepted, "depth": depth,
+            {"text": piece, "drafted": piece if accepted else noise.choice(OTHERS), "accepted": accepted,
+            "depth": depth,
              "p": p, "q": None if drafter == "suffix" else noise.uniform(0.3, 0.99), "rank": rank, "entropy": entropy,
              "kind": kind}
         )  # fmt: skip
@@ -149,7 +164,8 @@ def written(text: str, a: float, depths: int, drafter: str, noise: random.Random
 def null_report() -> Report:
     """A row of which nothing was measured, and a training that left no trace."""
     needed = [
-        "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact", "compared_tokens",
+        "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact",
+        "compared_tokens",
         "share", "ttft_ms", "itl_ms",
     ]  # fmt: skip
     empty: dict[str, Any] = {"drafter": "ngram", "task": "", "prompts": 0, "temperature": 0.0} | dict.fromkeys(needed)
@@ -187,6 +203,7 @@ def hostile_report() -> Report:
         for task in (bad, "other")
     ]  # fmt: skip
     return full_report(
-        rows=rows, target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}}, fingerprint={bad: bad},
+        rows=rows, target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}},
+        fingerprint={bad: bad},
         training={bad: {"seconds": 3.0, "loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}],
     )  # fmt: skip

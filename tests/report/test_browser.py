@@ -120,7 +120,9 @@ def test_a_script_that_is_not_ours_does_not_run(browser, pages, tmp_path):
     """Catches a policy that lets inline scripts in as such: the second lock behind the escaping."""
     evil = tmp_path / "evil.html"
     html = pages["full"].read_text(encoding="utf-8")
-    evil.write_text(html.replace("</main>", "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'></main>"))
+    evil.write_text(
+        html.replace("</main>", "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'></main>")
+    )
     with Opened(browser, evil) as opened:
         assert opened.page.evaluate("window.ran") is None
         assert opened.faults

@@ -86,7 +86,9 @@ def test_charts_of_nothing_are_nothing():
     """An axis without a mark looks like a measurement that found none."""
     assert charts.lines([Line("a", 0, [(1, None)])], UNIT, UNIT) is None
     assert (acceptance.scores(null_report()), speed.first_tokens(null_report())) == (None, None)
-    assert "not measured" in macro("charts.html", "spread", Rows("marks", [], UNIT, row=40), 0, "a", "", 0, (0, None, 1), "")
+    assert "not measured" in macro(
+        "charts.html", "spread", Rows("marks", [], UNIT, row=40), 0, "a", "", 0, (0, None, 1), ""
+    )
 
 
 def places(svg: str) -> list[float]:

@@ -28,7 +28,8 @@ from tests.report.examples import HOSTILE, full_report, hostile_report, large_re
 
 VOID = {"meta", "input", "br"}
 FIGURES = {
-    "speedup", "acceptance", "predicted", "text", "rejections", "patterns", "histogram", "latency", "time", "prompts", "scores",
+    "speedup", "acceptance", "predicted", "text", "rejections", "patterns", "histogram", "latency", "time", "prompts",
+    "scores",
     "clean", "cost", "training", "table", "scope", "fingerprint", "provenance", "words",
 }  # fmt: skip
 
@@ -171,7 +172,10 @@ def test_a_turned_down_token_tells_every_number_known_of_it():
     token = {"text": "b", "drafted": "a", "depth": 2, "p": 0.004, "q": 0.75, "rank": 12, "entropy": 1.5, "kind": "word"}
     one = row("dspark", "chat") | {"traced": [{"id": "x", "tokens": [token, token | {"q": None}]}]}
     html = render(full_report(rows=[one]))
-    assert "rejected “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#39;s entropy 1.50 nats · word" in html
+    assert (
+        "rejected “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#39;s entropy 1.50 nats · word"
+        in html
+    )
     assert "q – deterministic" in html
 
 
@@ -253,7 +257,8 @@ def test_faster_is_better_and_slower_is_worse_also_when_the_names_are_swapped():
 def test_prompts_are_paired_by_name_and_not_by_place():
     """The same prompts in another order are the same measurement."""
     rows = [
-        line.model_dump() | {"per_prompt": [p.model_dump() for p in reversed(line.per_prompt)]} for line in full_report().rows
+        line.model_dump() | {"per_prompt": [p.model_dump() for p in reversed(line.per_prompt)]}
+        for line in full_report().rows
     ]
     found = Comparison.of([("a", full_report()), ("b", full_report(rows=rows))])
     assert {change.ratio for pair in found.others[0].pairs for change in pair.changes} == {1.0}
@@ -310,7 +315,9 @@ def test_sampled_rows_drawn_from_other_noise_are_said():
 def test_reports_with_nothing_in_common_are_refused():
     """An empty table that reads as `no change`."""
     with pytest.raises(DataError, match="no row in common"):
-        Comparison.of([("a", full_report(rows=[row("dspark", "chat")])), ("b", full_report(rows=[row("suffix", "code")]))])
+        Comparison.of(
+            [("a", full_report(rows=[row("dspark", "chat")])), ("b", full_report(rows=[row("suffix", "code")]))]
+        )
     with pytest.raises(DataError, match="two or more"):
         Comparison.of([("a", full_report())])
 

@@ -26,7 +26,8 @@ from outrider.report.tables import SummaryTable, markdown
 CHARTS = ("speedup", "acceptance", "latency", "time", "rejections", "prompts", "training")
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 NULLS = {
-    "drafter": "ngram", "task": "chat", "prompts": 2, "temperature": 0, "tokens_per_step": None, "accepted_by_depth": [],
+    "drafter": "ngram", "task": "chat", "prompts": 2, "temperature": 0, "tokens_per_step": None,
+    "accepted_by_depth": [],
     "tokens_per_s": None, "plain_tokens_per_s": None, "speedup": None, "exact": None, "compared_tokens": None,
     "share": None, "ttft_ms": None, "itl_ms": None,
 }  # fmt: skip
@@ -42,8 +43,10 @@ def row(**changes: Any) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "drafter": "dspark", "task": "chat", "prompts": 24, "temperature": 0.0, "tokens_per_step": 2.61,
-        "accepted_by_depth": [0.78, 0.58, 0.42, 0.28, 0.17, 0.11, 0.06], "conditional_acceptance": [0.78, 0.74, 0.72, None],
-        "rejections_by_depth": [272, 245, 194, 158], "steps": 1180, "tokens": 2304, "seconds": 56.1, "plain_seconds": 96.4,
+        "accepted_by_depth": [0.78, 0.58, 0.42, 0.28, 0.17, 0.11, 0.06], "conditional_acceptance": [0.78, 0.74, 0.72,
+        None],
+        "rejections_by_depth": [272, 245, 194, 158], "steps": 1180, "tokens": 2304, "seconds": 56.1,
+        "plain_seconds": 96.4,
         "tokens_per_s": 41.1, "plain_tokens_per_s": 23.9, "generate_tokens_per_s": 22.4, "speedup": 1.72, "exact": True,
         "speedup_range": {"center": 1.72, "low": 1.6, "high": 1.84},
         "compared_tokens": 2304, "share": {"draft": 0.14, "verify": 0.79, "other": 0.07}, "loop_overhead": 0.041,
@@ -60,7 +63,9 @@ def inexact(**changes: Any) -> dict[str, Any]:
 
 
 def report(*rows: dict[str, Any], **changes: Any) -> Report:
-    training = {"dspark": {"steps": 40, "seconds": 5210.0, "tokens": 12_000, "loss_curve": [[0, 9.0], [20, 4.0], [40, 2.5]]}}
+    training = {
+        "dspark": {"steps": 40, "seconds": 5210.0, "tokens": 12_000, "loss_curve": [[0, 9.0], [20, 4.0], [40, 2.5]]}
+    }
     values = {
         "schema": 1,
         "target": "Qwen/Qwen3-0.6B",
@@ -238,7 +243,8 @@ def test_strings_from_data_cannot_become_markup():
     bad = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>$title"
     prompts = [{"id": bad, "speedup": 1.5, "exact": False, "first_difference": 2}]
     evil = row(drafter=bad, task=bad, device=bad, dtype=bad, per_prompt=prompts, exact=False, invalid=3)
-    found = report(evil, row(task="other"), target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}},
+    found = report(evil, row(task="other"), target=bad, made=bad, notes=[bad], provenance={bad: bad,
+    "deep": {bad: [bad]}},
                    training={bad: {"loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}])  # fmt: skip
     page = Page(render(found))
     assert "img" not in page.tags
@@ -254,7 +260,10 @@ def test_a_text_that_differs_is_impossible_to_miss():
     found = report(row(), inexact())
     html = render(found)
     assert 'class="alarm" role="alert"' in html
-    text = "NOT EXACT: ngram on chat at temperature 0; 1 of 24 texts differs from the target's own: chat/3 after 17 tokens."
+    text = (
+        "NOT EXACT: ngram on chat at temperature 0; 1 of 24 texts differs from the target's own: "
+        "chat/3 after 17 tokens."
+    )
     assert text in Page(html).text
     assert 'class="bar alarmed"' in html
     assert 'class="dot alarmed"' in html
@@ -315,7 +324,8 @@ def test_no_alarm_without_a_difference():
 def test_the_headline_says_it_in_plain_words():
     """The sentence a manager reads; each word of it must follow from a number."""
     assert headline(report(row())) == (
-        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84); each of its 24 texts is identical to the "
+        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84); each of its 24 texts is identical "
+        "to the "
         "target's own."
     )
     assert "slower than the target alone, at 0.80× its speed (95 % interval 0.70 to 0.90)" in headline(
@@ -330,7 +340,9 @@ def test_the_headline_says_it_in_plain_words():
 
 def test_a_faster_text_that_differs_does_not_lead():
     """The best number of a report must not be one that was got by writing something else."""
-    found = report(inexact(speedup=9.0), row(speedup=1.1), row(drafter="eagle", speedup=3.0, exact=None, temperature=1.0))
+    found = report(
+        inexact(speedup=9.0), row(speedup=1.1), row(drafter="eagle", speedup=3.0, exact=None, temperature=1.0)
+    )
     assert found.lead is not None
     assert found.lead.drafter == "dspark"
     assert headline(found).startswith("On chat at temperature 0, dspark")
@@ -395,7 +407,9 @@ def test_a_speedup_under_load_is_marked_wherever_it_is_shown():
     assert "Other programs" not in several
     assert html.count('class="shout"') == 2 and '<div class="bad"><span>Speed-up of dspark' in html
     quiet = report(row())
-    assert all(said not in text for text in (headline(quiet), markdown(quiet), render(quiet), "".join(printed(quiet, 80))))
+    assert all(
+        said not in text for text in (headline(quiet), markdown(quiet), render(quiet), "".join(printed(quiet, 80)))
+    )
 
 
 def test_time_lost_to_other_programs_is_said():
@@ -432,7 +446,9 @@ def test_the_report_loads_without_torch():
 def test_many_dots_and_one_depth_and_equal_values_are_drawn():
     """Scales divide by a span that can be 0; a swarm has fewer lanes than dots."""
     prompts = [{"id": str(i), "speedup": 1.0, "exact": True} for i in range(500)]
-    flat = row(per_prompt=prompts, accepted_by_depth=[1.0], conditional_acceptance=[1.0], rejections_by_depth=[0], speedup=1.0)
+    flat = row(
+        per_prompt=prompts, accepted_by_depth=[1.0], conditional_acceptance=[1.0], rejections_by_depth=[0], speedup=1.0
+    )
     html = render(
         report(
             flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []},
@@ -473,7 +489,8 @@ def test_less_than_training_expected_is_said_at_its_worst_depth():
     found = report(row(), skewed())
     (text,) = skews(found)
     assert text.startswith(
-        "dspark on chat at temperature 0: the target accepts 60 % of the drafts to depth 1, where training measured 80 %"
+        "dspark on chat at temperature 0: the target accepts 60 % of the drafts to depth 1, where training measured 80 "
+        "%"
     )
     assert headline(found).endswith(text)
     assert text not in headline(found, with_alarms=False)

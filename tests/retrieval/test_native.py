@@ -49,7 +49,8 @@ def answers(grown, cursor) -> list[object]:
     found = [len(grown), cursor.match, cursor.followed, cursor.chain(6), cursor.chain(3, 2)]
     for order in ("recency", "frequency"):
         found += [
-            cursor.tree(order, budget, levels, shortest) for budget, levels, shortest in ((12, 5, 1), (5, 2, 2), (0, 3, 1))
+            cursor.tree(order, budget, levels, shortest)
+            for budget, levels, shortest in ((12, 5, 1), (5, 2, 2), (0, 3, 1))
         ]
     return found
 
@@ -127,7 +128,8 @@ def built(source) -> list[str]:
 
 @COMPILED
 def test_a_library_is_compiled_once_and_again_for_another_source(source):
-    """Catches a stale library behind a changed source, and temporary files that stay; the folder is its owner's alone."""
+    """Catches a stale library behind a changed source, and temporary files that stay; the folder is its owner's
+    alone."""
     assert native.load(source, 3).one() == 1
     first = built(source)
     folder = source.parent / "cache" / "native"

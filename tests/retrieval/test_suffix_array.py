@@ -1,4 +1,5 @@
-"""A corpus finds what a search through everything finds, in both twins; what is damaged, foreign or half built is refused."""
+"""A corpus finds what a search through everything finds, in both twins; what is damaged, foreign or half built is
+refused."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def found_by_reading(documents: list[list[int]], context: list[int], vocabulary:
     for document in documents:
         for end in range(1, len(document)):
             pairs = zip(reversed(document[:end]), reversed(context[-LONGEST:]), strict=False)
-            shared = next((n for n, (mine, wanted) in enumerate(pairs) if mine != wanted), min(end, len(context), LONGEST))
+            shared = next(
+                (n for n, (mine, wanted) in enumerate(pairs) if mine != wanted), min(end, len(context), LONGEST)
+            )
             if shared > length:
                 length, behind = shared, []
             if shared == length > 0:
@@ -69,7 +72,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_longest_suffix_is_the_one_that_reading_everything_finds(
     place: Path, documents: list[list[int]], contexts: list[list[int]], vocabulary: int
 ) -> None:
-    """Catches an order that is not sorted backwards, a match across documents, a neighbour forgotten, a range cut short."""
+    """Catches an order that is not sorted backwards, a match across documents, a neighbour forgotten, a range cut
+    short."""
     if not any(len(document) > 1 for document in documents):
         with pytest.raises(DataError, match="would be empty"):
             build(place / "c", documents, vocabulary=vocabulary)
@@ -94,7 +98,10 @@ def test_a_planted_fault_in_the_order_is_seen(place: Path) -> None:
     corpus = build(place / "planted", documents, vocabulary=3)
     contexts = [noise.integers(0, 3, 8).tolist() for _ in range(50)]
     order = corpus.order.copy()
-    order[: len(order) // 2], order[len(order) // 2 :] = corpus.order[-(len(order) // 2) :], corpus.order[: -(len(order) // 2)]
+    order[: len(order) // 2], order[len(order) // 2 :] = (
+        corpus.order[-(len(order) // 2) :],
+        corpus.order[: -(len(order) // 2)],
+    )
     corpus.order = order
     wrong = [
         corpus._longest_in_python(array("q", context), 1).length != found_by_reading(documents, context, 3)[0]
@@ -243,7 +250,13 @@ def test_distractors_hardly_change_what_a_matching_corpus_proposes(place: Path) 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    build(tmp_path / "small", [[1, 2, 3], [1, 2, 4]], vocabulary=9, tokenizer_hash="aa", sources=[("a.txt", 5), ("b.txt", 6)])
+    build(
+        tmp_path / "small",
+        [[1, 2, 3], [1, 2, 4]],
+        vocabulary=9,
+        tokenizer_hash="aa",
+        sources=[("a.txt", 5), ("b.txt", 6)],
+    )
     return tmp_path / "small"
 
 
@@ -252,7 +265,12 @@ def test_a_corpus_is_what_its_page_says(small: Path) -> None:
     header = json.loads((small / "corpus.json").read_text())
     assert {path.name for path in small.iterdir()} == {"tokens.bin", "suffixes.bin", "sources.jsonl", "corpus.json"}
     assert np.fromfile(small / "tokens.bin", "<u2").tolist() == [9, 1, 2, 3, 9, 1, 2, 4, 9]
-    assert np.fromfile(small / "suffixes.bin", "<i4").tolist() in ([2, 6, 3, 7], [6, 2, 7, 3], [2, 6, 7, 3], [6, 2, 3, 7])
+    assert np.fromfile(small / "suffixes.bin", "<i4").tolist() in (
+        [2, 6, 3, 7],
+        [6, 2, 7, 3],
+        [2, 6, 7, 3],
+        [6, 2, 3, 7],
+    )
     assert (header["documents"], header["tokens"], header["positions"], header["separator"]) == (2, 6, 4, 9)
     assert corpora.sources(small) == [("a.txt", 5), ("b.txt", 6)]
     assert small.stat().st_mode & 0o777 == 0o700
@@ -267,8 +285,11 @@ def test_another_tokenizer_is_refused_with_both_hashes(small: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "suffixes.bin"])
-def test_a_changed_file_is_refused_and_its_block_is_named(small: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a corpus that is searched although its files differ from those of its build; checksums see what times do not."""
+def test_a_changed_file_is_refused_and_its_block_is_named(
+    small: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a corpus that is searched although its files differ from those of its build; checksums see what times do
+    not."""
     monkeypatch.setattr(corpus_files, "BLOCK", 4)
     shutil.rmtree(small)
     build(small, [[1, 2, 3], [1, 2, 4]], vocabulary=9)
@@ -326,7 +347,9 @@ def is_whole(folder: Path) -> bool:
     """The corpus is the old one, and nothing lies beside it."""
     corpus = Corpus.open(folder)
     return (
-        bool(verify(folder)) and corpus.header["tokens"] == 6 and [path.name for path in folder.parent.iterdir()] == ["small"]
+        bool(verify(folder))
+        and corpus.header["tokens"] == 6
+        and [path.name for path in folder.parent.iterdir()] == ["small"]
     )
 
 
@@ -391,7 +414,8 @@ def test_what_a_killed_build_left_goes_with_the_next(small: Path) -> None:
 def test_a_new_corpus_takes_the_place_of_an_old_one_that_is_in_use(
     small: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a map that changes under a search, or a file system without an exchange of names on which none is replaced."""
+    """Catches a map that changes under a search, or a file system without an exchange of names on which none is
+    replaced."""
     if not can_exchange:
         monkeypatch.setattr(corpus_build, "_exchanged", lambda *_: False)
     old = Corpus.open(small)
@@ -448,7 +472,8 @@ def test_texts_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    """Catches a binary file taken for text, one that is skipped in its middle, or a row without text that is passed over."""
+    """Catches a binary file taken for text, one that is skipped in its middle, or a row without text that is passed
+    over."""
     (tmp_path / "zeros.bin").write_bytes(b"text\0more")
     (tmp_path / "latin.txt").write_bytes(b"fine\n" * 300_000 + "é".encode("latin-1"))
     (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n{"texts": "y"}\n')

@@ -105,7 +105,9 @@ def keep_the_first_look(monkeypatch) -> None:
     """From now on a cursor answers every time what it answered when its text was as long."""
     own = Cursor._longest
     kept: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-    monkeypatch.setattr(Cursor, "_longest", lambda cursor: kept.setdefault((id(cursor), tuple(cursor.recent)), own(cursor)))
+    monkeypatch.setattr(
+        Cursor, "_longest", lambda cursor: kept.setdefault((id(cursor), tuple(cursor.recent)), own(cursor))
+    )
 
 
 def test_a_miss_that_is_kept_is_seen(monkeypatch):
@@ -184,7 +186,8 @@ def test_a_token_costs_as_many_steps_as_windows_are_long(length, monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 @given(texts=TEXTS, levels=st.integers(1, 4), shortest=st.integers(1, 2))
 def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(make, order, texts, levels, shortest):
-    """Catches an order that hangs on the budget, a parent behind its child, twins under one parent, and a tree too deep."""
+    """Catches an order that hangs on the budget, a parent behind its child, twins under one parent, and a tree too
+    deep."""
     grown = make(4, 10_000)
     for text in texts:
         cursor = grown.cursor()
@@ -206,12 +209,13 @@ def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(make, order, 
 
 @MADE
 def test_the_likeliest_paths_come_first(make):
-    """Catches shares that are not multiplied along a path, and a shorter match that is asked for too much or not at all."""
+    """Catches shares that are not multiplied along a path, and a shorter match that is asked for too much or not at
+    all."""
     cursor = make(3, 1000).cursor()
     cursor.append([1, 2, 5, 9, 1, 2, 5, 9, 1, 2, 6, 9, 1, 3, 9, 1])
     tokens, parents, shares = cursor.tree("frequency", 5, 2)
-    # [9, 1] was seen four times: 2 behind it has 2/5, 3 has 1/5; [1, 2] three times: 5 has 2/4 of 2/5 and 6 has 1/4 of it;
-    # [1, 3] once: 9 has 1/2 of 1/5.  Of equals the later one comes first, and what [1] offers is there already.
+    # [9, 1] was seen four times: 2 behind it has 2/5, 3 has 1/5; [1, 2] three times: 5 has 2/4 of 2/5 and 6 has 1/4 of
+    # it; [1, 3] once: 9 has 1/2 of 1/5.  Of equals the later one comes first, and what [1] offers is there already.
     assert list(zip(tokens, parents, strict=True)) == [(2, -1), (3, -1), (5, 0), (9, 1), (6, 0)]
     assert shares == pytest.approx([0.4, 0.2, 0.2, 0.1, 0.1])
     # nothing has followed [7, 1], so [1] says: 7 followed it as often as 3 did, and later

@@ -41,7 +41,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prepare__conversations": "nowhere.jsonl"}, "prepare.conversations: no such file: nowhere.jsonl"),
     ({"prepare__conversations": "runs/prompts"}, "no such folder: runs/prompts"),
     ({"evaluate__baselines": ["runs/other/checkpoint"]}, "evaluate.baselines: no such folder: runs/other/checkpoint"),
-    ({"evaluate__baselines": [{"kind": "small_model", "model": "runs/small"}]}, "evaluate.baselines.model: no such folder"),
+    (
+        {"evaluate__baselines": [{"kind": "small_model", "model": "runs/small"}]},
+        "evaluate.baselines.model: no such folder",
+    ),
     ({"evaluate__baselines": [{"kind": "suffix", "corpora": ["mine"]}]}, "there is no corpus 'mine'"),
     ({"drafter": {"kind": "small_model", "model": "./gone"}, "train": None}, "drafter.model: no such folder: ./gone"),
     ({"drafter": DRAFTER | {"taps": [1, 40]}}, "taps"),
@@ -142,7 +145,9 @@ def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(folder: 
     assert hash_files.named(tmp_path / "answers") is not None
 
 
-def test_answers_whose_prompts_are_gone_still_train(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_whose_prompts_are_gone_still_train(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Catches a run that can't be trained any more because its prompts were moved, and one that does not say so."""
     file = write_run_file(tmp_path / "tiny.yaml", folder)
     run(file, stages=["prepare"])

@@ -74,7 +74,8 @@ def wait_for(happened: Callable[[], bool], process: multiprocessing.Process, log
 
 
 TIMES = (
-    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "under_load", "contention", "tpot", "itl",
+    "_ms", "_s", "_per_s", "speedup", "seconds", "overhead", "share", "memory", "under_load", "contention", "tpot",
+    "itl",
     "ttft",
 )  # fmt: skip
 
@@ -82,7 +83,9 @@ TIMES = (
 def without_times(row: Row) -> dict[str, Any]:
     """A row's acceptance, texts and counts."""
     values = row.model_dump(mode="json")
-    values["per_prompt"] = [{key: prompt[key] for key in ("id", "tokens", "steps", "exact")} for prompt in values["per_prompt"]]
+    values["per_prompt"] = [
+        {key: prompt[key] for key in ("id", "tokens", "steps", "exact")} for prompt in values["per_prompt"]
+    ]
     return {key: value for key, value in values.items() if not any(word in key for word in TIMES)}
 
 
@@ -201,7 +204,9 @@ def test_the_target_is_that_of_the_checkpoint(capsys: pytest.CaptureFixture[str]
     assert "ngram name no target; name one with --target" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_batch_finds_the_same_texts_and_counts_its_whole_time(whole: Path, folder: Path, quiz: Path, tmp_path: Path) -> None:
+def test_a_batch_finds_the_same_texts_and_counts_its_whole_time(
+    whole: Path, folder: Path, quiz: Path, tmp_path: Path
+) -> None:
     """Catches prompts of a batch that are mixed up, and a speed-up of one slot's time."""
     out = tmp_path / "out"
     assert outrider_with(*words(folder, quiz, out, "--batch", "4", drafters=("ngram",))) == 0
@@ -232,6 +237,8 @@ def test_processes_of_a_launcher_share_the_prompts(whole: Path, folder: Path, qu
         for path in (out / "prompts.jsonl", out / "prompts.1.jsonl")
     ]
     assert own == [{0, 2, 4}, {1, 3, 5}]
-    texts = lambda found: [(row["drafter"], row["temperature"], row["accepted_histogram"], row["per_prompt"]) for row in found]
+    texts = lambda found: [
+        (row["drafter"], row["temperature"], row["accepted_histogram"], row["per_prompt"]) for row in found
+    ]
     assert texts(rows(out)) == texts([row for row in rows(whole) if row["drafter"] == "ngram"])
     assert (out / "report.json").exists()

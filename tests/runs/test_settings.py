@@ -1,4 +1,5 @@
-"""What can be set in a run file, from one source: the docstrings of the Configs, the schema, the page, the command line."""
+"""What can be set in a run file, from one source: the docstrings of the Configs, the schema, the page, the command
+line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ROOT = Path(__file__).parent.parent.parent
 UNITS = re.compile(
     r"\b(tokens?|steps?|nodes?|slots?|layers?|heads?|prompts?|answers?|conversations|texts?|passes|blocks?|positions|rollouts|"
     r"anchors|queries|children|successors|levels|depths?|n-grams?|tenants|guesses|modules|seconds|minutes|share|probability|"
-    r"rank|width|weighs?|weights?|id|seed|temperatures?|rate|times|how often|number|base|norm|units?|processes|nearly|bound)\b",
+    r"rank|width|weighs?|weights?|id|seed|temperatures?|rate|times|how often|number|base|norm|units?|"
+    r"processes|nearly|bound)\b",
     re.IGNORECASE,
 )
 """Words that say what a number counts or measures."""
@@ -198,7 +200,8 @@ def test_show_prints_a_section_a_kind_or_all(monkeypatch, capsys):
 def test_settings_and_completion_need_no_torch():
     """Catches seconds of waiting for what is a page of text."""
     script = (
-        "import sys; from outrider.cli import app, complete; import outrider.cli.drafters; from outrider.runs import settings\n"
+        "import sys; from outrider.cli import app, complete; import outrider.cli.drafters; from outrider.runs import "
+        "settings\n"
         "settings.sections(); complete.kinds(), complete.tasks(''), complete.engines_and_formats()\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -41,7 +41,11 @@ def test_a_run_file_is_one_call(
     report = outrider.run(file, ["evaluate.prompts=1"], reporter=heard)
     assert report is not None and {row.drafter for row in report.rows} == {"ngram", "dspark"}
     assert report == outrider.Report.load(tmp_path / "runs/tiny")
-    assert {plan: own[-1] for plan, own in heard.updates.items()} == {"Preparing": 6, "TrainingPlan": 4, "Evaluating": 1}
+    assert {plan: own[-1] for plan, own in heard.updates.items()} == {
+        "Preparing": 6,
+        "TrainingPlan": 4,
+        "Evaluating": 1,
+    }
     assert [plan.total for plan in heard.plans] == [6, 4, 1]
     assert [type(result) for result in heard.results] == [Prepared, Trained, Evaluated]
     assert capsys.readouterr().out == ""
@@ -59,7 +63,13 @@ def test_a_run_holds_answers_out_and_is_compared_with_them(
     file, heard = write_run_file(tmp_path / "tiny.yaml", folder), Recorder()
     prompts = "".join(f'{{"id": "p{i}", "prompt": "say {i}"}}\n' for i in range(33))
     (tmp_path / "prompts.jsonl").write_text(prompts)
-    settings = ["prepare.count=33", "prepare.temperature=0.6", "prepare.top_p=1", "prepare.top_k=0", "evaluate.prompts=1"]
+    settings = [
+        "prepare.count=33",
+        "prepare.temperature=0.6",
+        "prepare.top_p=1",
+        "prepare.top_k=0",
+        "evaluate.prompts=1",
+    ]
     report = outrider.run(file, [*settings, "evaluate.temperatures=[0, 1]"], reporter=heard)
     training = next(plan for plan in heard.plans if isinstance(plan, TrainingPlan))
     found = report.training["dspark"]
@@ -69,7 +79,9 @@ def test_a_run_holds_answers_out_and_is_compared_with_them(
     assert len(by_temperature[0]) == len(found.agreement) and by_temperature[1] == ()
 
 
-def test_a_stage_that_is_named_must_be_in_the_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_named_must_be_in_the_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a stage that is left out in silence, and one that is found missing after others have worked."""
     monkeypatch.chdir(tmp_path)
     file = write_run_file(tmp_path / "tiny.yaml", folder, train=None, evaluate=None)

@@ -49,7 +49,8 @@ def written(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["deepspec_dspark", "speculators_eagle3", "checkpoint"])
 def test_training_starts_from_a_trained_drafter(name: str, home: Path, written: Any) -> None:
-    """Catches weights that begin at random, or are begun again: after one step of no size they are those of the folder."""
+    """Catches weights that begin at random, or are begun again: after one step of no size they are those of the
+    folder."""
     report = run(written({"from": str(home / name)}, evaluate=None))
     assert report is None
     target = load_target(str(home / "target"))
@@ -83,7 +84,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("more", "reason"), REFUSED)
 @pytest.mark.parametrize("name", ["deepspec_dspark", "checkpoint"])
-def test_settings_that_contradict_are_refused(name: str, more: dict[str, Any], reason: str, home: Path, written: Any) -> None:
+def test_settings_that_contradict_are_refused(
+    name: str, more: dict[str, Any], reason: str, home: Path, written: Any
+) -> None:
     """Catches a setting that is ignored, or that gives the weights another meaning."""
     path = written({"from": str(home / name), **more})
     with pytest.raises(ConfigError, match=reason):
@@ -93,11 +96,17 @@ def test_settings_that_contradict_are_refused(name: str, more: dict[str, Any], r
 def test_settings_that_agree_or_are_free_are_taken(home: Path, written: Any) -> None:
     own, origins = load(written({"from": str(home / "deepspec_dspark"), "block": 3, "anchors": 7, "siblings": []}))
     assert (own.drafter["kind"], own.drafter["anchors"], own.drafter["block"]) == ("dspark", 7, 3)
-    assert own.drafter_config.taps == (1, 5) and origins["drafter.heads"] == "from" and origins["drafter.anchors"] == "file"
+    assert (
+        own.drafter_config.taps == (1, 5)
+        and origins["drafter.heads"] == "from"
+        and origins["drafter.anchors"] == "file"
+    )
 
 
 def test_a_setting_of_a_drafter_that_is_only_measured_is_refused(home: Path, written: Any) -> None:
-    with pytest.raises(ConfigError, match="drafter.anchors would have no effect: .*; leave it out, or add a `train:` section"):
+    with pytest.raises(
+        ConfigError, match="drafter.anchors would have no effect: .*; leave it out, or add a `train:` section"
+    ):
         load(written({"from": str(home / "checkpoint"), "anchors": 7}, train=None))
 
 

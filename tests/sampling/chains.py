@@ -64,7 +64,9 @@ def chains(draw, hostile: bool = True):
     if hostile:
         hit = torch.rand(slots, nodes, 1, generator=generator)
         own = torch.nn.functional.one_hot(tokens, V).bool()
-        q = torch.where(hit < 0.1, torch.nan, torch.where(hit < 0.2, q.masked_fill(own, 0.0), torch.where(hit < 0.3, 2 * q, q)))
+        q = torch.where(
+            hit < 0.1, torch.nan, torch.where(hit < 0.2, q.masked_fill(own, 0.0), torch.where(hit < 0.3, 2 * q, q))
+        )
         odd = torch.rand(slots, nodes, generator=generator)
         tokens = torch.where(odd < 0.1, -1, torch.where(odd < 0.2, 2**40, tokens))
     sizes = torch.tensor([draw(st.integers(0, nodes)) for _ in range(slots)])

@@ -67,14 +67,18 @@ def test_a_chain_with_coins_of_its_own_is_told_from_the_rule(seed):
     draft = Draft.chain(tokens, torch.full((300,), 3), q)
     counts = accept(draft, p, streams).counts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "coins", lambda s, nodes: torch.stack([s.uniform(n, Purpose.ACCEPT) for n in range(nodes)], 1))
+        patch.setattr(
+            fast, "coins", lambda s, nodes: torch.stack([s.uniform(n, Purpose.ACCEPT) for n in range(nodes)], 1)
+        )
         assert accept_chain(draft, p, streams).counts != counts
 
 
 def test_many_chains_at_once_are_the_rule_token_for_token():
     """Catches a coin of another node: of few drawn chains hardly one shows it."""
     slots, nodes, generator = 500, 5, torch.Generator().manual_seed(1)
-    p, q = (torch.randn(slots, nodes + extra, 4, generator=generator, dtype=torch.float64).softmax(-1) for extra in (1, 0))
+    p, q = (
+        torch.randn(slots, nodes + extra, 4, generator=generator, dtype=torch.float64).softmax(-1) for extra in (1, 0)
+    )
     tokens = torch.randint(4, (slots, nodes), generator=generator)
     draft = Draft.chain(tokens, torch.randint(nodes + 1, (slots,), generator=generator), q)
     found = accept(draft, p, streams_of(slots, 0))

@@ -42,7 +42,9 @@ class Turns:
     """What may follow hangs on every token so far, by their sum modulo 3: place to allowed tokens."""
 
     def __init__(self, allowed: list[list[int]], vocabulary: int):
-        self.masks = [torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True) for ids in allowed]
+        self.masks = [
+            torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True) for ids in allowed
+        ]
 
     def start(self) -> Place:
         return Place(self.masks)
@@ -284,7 +286,9 @@ def test_a_policy_decides_before_what_is_impossible_goes(monkeypatch):
             return pruned(super().propose(memory, state, budget), state.judge.banning, None, 4)
 
     monkeypatch.setattr(SamplingJudge, "prune", lambda self, draft, *rest: draft)
-    assert not follows(emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_distribution([0, 2]))
+    assert not follows(
+        emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_distribution([0, 2])
+    )
 
 
 def test_a_seed_writes_one_text_whatever_drafts():
@@ -330,7 +334,12 @@ LARK = 'start: "[" word ("+" word)* "]"\nword: /[ab]{1,3}/\n'
 def is_person(text: str) -> bool:
     found = json.loads(text)
     tags = found["tags"]
-    return list(found) == ["name", "age", "tags"] and 0 <= found["age"] <= 120 and set(tags) <= {"red", "green"} and tags != []
+    return (
+        list(found) == ["name", "age", "tags"]
+        and 0 <= found["age"] <= 120
+        and set(tags) <= {"red", "green"}
+        and tags != []
+    )
 
 
 @pytest.fixture(scope="module")

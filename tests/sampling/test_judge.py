@@ -26,7 +26,13 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
 TARGET = TableTarget.random(5)
-KINDS = [{}, {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 2}, {"temperature": 1, "top_p": 0.8}]
+KINDS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 2},
+    {"temperature": 1, "top_p": 0.8},
+]
 CHOICES = st.lists(st.integers(0, len(KINDS) - 1), min_size=4, max_size=4)
 
 

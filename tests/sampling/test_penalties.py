@@ -58,7 +58,11 @@ def by_hand(logits: list[float], prompt: list[int], output: list[int], sampling:
             value = value * sampling.repetition_penalty if value < 0 else value / sampling.repetition_penalty
         value -= sampling.frequency_penalty * output.count(token) + sampling.presence_penalty * (token in output)
         for word in sampling.bad_words:
-            if word[-1] == token and tuple(text[len(text) - len(word) + 1 :]) == word[:-1] and len(text) >= len(word) - 1:
+            if (
+                word[-1] == token
+                and tuple(text[len(text) - len(word) + 1 :]) == word[:-1]
+                and len(text) >= len(word) - 1
+            ):
                 value = -math.inf
         if token in ends and len(output) < sampling.min_new_tokens:
             value = -math.inf
@@ -253,7 +257,7 @@ def test_greedy_output_is_generates_own(settings, theirs, target, prompts, draft
         assert found.tokens == out[0, len(prompt) :].tolist()
 
 
-# ── the distribution ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = TableTarget.random(4)
 MIXED = {
@@ -297,7 +301,9 @@ def test_penalised_and_banned_texts_keep_the_distribution(tree, seeded):
 def test_one_penalty_vector_for_a_whole_block_is_caught(tree, seeded, monkeypatch):
     """Planted fault: every row is judged on the committed text alone."""
     reached = prefixes._reached
-    monkeypatch.setattr(prefixes, "_reached", lambda *args: [(n, path and (), stays) for n, path, stays in reached(*args)])
+    monkeypatch.setattr(
+        prefixes, "_reached", lambda *args: [(n, path and (), stays) for n, path, stays in reached(*args)]
+    )
     tokens, _, _ = emitted(SMALL, tree, slots=4000, prompt=[0, 1], sampling=MIXED, seeded=seeded)
     assert not follows(tokens, exact_distribution([0, 1], Sampling(**MIXED)))
 

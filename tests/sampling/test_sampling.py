@@ -77,7 +77,9 @@ def test_a_row_is_what_transformers_makes_of_it(settings):
         scores = TopKLogitsWarper(settings.top_k)(None, scores)
     if settings.top_p < 1:
         scores = TopPLogitsWarper(settings.top_p)(None, scores)
-    torch.testing.assert_close(distribution(logits, Settings.of([settings] * 40)), scores.softmax(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        distribution(logits, Settings.of([settings] * 40)), scores.softmax(-1), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_equals_of_the_k_th_token_stay():
@@ -107,7 +109,8 @@ def test_a_temperature_near_0_is_nearly_greedy(temperature, dtype):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0},
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1},
+        {"top_p": 0.0},
         {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": 2**63}, {"seed": -(2**63) - 1},
     ],
     ids=str,

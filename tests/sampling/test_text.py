@@ -39,7 +39,9 @@ def made(names: Sequence[str], decoder: decoders.Decoder | None, kind: type = mo
 
 
 def sentencepiece(*last: decoders.Decoder) -> PreTrainedTokenizerFast:
-    names = [f"<0x{byte:02X}>" for byte in range(256)] + [name.replace(" ", "▁") for name in [*LETTERS, " a", "  ", "b c"]]
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + [
+        name.replace(" ", "▁") for name in [*LETTERS, " a", "  ", "b c"]
+    ]
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     return made(names, decoders.Sequence(steps), models.BPE)
 
@@ -96,7 +98,9 @@ def parts(name: str) -> list[list[int]]:
     names = TOKENIZERS[name].get_vocab()
     spells = name == "byte level" or "<0x00>" in names
     whole = [spelt(name)(character) for character in CHARACTERS] if spells else []
-    alone = [token for name, token in names.items() if not name.startswith("<0x") or name in ("<0xE4>", "<0xB8>", "<0xFF>")]
+    alone = [
+        token for name, token in names.items() if not name.startswith("<0x") or name in ("<0xE4>", "<0xB8>", "<0xFF>")
+    ]
     return [*whole, *whole, *([token] for token in alone), *([len(names) + n] for n in range(NAMELESS))]
 
 

@@ -51,7 +51,9 @@ def check(cache: SlotCache, reference: Reference) -> None:
 def histories(draw):
     """A list of passes and frees and forks, as choices to be read off."""
     return draw(
-        st.lists(st.tuples(st.sampled_from(["prefill", "tree", "free"]), st.integers(0, 2**30)), min_size=1, max_size=12)
+        st.lists(
+            st.tuples(st.sampled_from(["prefill", "tree", "free"]), st.integers(0, 2**30)), min_size=1, max_size=12
+        )
     )
 
 
@@ -104,7 +106,11 @@ def test_any_history_leaves_what_was_kept(history):
             deepest = draw(0, width - 1)
             paths = []
             for _ in rows:
-                path = sorted(torch.randperm(width - 1, generator=generator)[: draw(0, deepest)].tolist()) if width > 1 else []
+                path = (
+                    sorted(torch.randperm(width - 1, generator=generator)[: draw(0, deepest)].tolist())
+                    if width > 1
+                    else []
+                )
                 paths.append(path)
             cache.keep(paths)
             for row, fresh, path in zip(rows, numbers, paths, strict=True):

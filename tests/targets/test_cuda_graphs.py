@@ -135,7 +135,11 @@ def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape
         ones[0, :1],
         ones,
     )
-    for shape, dtype in (((1, 2, 32, 8), torch.float64), ((2, 2, 16, 8), torch.float64), ((1, 2, 64, 8), torch.float32)) * 2:
+    for shape, dtype in (
+        ((1, 2, 32, 8), torch.float64),
+        ((2, 2, 16, 8), torch.float64),
+        ((1, 2, 64, 8), torch.float32),
+    ) * 2:
         buffer = arena.zeros(shape, dtype)
         buffer[0, 1] = 1  # of the first slot the second head, which lies elsewhere in each
         logits, *_ = passes.forward(*given, [buffer[:1], buffer[:1]])

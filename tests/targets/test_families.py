@@ -29,7 +29,18 @@ from outrider.targets.transformers import TransformersTarget
 V = 128
 RECURRENT = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2"}
 ATTENTION = [name for name in SMALL if name not in RECURRENT]
-FAST = ["qwen3", "mistral-window", "gemma3", "llama4-chunks", "deepseek-v3", "bloom", "gpt2", "qwen3-next", "mamba2", "lfm2"]
+FAST = [
+    "qwen3",
+    "mistral-window",
+    "gemma3",
+    "llama4-chunks",
+    "deepseek-v3",
+    "bloom",
+    "gpt2",
+    "qwen3-next",
+    "mamba2",
+    "lfm2",
+]
 """One of every way that a family can differ in; `make test-all` takes all of them."""
 OTHERS = [name for name in SMALL if name not in FAST]
 ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -67,7 +78,11 @@ def texts_of(family: str) -> list[list[int]]:
     return [
         eager_of(family)
         .model.generate(
-            prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=30, do_sample=False, pad_token_id=0
+            prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            max_new_tokens=30,
+            do_sample=False,
+            pad_token_id=0,
         )[0]
         .tolist()
         for prompt in prompts
@@ -139,7 +154,9 @@ def failing(family: str) -> str:
 
 
 def test_a_window_that_is_one_too_wide_is_found(monkeypatch, unknown):
-    monkeypatch.setattr("outrider.targets.family._limit", lambda kind, config: Limit("window", config.sliding_window + 1))
+    monkeypatch.setattr(
+        "outrider.targets.family._limit", lambda kind, config: Limit("window", config.sliding_window + 1)
+    )
     with pytest.raises(TargetError, match="single steps"):
         selftest.selftest(TransformersTarget(tiny("mistral-window"), tested=False))
     assert load_target(tiny("mistral-window")).family.past in ARGUMENTS, "the family's own cache masks rightly"
@@ -189,7 +206,10 @@ def test_a_target_that_is_off_or_a_chain_is_never_given_more():
         found = generate(target, [[3, 4, 5]], Guesses(), max_new_tokens=12)[0].tokens
         assert not any(draft.branches for draft in widths)
         assert mode != "off" or not any(int(draft.sizes.max()) for draft in widths)
-        assert found == target.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+        assert (
+            found
+            == target.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+        )
         widths.clear()
 
 
@@ -200,8 +220,14 @@ def test_a_target_that_is_off_or_a_chain_is_never_given_more():
 def test_a_slot_at_the_end_of_the_context_stands_beside_others(family):
     """Catches padding whose position lies outside the model's table: gpt2 looks positions up."""
     torch.manual_seed(0)
-    gpt2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=16, bos_token_id=None, eos_token_id=None)
-    model = tiny_model(max_position_embeddings=16) if family == "qwen3" else scaled(GPT2LMHeadModel(gpt2).double().eval(), 1.5)
+    gpt2 = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=16, bos_token_id=None, eos_token_id=None
+    )
+    model = (
+        tiny_model(max_position_embeddings=16)
+        if family == "qwen3"
+        else scaled(GPT2LMHeadModel(gpt2).double().eval(), 1.5)
+    )
     target = load_target(model)
     prompts = [[5] * 14, [3, 4], [7] * 15, [9, 1, 2]]
     alone = [generate(target, prompt, max_new_tokens=40)[0] for prompt in prompts]
@@ -261,7 +287,9 @@ def test_hidden_is_what_the_head_was_given(family):
     target, given = eager_of(family), []
     handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     cache = target.allocate(2, 8)
-    scores = target.verify(cache, [0, 1], torch.tensor([3, 4]), Draft.chain(torch.tensor([[1], [2]]), torch.tensor([1, 1])))
+    scores = target.verify(
+        cache, [0, 1], torch.tensor([3, 4]), Draft.chain(torch.tensor([[1], [2]]), torch.tensor([1, 1]))
+    )
     handle.remove()
     assert torch.equal(scores.hidden, torch.cat(given) if len(given) > 1 else given[0])
     torch.testing.assert_close(target.head(scores.hidden), scores.logits, rtol=1e-6, atol=1e-6, check_dtype=False)

@@ -47,8 +47,10 @@ OBEYED = {
     "lookup": {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 7},
     "lengths of its own": {"max_new_tokens": 3, "max_length": 7},
     "many": {
-        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [1, 2], "begin_suppress_tokens": [8, 9, 10],
-        "bad_words_ids": [[3], [4, 8]], "min_new_tokens": 6, "forced_eos_token_id": 22, "do_sample": True, "temperature": 0.6,
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [1, 2], "begin_suppress_tokens": [8, 9,
+        10],
+        "bad_words_ids": [[3], [4, 8]], "min_new_tokens": 6, "forced_eos_token_id": 22, "do_sample": True,
+        "temperature": 0.6,
     },
 }  # fmt: skip
 REFUSED = {

@@ -64,7 +64,9 @@ def filled(kind: str = "rwkv") -> tuple[OwnCache, object]:
 
 def logits(target, cache, row: int, tokens: list[int]) -> torch.Tensor:
     given = torch.tensor([tokens])
-    return target.verify(cache, [row], given[:, 0], Draft.chain(given[:, 1:], torch.tensor([len(tokens) - 1]))).logits[0]
+    return target.verify(cache, [row], given[:, 0], Draft.chain(given[:, 1:], torch.tensor([len(tokens) - 1]))).logits[
+        0
+    ]
 
 
 def test_what_is_not_kept_never_happened(monkeypatch):

@@ -56,7 +56,11 @@ def draft_of(shape: str, slots: int) -> Draft:
     tokens, sizes = tokens_of(2, slots, 5), torch.full((slots,), 5)
     if shape == "nothing":
         return Draft.empty(slots)
-    return Draft.chain(tokens, sizes) if shape == "chain" else Draft(tokens, torch.tensor(PARENTS).expand(slots, -1), sizes)
+    return (
+        Draft.chain(tokens, sizes)
+        if shape == "chain"
+        else Draft(tokens, torch.tensor(PARENTS).expand(slots, -1), sizes)
+    )
 
 
 def probe_of(target: TransformersTarget, draft: Draft, tokens: Tensor, behind: int = -1) -> Probe:
@@ -235,7 +239,8 @@ def long_rope() -> Any:
     """Rotary factors that look at the length of the text."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 2.0 * n for n in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
-    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 2,
              "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
     torch.manual_seed(1)
     config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=128, rope_parameters=rope)

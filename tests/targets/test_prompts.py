@@ -95,7 +95,8 @@ def test_a_count_that_is_no_whole_number_is_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"stop": 5}, {"stop": [5]}, {"stop": None}, {"sampling": 0.7}, {"sampling": {"top_k": 3}}, {"drafter": 5}],
+    "wrong", [{"stop": 5}, {"stop": [5]}, {"stop": None}, {"sampling": 0.7}, {"sampling": {"top_k": 3}},
+    {"drafter": 5}],
     ids=str,
 )  # fmt: skip
 def test_an_argument_of_another_type_is_refused_by_name(wrong):

@@ -61,17 +61,22 @@ def int4_groups(weight: Tensor, size: int = 16) -> Stored:
     rounded = (groups / scales[..., None]).round().reshape(rows, columns // 8, 8)
     packed = ((rounded.long() + 8) << (4 * torch.arange(8))).sum(2).to(torch.int32)
     values = (rounded.reshape(rows, columns // size, size) * scales[..., None]).reshape(rows, columns)
-    return Stored({".weight_packed": packed, ".weight_scale": scales, ".weight_shape": torch.tensor([rows, columns])}, values)
+    return Stored(
+        {".weight_packed": packed, ".weight_scale": scales, ".weight_shape": torch.tensor([rows, columns])}, values
+    )
 
 
-def compressed(form: str, bits: int, kind: str, strategy: str, activations: dict[str, Any] | None = None) -> dict[str, Any]:
+def compressed(
+    form: str, bits: int, kind: str, strategy: str, activations: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """compressed-tensors' config, as llm-compressor writes it."""
     weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy}
     weights |= {"group_size": 16} if strategy == "group" else {}
     rounded = None if activations is None else activations | {"type": kind}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": rounded}}
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"],
         "config_groups": groups,
     }  # fmt: skip
 
@@ -98,7 +103,12 @@ def check_exact(target: Any, model: Any) -> None:
     for prompt in ([1, 2, 3, 4, 5], [7], [9, 8, 3, 3, 3, 2]):
         text = torch.tensor([prompt])
         wanted = target.model.generate(
-            text, attention_mask=torch.ones_like(text), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            text,
+            attention_mask=torch.ones_like(text),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         (found,) = generate(target, [prompt], ngram, max_new_tokens=24)
         assert found.tokens == wanted[0, len(prompt) :].tolist()
@@ -116,7 +126,9 @@ def test_a_published_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
     for key, weight in load_file(tmp_path / "model.safetensors").items():
         if "_proj.weight" in key:
             stored = store(weight)
-            tensors |= {key.removesuffix(".weight") + end: tensor.contiguous() for end, tensor in stored.tensors.items()}
+            tensors |= {
+                key.removesuffix(".weight") + end: tensor.contiguous() for end, tensor in stored.tensors.items()
+            }
             values[key] = stored.values
         else:
             tensors[key] = weight
@@ -133,7 +145,8 @@ def test_experts_in_mxfp4_are_exact(tmp_path: Path) -> None:
     """Catches gpt-oss as it is published, its halves of bytes in the wrong order or its exponents off by one."""
     pytest.importorskip("accelerate", reason="package")
     config = GptOssConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=16, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"], bos_token_id=None, eos_token_id=None, pad_token_id=None,
         initializer_range=0.3,
@@ -169,7 +182,10 @@ def test_experts_in_mxfp4_are_exact(tmp_path: Path) -> None:
         ({"quant_method": "nvfp4"}, "quantises activations"),
         ({"quant_method": "fbgemm_fp8"}, "quantises activations"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantises activations"),
-        ({"quant_method": "gptq", "bits": 4}, r"quantised with 'gptq', which can't be read here: .*; install what it names"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            r"quantised with 'gptq', which can't be read here: .*; install what it names",
+        ),
         ({"quant_method": "awq", "bits": 4}, r"quantised with 'awq', .*requires gptqmodel"),
         ({"quant_method": "eetq"}, "quantised with 'eetq', which can't be read here"),
     ],

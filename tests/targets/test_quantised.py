@@ -67,9 +67,9 @@ def test_a_quantised_target_says_what_it_is(int8, target):
     assert load_target(tiny_model(), quantize="int8").spec == int8.spec
     assert load_target(tiny_model(seed=1), quantize="int8").spec.weights_hash != int8.spec.weights_hash
     rounded = {name for name, weight in int8.model.named_parameters() if quantised.is_quantised(weight)}
-    assert rounded == {f"{name}.weight" for name, part in int8.model.named_modules() if type(part) is torch.nn.Linear} - {
-        "lm_head.weight"
-    }
+    assert rounded == {
+        f"{name}.weight" for name, part in int8.model.named_modules() if type(part) is torch.nn.Linear
+    } - {"lm_head.weight"}
     tokens = torch.arange(8)
     assert torch.equal(int8.embed(tokens), target.embed(tokens))
     assert torch.equal(int8.head_rows(tokens), target.head_rows(tokens))
@@ -123,7 +123,9 @@ def test_a_quantised_target_is_neither_compiled_nor_packed(int8):
     after = load_target(model, quantize="int8")
     found = after.read(torch.tensor([[1, 2, 3]]))[0]
     assert (after.head(found) - before).abs().max() > 1e-3
-    torch.testing.assert_close(found, load_target(tiny_model().float(), quantize="int8").read(torch.tensor([[1, 2, 3]]))[0])
+    torch.testing.assert_close(
+        found, load_target(tiny_model().float(), quantize="int8").read(torch.tensor([[1, 2, 3]]))[0]
+    )
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,13 +24,22 @@ SIZES = {
     "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [1.0 + 2.0 * n for n in range(8)],
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + 2.0 * n for n in range(8)],
     "original_max_position_embeddings": 24,
 }  # fmt: skip
 FAMILIES = {
-    "longrope, read again": ("phi3", {"max_position_embeddings": 128, "original_max_position_embeddings": 24}, LONGROPE),
+    "longrope, read again": (
+        "phi3",
+        {"max_position_embeddings": 128, "original_max_position_embeddings": 24},
+        LONGROPE,
+    ),
     "longrope": ("llama", {"max_position_embeddings": 128}, LONGROPE),
-    "dynamic": ("llama", {"max_position_embeddings": 24}, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 24},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ),
 }
 PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(40)], [9, 3, 5], [(5 * n) % 60 + 2 for n in range(24)]]
 """Before the limit and crossing it, beyond, too short to reach it, and ending at it."""
@@ -49,7 +58,9 @@ def texts_of(name: str) -> list[list[int]]:
     """Each by a model of its own: factors of a long text stay in it."""
     return [
         model_of(name)
-        .generate(torch.tensor([prompt]), max_new_tokens=COUNTS, do_sample=False, attention_mask=torch.ones(1, len(prompt)))[0]
+        .generate(
+            torch.tensor([prompt]), max_new_tokens=COUNTS, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+        )[0]
         .tolist()
         for prompt in PROMPTS
     ]
@@ -103,7 +114,9 @@ def test_threads_that_share_a_target_keep_their_own_factors(name):
     finally:
         sys.setswitchinterval(5e-3)
     wanted = dict(zip(map(tuple, PROMPTS), texts_of(name), strict=True))
-    assert [prompt + tokens for prompt, tokens in zip(asked, found, strict=True)] == [wanted[tuple(one)] for one in asked]
+    assert [prompt + tokens for prompt, tokens in zip(asked, found, strict=True)] == [
+        wanted[tuple(one)] for one in asked
+    ]
 
 
 def test_a_copy_of_a_loaded_model_calls_its_own_modules():

@@ -22,9 +22,9 @@ from outrider.targets.load import load_target
 def continued(model, prompt: list[int], count: int) -> list[int]:
     """What `generate` writes."""
     given = torch.tensor([prompt])
-    return model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, pad_token_id=0)[
-        0, len(prompt) :
-    ].tolist()
+    return model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )[0, len(prompt) :].tolist()
 
 
 def assert_exact(model, count: int = 12) -> None:
@@ -81,7 +81,9 @@ def test_images_are_refused_by_name():
 
     target.tokenizer = Chat()
     with pytest.raises(DataError, match="'image'"):
-        target.encode([{"role": "user", "content": [{"type": "text", "text": "what is this"}, {"type": "image", "url": "x"}]}])
+        target.encode(
+            [{"role": "user", "content": [{"type": "text", "text": "what is this"}, {"type": "image", "url": "x"}]}]
+        )
 
 
 # ── what can't be decoded ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -90,7 +92,8 @@ def test_images_are_refused_by_name():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("openai-gpt", "it has no cache"), ("recurrent_gemma", "it has no cache"), ("reformer", "with its own cache differ"),
+        ("openai-gpt", "it has no cache"), ("recurrent_gemma", "it has no cache"), ("reformer",
+        "with its own cache differ"),
         ("moshi", "with its own cache differ"), ("xlnet", "not causal"), ("bert", "not causal"), ("xlm", "not causal"),
         ("phi4_multimodal", "its own `generate`"),
     ],
@@ -155,7 +158,9 @@ def test_a_miniature_is_tested_once(folder, monkeypatch):
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"masks": "by kind"}', '{"masks": "x", "found": null, "refused": "no"}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"masks": "by kind"}', '{"masks": "x", "found": null, "refused": "no"}']
+)
 def test_a_damaged_answer_is_asked_again(folder, damage):
     """Catches a file that was cut off, or is of another version, and is believed."""
     whole = load_target(tiny_model()).selftest
@@ -183,7 +188,10 @@ def test_a_miniature_has_every_kind_of_layer_and_short_limits():
     assert set(small.layer_types) == set(config.layer_types)
     assert small.num_hidden_layers < 8
     assert small.sliding_window == miniature.LIMIT
-    assert small.num_attention_heads // small.num_key_value_heads == config.num_attention_heads // config.num_key_value_heads
+    assert (
+        small.num_attention_heads // small.num_key_value_heads
+        == config.num_attention_heads // config.num_key_value_heads
+    )
     assert small.head_dim == config.head_dim
     state = torch.random.get_rng_state()
     model = AutoModelForCausalLM.from_config(small)

@@ -43,18 +43,24 @@ LINEAR = {"factor": 8.0, "rope_type": "linear"}
 
 def qwen3(hidden: int, intermediate: int, heads: int, layers: int) -> dict[str, Any]:
     return QWEN3 | {
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads, "num_hidden_layers": layers,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_hidden_layers": layers,
     }  # fmt: skip
 
 
 # config.json; heads, kv heads, head size, MLP, epsilon, base, stretch, share; taps of five and of three
 REAL: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[int, ...], tuple[int, ...]]] = {
-    "Qwen3-0.6B": (qwen3(1024, 3072, 16, 28), (16, 8, 128, 3072, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13, 24)),
-    "Qwen3-1.7B": (qwen3(2048, 6144, 16, 28), (16, 8, 128, 6144, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13, 24)),
+    "Qwen3-0.6B": (qwen3(1024, 3072, 16, 28), (16, 8, 128, 3072, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13,
+    24)),
+    "Qwen3-1.7B": (qwen3(2048, 6144, 16, 28), (16, 8, 128, 6144, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13,
+    24)),
     "Qwen3-4B": (qwen3(2560, 9728, 32, 36), (32, 8, 128, 9728, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17, 32)),
-    "Qwen3-8B": (qwen3(4096, 12288, 32, 36), (32, 8, 128, 12288, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17, 32)),
-    "Qwen3-14B": (qwen3(5120, 17408, 40, 40), (40, 8, 128, 17408, 1e-6, 1e6, None, 1.0), (1, 10, 19, 28, 37), (1, 19, 36)),
-    "Qwen3-32B": (qwen3(5120, 25600, 64, 64), (64, 8, 128, 25600, 1e-6, 1e6, None, 1.0), (1, 16, 31, 46, 61), (1, 31, 60)),
+    "Qwen3-8B": (qwen3(4096, 12288, 32, 36), (32, 8, 128, 12288, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17,
+    32)),
+    "Qwen3-14B": (qwen3(5120, 17408, 40, 40), (40, 8, 128, 17408, 1e-6, 1e6, None, 1.0), (1, 10, 19, 28, 37), (1, 19,
+    36)),
+    "Qwen3-32B": (qwen3(5120, 25600, 64, 64), (64, 8, 128, 25600, 1e-6, 1e6, None, 1.0), (1, 16, 31, 46, 61), (1, 31,
+    60)),
     "Llama-3.1-8B": (
         {
             "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -76,7 +82,8 @@ REAL: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[int, ...], tuple[in
     ),
     "gpt-oss-20b": (
         {
-            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64,
+            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+            "head_dim": 64,
             "num_hidden_layers": 24, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000,
             "rope_scaling": YARN, "vocab_size": 201088, "max_position_embeddings": 131072, "num_local_experts": 32,
         },
@@ -124,7 +131,9 @@ def test_sizes_and_taps_are_those_of_the_real_target(name, tmp_path):
 def test_a_drafter_for_qwen3_4b_has_the_released_ones_weights(tmp_path):
     """Catches a size that is resolved and not used: shapes of DeepSpec's own DSpark for Qwen3-4B, tensor by tensor."""
     target = sketch(folder_of(tmp_path, REAL["Qwen3-4B"][0]))
-    shapes = {name: tuple(weight.shape) for name, weight in on_meta("dspark", target, mask_token=151669).named_parameters()}
+    shapes = {
+        name: tuple(weight.shape) for name, weight in on_meta("dspark", target, mask_token=151669).named_parameters()
+    }
     layer = {
         "self_attn.q_proj": (4096, 2560), "self_attn.k_proj": (1024, 2560), "self_attn.v_proj": (1024, 2560),
         "self_attn.o_proj": (2560, 4096), "self_attn.q_norm": (128,), "self_attn.k_norm": (128,),
@@ -132,7 +141,11 @@ def test_a_drafter_for_qwen3_4b_has_the_released_ones_weights(tmp_path):
         "input_layernorm": (2560,), "post_attention_layernorm": (2560,),
     }  # fmt: skip
     wanted = {f"backbone.layers.{i}.{part}.weight": shape for i in range(5) for part, shape in layer.items()}
-    wanted |= {"backbone.fc.weight": (2560, 12800), "backbone.hidden_norm.weight": (2560,), "backbone.norm.weight": (2560,)}
+    wanted |= {
+        "backbone.fc.weight": (2560, 12800),
+        "backbone.hidden_norm.weight": (2560,),
+        "backbone.norm.weight": (2560,),
+    }
     wanted |= {f"markov_head.markov_w{i}.weight": (151936, 256) for i in (1, 2)}
     wanted |= {"confidence_head.proj.weight": (1, 2816), "confidence_head.proj.bias": (1,)}
     assert shapes == wanted
@@ -202,7 +215,9 @@ def test_a_config_that_names_all_needs_no_target_that_does(target):
     )
     silent = dataclasses.replace(target.spec, sizes=None)
     assert resolved(named, silent)[0] == named == resolved(named, target.spec)[0]
-    with pytest.raises(DrafterError, match="heads, kv_heads, .* are not set, and the config of Qwen3ForCausalLM does not say"):
+    with pytest.raises(
+        DrafterError, match="heads, kv_heads, .* are not set, and the config of Qwen3ForCausalLM does not say"
+    ):
         resolved(LayerConfig(), silent)
 
 
@@ -210,7 +225,8 @@ def test_layers_that_differ_give_the_sizes_of_the_last_that_sees_all(tmp_path):
     """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's
     too)."""
     config = Gemma4TextConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8,
         global_head_dim=16, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0,
         num_kv_shared_layers=0, vocab_size=64, vocab_size_per_layer_input=64,
     )  # fmt: skip
@@ -243,7 +259,9 @@ def test_the_count_on_paper_is_the_models(target, tmp_path):
     """Catches a count of shapes that are not those of the model which is trained."""
     target.model.save_pretrained(tmp_path)
     for kind in (*KINDS, "medusa"):
-        settings = {"kind": kind, "layers": 1, "init_from_layers": [2]} if kind in ("dflash", "deer") else {"kind": kind}
+        settings = (
+            {"kind": kind, "layers": 1, "init_from_layers": [2]} if kind in ("dflash", "deer") else {"kind": kind}
+        )
         module = find(kind)
         model = module.Model(module.Config(**settings), target)
         found = on_paper(RunConfig(name="x", target={"name": str(tmp_path)}, drafter=settings))

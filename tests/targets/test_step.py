@@ -296,7 +296,9 @@ print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].t
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", done.stderr
+    assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
+        done.stderr
+    )
 
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
@@ -373,7 +375,9 @@ def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch)
     assert len(keys) == 6
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: b"no package" * 99, lambda text: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[: len(text) // 2], lambda text: b"no package" * 99, lambda text: b""]
+)
 def test_a_damaged_package_is_refused(damage, package):
     """Catches a load that fails, or a whole program that ends, over a file that a full disk cut short."""
     package.write_bytes(damage(package.read_bytes()))
@@ -395,7 +399,9 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     built: list[dict[str, Any]] = []
     real = compiled.build_package
     monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
-    monkeypatch.setattr(machine, "_best_times", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()})
+    monkeypatch.setattr(
+        machine, "_best_times", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()}
+    )
     load_target(model_of().float()).compile()
     assert built == [{}, TEMPLATES]
     load_target(model_of(initializer_range=0.2).float()).compile()
@@ -495,7 +501,9 @@ def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monke
         target.model.lm_head.weight.neg_()
     target.step.look()
     with counted(target) as calls:
-        assert generate(target, [3, 4], max_new_tokens=9)[0].tokens == generate(fast, [3, 4], max_new_tokens=9)[0].tokens
+        assert (
+            generate(target, [3, 4], max_new_tokens=9)[0].tokens == generate(fast, [3, 4], max_new_tokens=9)[0].tokens
+        )
     assert calls
 
 

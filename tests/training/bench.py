@@ -1,4 +1,5 @@
-"""What the training tests share: small answers, small models of every kind that trains, and one training of a few steps."""
+"""What the training tests share: small answers, small models of every kind that trains, and one training of a few
+steps."""
 
 from __future__ import annotations
 

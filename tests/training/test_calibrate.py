@@ -1,4 +1,5 @@
-"""Scaling finds what was planted; the error it minimises is the one that is promised; a checkpoint is rewritten whole."""
+"""Scaling finds what was planted; the error it minimises is the one that is promised; a checkpoint is rewritten
+whole."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import write_recipe
+from tiny import write_run_file
 from torch import Tensor
 
 from outrider import checkpoint, cli, generate, load_drafter
@@ -71,7 +72,8 @@ def test_a_chance_of_one_slot_is_no_chance_of_reaching_it():
 
 
 def test_a_planted_scaling_is_found_again():
-    """Catches a product with the wrong elders, a search in the wrong direction, a shift on the wrong side of the division."""
+    """Catches a product with the wrong elders, a search in the wrong direction, a shift on the wrong side of the
+    division."""
     found = scaling(planted())
     torch.testing.assert_close(found.temperatures, PLANTED.temperatures, rtol=0.2, atol=0)
     torch.testing.assert_close(found.shifts, PLANTED.shifts, rtol=0, atol=0.15)
@@ -232,7 +234,9 @@ def test_another_scaling_is_another_package(talker: TransformersTarget):
     assert values_of(model) != before
 
 
-def test_a_second_calibration_finds_nothing_more(saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_calibration_finds_nothing_more(
+    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+):
     """Catches a scaling that replaces the one that was measured, instead of adding to it."""
     monkeypatch.setattr(calibrate, "MIN_DRAFTS", 40)
     first = calibrate.calibrate(saved, talker, prompts(talker, 6), max_new_tokens=60)
@@ -242,7 +246,8 @@ def test_a_second_calibration_finds_nothing_more(saved: Path, talker: Transforme
 
 
 def test_a_checkpoint_of_before_there_was_a_scaling_loads(saved: Path, talker: TransformersTarget):
-    """Catches a strictness that makes every older confidence head useless, and one that then lets other weights be missing."""
+    """Catches a strictness that makes every older confidence head useless, and one that then lets other weights be
+    missing."""
     weights = load_file(saved / checkpoint.WEIGHTS)
     older = {name: weight for name, weight in weights.items() if not name.endswith((".temperatures", ".shifts"))}
     assert len(older) == len(weights) - 2
@@ -309,7 +314,7 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(
     monkeypatch.setattr(calibrate, "MIN_DRAFTS", 40)
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"id": "{i}", "prompt": "say {i}"}}\n' for i in range(4)))
     train = {"steps": 2, "batch": 2, "lr": 1e-2, "dtype": "float32", "calibrate": 4}
-    write_recipe(tmp_path / "tiny.yaml", folder, train=train, evaluate={"tasks": ["asked.jsonl"]})
+    write_run_file(tmp_path / "tiny.yaml", folder, train=train, evaluate={"tasks": ["asked.jsonl"]})
     outrider("prepare", "tiny.yaml")
     place = tmp_path / "runs/tiny/checkpoint"
     assert "scaled on" in outrider("train", "tiny.yaml")
@@ -321,10 +326,12 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(
     assert said == checkpoint.manifest_of(place)["calibration"] != first["calibration"]
 
 
-def test_a_wish_without_prompts_is_refused_before_training(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wish_without_prompts_is_refused_before_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Catches hours of training that end in an error."""
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path / "tiny.yaml", folder, train={"steps": 2, "calibrate": 16}, evaluate=None)
+    write_run_file(tmp_path / "tiny.yaml", folder, train={"steps": 2, "calibrate": 16}, evaluate=None)
     monkeypatch.setattr(sys, "argv", ["outrider", "train", "tiny.yaml"])
     with pytest.raises(SystemExit):
         cli.main()

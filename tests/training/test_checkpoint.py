@@ -1,4 +1,5 @@
-"""Save then load changes nothing; whatever is damaged or made for another target is refused; there is always a whole one."""
+"""Save then load changes nothing; whatever is damaged or made for another target is refused; there is always a whole
+one."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def drafts(target: TransformersTarget, drafter: Drafter, temperature: float) -> 
     def watched(*given: Any) -> Draft:
         draft = propose(*given)
         seen.append(
-            (draft.tokens.tolist(), draft.sizes.tolist(), None if draft.confidence is None else draft.confidence.tolist())
+            (
+                draft.tokens.tolist(),
+                draft.sizes.tolist(),
+                None if draft.confidence is None else draft.confidence.tolist(),
+            )
         )
         return draft
 
@@ -51,7 +56,9 @@ def drafts(target: TransformersTarget, drafter: Drafter, temperature: float) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_model_drafts_as_before(kind: str, temperature: float, talker: TransformersTarget, tmp_path: Path) -> None:
+def test_a_saved_model_drafts_as_before(
+    kind: str, temperature: float, talker: TransformersTarget, tmp_path: Path
+) -> None:
     """Catches a weight that is not saved, or a setting that comes back as its default."""
     model = make_model(talker, kind, rope_theta=500.0)
     checkpoint.save(tmp_path / "c", model)
@@ -138,7 +145,8 @@ class Stop(BaseException):
 
 
 STEPS = [
-    (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "unlink"), (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+    (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "unlink"), (os, "fsync"), (os, "unlink"), (os,
+    "rmdir"),
     (os, "replace"), (checkpoint, "save_file"),
 ]  # fmt: skip
 
@@ -336,12 +344,16 @@ def spoil(weights: dict[str, torch.Tensor]) -> None:
 
 
 DAMAGES = {
-    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "has neither outrider.json nor config.json"),
-    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is not a checkpoint manifest"),
-    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint manifest"),
+    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "has neither outrider.json nor "
+    "config.json"),
+    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is not a checkpoint "
+    "manifest"),
+    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint "
+    "manifest"),
     "a list": (change_manifest(lambda m: [m]), "is not a checkpoint manifest"),
     "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is not a checkpoint manifest"),
-    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is not a checkpoint manifest"),
+    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is not a checkpoint "
+    "manifest"),
     "next version": (change_manifest(lambda m: m.update(version=2)), "is of version 2, this Outrider reads 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
     "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
@@ -366,12 +378,15 @@ DAMAGES = {
     "training is text": (change_manifest(lambda m: m.update(training="x")), "its training is of type str, not dict"),
     "deep nesting": (deep, "nested too deeply"),
     "a key that is in it twice": (
-        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'), "'version' is in it twice",
+        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'),
+        "'version' is in it twice",
     ),
     "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), "has 8-bit weights: backbone.norm.weight"),
     "whole numbers": (norm(lambda w: w.to(torch.int8)), "has wrongly typed weights: backbone.norm.weight"),
-    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), "has wrongly typed weights: backbone.norm"),
-    "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), "has non-finite weights: backbone.norm.weight"),
+    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), "has wrongly typed weights: "
+    "backbone.norm"),
+    "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), "has non-finite weights: "
+    "backbone.norm.weight"),
     "a pickle": (pickled, "can't be read"),
     "text as weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_text("<html>404</html>"), "can't be read"),
 }  # fmt: skip
@@ -391,7 +406,10 @@ def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: Trans
 
 MAPS = {
     "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), "manifest and weights of different drafters"),
-    "twice": (lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1), "manifest and weights of different drafters"),
+    "twice": (
+        lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1),
+        "manifest and weights of different drafters",
+    ),
     "of fractions": (lambda w: w.update({"head.d2t": w["head.d2t"].double()}), "wrongly typed weights: head.d2t"),
     "another t2d": (lambda w: w.update({"head.t2d": ~w["head.t2d"]}), "d2t and t2d name different tokens"),
 }
@@ -403,7 +421,9 @@ def test_a_stale_vocabulary_is_refused(fault: str, talker: TransformersTarget, t
     change, said = MAPS[fault]
     module = drafters.find("eagle3")
     layer = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
-    model = module.Model(build(module.Config, {"kind": "eagle3", "vocabulary": 40, "taps": [0], **layer}, "drafter"), talker)
+    model = module.Model(
+        build(module.Config, {"kind": "eagle3", "vocabulary": 40, "taps": [0], **layer}, "drafter"), talker
+    )
     checkpoint.save(tmp_path / "c", model)
     load_drafter(tmp_path / "c", talker)
     change_weights(change)(tmp_path / "c")
@@ -430,7 +450,9 @@ def test_values_that_the_targets_type_cannot_hold_are_refused(folder: Path, tmp_
         (lambda m: m["config"].update(block=-3), "drafter.block"),
     ],
 )
-def test_a_manifest_of_no_known_drafter_is_refused(change: Any, said: str, saved: Path, talker: TransformersTarget) -> None:
+def test_a_manifest_of_no_known_drafter_is_refused(
+    change: Any, said: str, saved: Path, talker: TransformersTarget
+) -> None:
     """Catches a KeyError for a kind of a later version, or a setting that is dropped."""
     change_manifest(change)(saved)
     with pytest.raises(OutriderError) as caught:
@@ -488,10 +510,12 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
         ("dflash", {"taps": ()}, OutriderError, "taps"),
         ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "not a multiple of kv_heads"),
         ("dflash", {"head_dim": 7}, OutriderError, "head_dim"),
-        ("dspark", {"layers": 2, "init_from_layers": (0,)}, DrafterError, "one target layer for each of 2 draft layers"),
+        ("dspark", {"layers": 2, "init_from_layers": (0,)}, DrafterError,
+        "one target layer for each of 2 draft layers"),
         ("dspark", {"layers": 1, "init_from_layers": (4,)}, DrafterError, "each from 0 to 3"),
         ("dspark", {"layers": 1, "init_from_layers": (-1,)}, ConfigError, "drafter.init_from_layers"),
-        ("dspark", {"layers": 1, "init_from_layers": (3,), "head_dim": 16}, DrafterError, "give the draft the target's heads"),
+        ("dspark", {"layers": 1, "init_from_layers": (3,), "head_dim": 16}, DrafterError,
+        "give the draft the target's heads"),
         ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),
     ],
 )  # fmt: skip
@@ -525,7 +549,9 @@ def test_a_small_model_of_another_vocabulary_is_refused(talker: TransformersTarg
     make_folder(tmp_path / "swapped")
     path = tmp_path / "swapped" / "tokenizer.json"
     path.write_text(path.read_text().replace('"A": 32', '"A": 33').replace('"B": 33', '"B": 32'))
-    with pytest.raises(DrafterError, match=r"a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"):
+    with pytest.raises(
+        DrafterError, match=r"a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"
+    ):
         load_drafter("small_model", talker, model=str(tmp_path / "wider"))
     with pytest.raises(DrafterError, match="choose a model with the target's tokenizer"):
         load_drafter("small_model", talker, model=str(tmp_path / "swapped"))
@@ -533,5 +559,7 @@ def test_a_small_model_of_another_vocabulary_is_refused(talker: TransformersTarg
 
 def test_a_small_model_of_the_same_vocabulary_drafts(folder: Path, talker: TransformersTarget) -> None:
     """Catches a refusal of the one model that surely fits: the target itself, all of whose drafts are kept."""
-    found = generate(talker, [PROMPTS[0]], load_drafter("small_model", talker, model=str(folder), length=3), max_new_tokens=12)
+    found = generate(
+        talker, [PROMPTS[0]], load_drafter("small_model", talker, model=str(folder), length=3), max_new_tokens=12
+    )
     assert found[0].accepted == [3, 3, 3]

@@ -76,7 +76,8 @@ def test_chunks_change_neither_loss_nor_gradients(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: TransformersTarget) -> None:
-    """Catches chunks that agree with each other and are all wrong: here the loss is built in one graph, without `backward`."""
+    """Catches chunks that agree with each other and are all wrong: here the loss is built in one graph, without
+    `backward`."""
     has_confidence = KINDS[kind].get("confidence", kind != "dflash")
     config = TrainConfig(loss={"kl": 1.0}, extra={"confidence": 0.5} if has_confidence else {})
     gradients = []
@@ -95,7 +96,9 @@ def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: Transfo
             rows.backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +114,8 @@ def test_a_chunk_never_splits_a_block(kind: str, talker: TransformersTarget) -> 
 
 @pytest.mark.slow
 def test_memory_stays_bounded_at_a_large_vocabulary() -> None:
-    """Catches logits of a whole batch: 2700 rows over 150,000 tokens are 1.5 GiB for one tensor, and a step needs several."""
+    """Catches logits of a whole batch: 2700 rows over 150,000 tokens are 1.5 GiB for one tensor, and a step needs
+    several."""
     done = subprocess.run(
         [sys.executable, "-c", BOUNDED], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent
     )

@@ -78,7 +78,9 @@ def test_a_gradient_is_the_slope(name: str) -> None:
     step = 1e-5
     for m, (logits, wanted, label) in enumerate(zip(draft.tolist(), target.tolist(), labels.tolist(), strict=True)):
         for v in range(len(logits)):
-            ends = [brute_force(name, [*logits[:v], logits[v] + s, *logits[v + 1 :]], wanted, label) for s in (step, -step)]
+            ends = [
+                brute_force(name, [*logits[:v], logits[v] + s, *logits[v + 1 :]], wanted, label) for s in (step, -step)
+            ]
             assert float(draft.grad[m, v]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-4)
 
 
@@ -127,7 +129,10 @@ def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
     found.sum().backward()
     assert bool(found.isfinite().all())
     assert bool(small.grad.isfinite().all())
-    p, q = target.double().softmax(-1), torch.zeros(6, 7).double().index_copy(-1, reach, small.detach().double().softmax(-1))
+    p, q = (
+        target.double().softmax(-1),
+        torch.zeros(6, 7).double().index_copy(-1, reach, small.detach().double().softmax(-1)),
+    )
     alpha = torch.minimum(p, q).sum(-1)
     inside, middle = q > 0, (p + q) / 2
     ratio = torch.where(inside, p / q.clamp(min=1e-30), 1.0).log()
@@ -171,7 +176,9 @@ def at_its_limit(loss: str, target: Tensor, rank: int = 2, steps: int = 400) -> 
     """Mean overlap with the distributions [m, V] of a drafter whose logits are a matrix of this rank and a bias,
     trained to its end."""
     noise = torch.Generator().manual_seed(9)
-    weights = [0.1 * torch.randn(*size, generator=noise, dtype=target.dtype) for size in ((16, rank), (rank, 32), (1, 32))]
+    weights = [
+        0.1 * torch.randn(*size, generator=noise, dtype=target.dtype) for size in ((16, rank), (rank, 32), (1, 32))
+    ]
     left, right, bias = (weight.requires_grad_() for weight in weights)
     optimizer, labels, kept = torch.optim.Adam([left, right, bias], lr=0.05), torch.zeros(16, dtype=torch.long), 0.0
     for _ in range(steps):

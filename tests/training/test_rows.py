@@ -67,7 +67,8 @@ def test_weights_by_depth_take_the_place_of_the_methods_own(fixed: Fixed) -> Non
 
 
 def test_dpace_weighs_a_row_by_how_far_its_block_reaches(fixed: Fixed) -> None:
-    """Catches prefix and suffix taken for each other, a sum that runs into the next block, and a row that is not learnt."""
+    """Catches prefix and suffix taken for each other, a sum that runs into the next block, and a row that is not
+    learnt."""
     found = rows.weights({"dpace": 0.5}, fixed, slice(0, 8), fixed.draft)
     q = fixed.draft.detach().softmax(-1).gather(-1, fixed.labels[:, None])[:, 0].tolist()
     wanted = []
@@ -89,7 +90,9 @@ def test_dpace_of_a_block_that_goes_on_from_another(fixed: Fixed) -> None:
 
 
 @pytest.mark.parametrize("position", [{}, {"exp": 4.0}, {"power": 0.8}, {"dpace": 0.5}])
-def test_the_loss_hangs_not_on_the_size_of_the_chunks(fixed: Fixed, position: dict[str, float], monkeypatch: Any) -> None:
+def test_the_loss_hangs_not_on_the_size_of_the_chunks(
+    fixed: Fixed, position: dict[str, float], monkeypatch: Any
+) -> None:
     """Catches a normalisation by chunk."""
     config = Config(loss={"kl": 1.0}, position=position)
     found = []
@@ -163,7 +166,9 @@ def test_the_reference_sees_the_same_rows_and_is_not_trained(talker: Transformer
         optimise(make_model(talker), Optimizers(model, "adamw", 261, 0.0), batch, config, 0, False, of)
         after.append(torch.rand(3))
     torch.testing.assert_close(after[0], after[1])
-    assert all(torch.equal(weight, before[name]) and weight.grad is None for name, weight in reference.named_parameters())
+    assert all(
+        torch.equal(weight, before[name]) and weight.grad is None for name, weight in reference.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("settings", [{"select": 0.4}, {"reference": "runs/x/checkpoint"}])
@@ -184,4 +189,10 @@ def test_a_reference_that_sees_other_layers_is_refused(talker: TransformersTarge
     """Catches a reference that is fed the taps of the drafter in place of its own: it would judge by nonsense."""
     other = make_model(talker, taps=(0,))
     with pytest.raises(ConfigError, match=r"with taps \(0,\).*see the same layers"):
-        train(make_model(talker), make_source(talker), Config(select=0.4, reference="x", steps=1), tmp_path, reference=other)
+        train(
+            make_model(talker),
+            make_source(talker),
+            Config(select=0.4, reference="x", steps=1),
+            tmp_path,
+            reference=other,
+        )

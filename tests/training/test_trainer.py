@@ -133,8 +133,8 @@ OTHERS = [{"dtype": "bfloat16"}, {"optimizer": "muon"}, {"loss": {"lk_lambda": 1
 def test_other_arithmetic_goes_on_bit_for_bit_too(
     settings: dict[str, Any], talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Catches weights that are saved in the precision of the passes, the moments of a second optimiser and the mean overlap
-    that a loss goes by, where they are not."""
+    """Catches weights that are saved in the precision of the passes, the moments of a second optimiser and the mean
+    overlap that a loss goes by, where they are not."""
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(3, interrupt), **settings)
     fit(tmp_path, talker, seed=99, **settings)
@@ -144,7 +144,8 @@ def test_other_arithmetic_goes_on_bit_for_bit_too(
 def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(
     talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches `auto` that is chosen anew, where the machine is another or was measured again: half in each type is neither."""
+    """Catches `auto` that is chosen anew, where the machine is another or was measured again: half in each type is
+    neither."""
     monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "float32")
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(3, interrupt), dtype="auto")
@@ -161,7 +162,11 @@ def test_a_type_that_this_machine_is_slow_at_is_warned_of(
     slow = {"bfloat16": {"training": 90.0}, "float32": {"training": 3.0}}
     monkeypatch.setattr(trainer.machine, "matmul_times", lambda: trainer.machine.MatmulTimes(slow))
     fit(tmp_path, talker, dtype="bfloat16", steps=1)
-    assert "train.dtype=bfloat16" in caplog.text and "30.0 times as long" in caplog.text and "train.dtype=auto" in caplog.text
+    assert (
+        "train.dtype=bfloat16" in caplog.text
+        and "30.0 times as long" in caplog.text
+        and "train.dtype=auto" in caplog.text
+    )
     assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "bfloat16"
 
 
@@ -222,10 +227,14 @@ def test_a_finished_training_is_left_alone(talker: TransformersTarget, tmp_path:
     second = fit(tmp_path, talker, seed=99, on_step=lambda step, found: pytest.fail(f"step {step}"))
     assert written(tmp_path) == before
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
-    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
 
 
-def test_two_do_not_train_in_one_folder(talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_do_not_train_in_one_folder(
+    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches two processes whose steps stand in one another's metrics and checkpoints."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(time, "monotonic", itertools.count().__next__)
@@ -240,11 +249,15 @@ def test_two_do_not_train_in_one_folder(talker: TransformersTarget, tmp_path: Pa
 def test_a_probe_is_written_once(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a second probe line, and a second measurement, each time a finished training is started again."""
     for _ in range(2):
-        train(make_model(talker), make_source(talker), Config(**SETTINGS), tmp_path, probe=lambda model: {"probed": 1.5})
+        train(
+            make_model(talker), make_source(talker), Config(**SETTINGS), tmp_path, probe=lambda model: {"probed": 1.5}
+        )
     assert [row["step"] for row in metrics(tmp_path) if "probed" in row] == [6]
 
 
-def test_a_torn_line_of_metrics_is_cut_off(talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_torn_line_of_metrics_is_cut_off(
+    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+) -> None:
     """Catches a resume that fails on, or keeps, the half line that a crash left."""
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(3, interrupt))
@@ -358,7 +371,9 @@ def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(
 
 
 @pytest.mark.parametrize("at", ["backbone.fc.weight", "markov_head.markov_w2.weight", "confidence_head.proj.bias"])
-def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(at: str, talker: TransformersTarget, tmp_path: Path) -> None:
+def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(
+    at: str, talker: TransformersTarget, tmp_path: Path
+) -> None:
     """Catches a weight that went bad between two steps and is not found among the inputs."""
     model = make_model(talker)
     seen: list[int] = []
@@ -424,10 +439,13 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
     ("change", "named"),
     [
         ({"lr": 2e-2}, "train.lr"), ({"clip": 2.0}, "train.clip"), ({"loss": {"kl": 1.0}}, "train.loss"),
-        ({"dtype": "bfloat16", "batch": 3}, "train.batch, train.dtype"), ({"extra": {"confidence": 0.0}}, "train.extra"),
+        ({"dtype": "bfloat16", "batch": 3}, "train.batch, train.dtype"), ({"extra": {"confidence": 0.0}},
+        "train.extra"),
     ],
 )  # fmt: skip
-def test_other_settings_do_not_resume(change: dict[str, Any], named: str, talker: TransformersTarget, tmp_path: Path) -> None:
+def test_other_settings_do_not_resume(
+    change: dict[str, Any], named: str, talker: TransformersTarget, tmp_path: Path
+) -> None:
     """Catches a checkpoint that is half one training and half another; the message names every key that differs."""
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(1, interrupt))
@@ -440,7 +458,8 @@ def test_other_settings_do_not_resume(change: dict[str, Any], named: str, talker
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_training_goes_on_where_its_steps_are_raised(at: int, talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a longer training that is refused, that begins again, or whose rate jumps; stopped or ended, bit for bit."""
+    """Catches a longer training that is refused, that begins again, or whose rate jumps; stopped or ended, bit for
+    bit."""
     stop = stopper(at, interrupt) if at < 6 else None
     for place in (tmp_path / "once", tmp_path / "twice"):
         with suppress(KeyboardInterrupt):
@@ -473,7 +492,8 @@ def test_an_end_that_moves_is_probed_again(talker: TransformersTarget, tmp_path:
 
 
 def test_epochs_are_passes_over_the_texts(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches epochs that are rounded down, and a checkpoint that does not know its steps: 7 texts are 4 batches of 2."""
+    """Catches epochs that are rounded down, and a checkpoint that does not know its steps: 7 texts are 4 batches of
+    2."""
     fit(tmp_path, talker, steps=None, epochs=1.5)
     assert step_of(tmp_path) == 6
     fit(tmp_path, talker)  # and 6 steps are the same training
