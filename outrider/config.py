@@ -155,7 +155,7 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read run file {path}: {error}") from None
+        raise ConfigError(f"can't read run file {path}: {error}; give a readable file in UTF-8") from None
     values = _parsed(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping such as `target: demo`, not {type(values).__name__}")

@@ -184,7 +184,7 @@ def _say_verdict(verdict: str) -> None:
 def _texts(paths: list[Path], json_to: str | None) -> None:
     """Compare two files of answers.  Exit code 1 where they differ."""
     if len(paths) != 2:
-        raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
+        raise ConfigError(f"--texts must be given 2 times, once for each file of answers, got {len(paths)}")
     found = compare_texts(*paths)
     table = console.table("prompt", "first difference", str(paths[0]), str(paths[1]))
     for pair in found.pairs:

@@ -67,7 +67,7 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
             answers.append(_from_line(line, vocabulary))
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path}, line {number} is not an answer ({error})"
-            raise DataError(f"{what}; `outrider prepare` cuts a torn line off") from None
+            raise DataError(f"{what}; `outrider prepare` removes a torn last line") from None
     return answers
 
 
@@ -79,9 +79,8 @@ def _from_line(line: str, vocabulary: int | None = None) -> Answer:
         raise ValueError("its tokens are not a list of whole numbers")
     wrong = min(tokens) if min(tokens) < 0 else max(tokens)
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
-        raise ValueError(
-            f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None)
-        )
+        wanted = "at least 0" if vocabulary is None else f"0 to {vocabulary - 1} (the target's vocabulary)"
+        raise ValueError(f"a token must be {wanted}, got {wrong}")
     if not all(0 <= start <= end <= len(tokens) for start, end in learn):
         raise ValueError(f"its spans {learn} reach outside its {len(tokens)} tokens")
     return Answer(row["id"], tokens, learn, row.get("finish_reason"), row.get("prompt_hash"), row.get("settings_hash"))

@@ -109,7 +109,8 @@ def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
     asked = _text(row, ("prompt", "instruction", "text"), name)
     if not asked:
         keys = ", ".join(map(str, row)) or "none"
-        raise DataError(f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {keys}")
+        wanted = "messages, conversations, turns, prompt, instruction or text"
+        raise DataError(f"{name}: a row needs a non-empty {wanted}; got keys: {keys}")
     shown = "" if row.get("prompt") else _text(row, ("input",), name)
     messages = [{"role": "user", "content": asked + (f"\n\n### Input:\n{shown}" if shown else "")}]
     if answer := _text(row, ("response", "completion", "output"), name):
@@ -197,7 +198,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise DataError(f"{path}, line 1 begins with the mark of UTF-16; save the file as UTF-8")
                 yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist; name a file of prompts, or stdlib:train for the demo's") from None
+        wanted = "a file of prompts, or stdlib:train for the demo's prompts"
+        raise DataError(f"{path} does not exist; give {wanted}") from None
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}") from None
 

@@ -228,7 +228,7 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         f"{other} ({each})" for other, one in ENGINES.items() for each, method in one.methods.items() if has(method)
     )
     if tokens < 1:
-        raise ConfigError(f"{tokens} tokens a step; wanted 1 or more, or no speculation at all with 0")
+        raise ConfigError(f"got {tokens} tokens a step; wanted 1 or more, or 0 for no speculation")
     if asks_more and (kind in BLOCKS or kind == "medusa"):
         limit = f"it has {most} heads" if kind == "medusa" else f"{kind} drafts one block of {most}"
         raise ConfigError(f"{tokens} tokens a step, but {limit}; ask for no more")

@@ -99,7 +99,7 @@ def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
     try:
         yield
     except ExportError as error:
-        raise ExportError(f"{folder} as {format}: {error}") from None
+        raise ExportError(f"can't read {folder} as {format}: {error}") from None
     except Exception as error:
         message = (first_line(error) or type(error).__name__)[:300]
         raise ExportError(

@@ -103,8 +103,7 @@ def check(task: str) -> str:
     """The task's name, if it is known.  Raises DataError, which lists the known ones."""
     if task != "stdlib" and task not in TASKS and not task.endswith(FILES):
         raise DataError(
-            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; a file of prompts, such as mine.jsonl, is a "
-            f"task too"
+            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; or give a file of prompts, such as mine.jsonl"
         )
     return task
 

@@ -143,10 +143,9 @@ def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
             "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0"
         )
     if train.calibrate and not getattr(run.drafter_config, "confidence", False):
-        wanted = "dspark with confidence: true, or train.calibrate 0"
-        raise ConfigError(
-            f"train.calibrate scales a confidence head, drafter {kind!r} as it is set has none; take {wanted}"
-        )
+        given = f"drafter {kind!r} with these settings has none"
+        wanted = "take dspark with confidence: true, or set train.calibrate to 0"
+        raise ConfigError(f"train.calibrate needs a confidence head, but {given}; {wanted}")
     if train.reference is not None and not Path(train.reference).exists():
         raise ConfigError(
             f"train.reference: there is no {train.reference}; train it first, with the same drafter and all rows"

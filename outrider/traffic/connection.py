@@ -105,7 +105,8 @@ class _Connection(asyncio.Protocol):
         answer.retry_after_s = _retry_after(headers.get("retry-after"))
         self.is_stream = head.status_code == 200 and headers.get("content-type", "").startswith("text/event-stream")
         if headers.get("content-encoding", "identity") != "identity":
-            raise ValueError(f"the answer is compressed with {headers['content-encoding']}, which was not asked for")
+            found = f"the answer is compressed with {headers['content-encoding']}, but no compression was asked for"
+            raise ValueError(f"{found}; turn it off in the server")
 
     def _take_body(self, answer: Answer, part: bytes) -> None:
         if self.is_stream:

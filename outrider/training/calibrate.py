@@ -128,9 +128,10 @@ def calibrate(
     scaled, judged = outcomes.of(outcomes.prompts % 2 == 0), outcomes.of(outcomes.prompts % 2 == 1)
     fewest = int(min(half.known.sum(0).min() for half in (scaled, judged)))
     if fewest < MIN_DRAFTS:
-        given = f"{len(prompts)} prompts of {max_new_tokens} tokens give a slot only {fewest} drafts, not {MIN_DRAFTS}"
+        given = f"got {fewest} from {len(prompts)} prompts with answers of {max_new_tokens} tokens"
         enough = -(-len(prompts) * MIN_DRAFTS // max(fewest, 1))
-        raise DataError(f"{given}; give {enough} prompts or more, or more tokens")
+        wanted = f"every position of a block needs at least {MIN_DRAFTS} drafts"
+        raise DataError(f"{wanted}, {given}; give at least {enough} prompts, or allow longer answers")
     change = scaling(scaled, shifting)
     better = judged.scaled(change)
     before = head.temperatures.double().cpu()
