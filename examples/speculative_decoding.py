@@ -31,9 +31,8 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             query, *new = layer(x).chunk(3, -1)
             self.cache[i] = torch.cat([self.cache[i], torch.stack(new)], 1)
-            whole = nn.functional.pad(
-                mask, (self.cache[i].shape[1] - len(tokens), 0), value=True
-            )  # and the text before
+            before = self.cache[i].shape[1] - len(tokens)
+            whole = nn.functional.pad(mask, (before, 0), value=True)  # and the text before
             x = x + nn.functional.scaled_dot_product_attention(query, *self.cache[i], attn_mask=whole)
         return (2 * self.head(x)).softmax(-1)
 

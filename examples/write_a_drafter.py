@@ -2,8 +2,7 @@
 
     $ python examples/write_a_drafter.py
 
-At a temperature its drafts are drawn, so every token comes with q, the distribution it was drawn from; `chain` records
-it.
+At a temperature its drafts are drawn, so every token comes with q, its distribution, which `chain` records.
 """
 
 from itertools import pairwise

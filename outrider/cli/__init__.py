@@ -113,7 +113,7 @@ def _with_model(command: Any) -> Any:
 
 app = Verbs(
     "outrider", VERBS,
-    help="Speculative decoding with exact output.  `outrider COMMAND -h` says more, `--version` which one this is.",
+    help="Speculative decoding with exact output.  `COMMAND -h` says more; `--version`.",
     context_settings={"help_option_names": ["-h", "--help"]}, params=list(get_install_completion_arguments()),
 )  # fmt: skip
 for option in app.params:  # for the shell's completion; hidden, so that all of the help fits one screen

@@ -27,6 +27,7 @@ from outrider.data.answers import read_answers
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
+from outrider.errors import DataError
 from outrider.runs import baselines, stages
 from outrider.runs.checks import check
 from outrider.runs.file import load
@@ -129,9 +130,12 @@ def test_the_probe_asks_for_whole_drafts(folder: Path, talker: TransformersTarge
             asked.extend(budget.tolist())
             return Draft.empty(len(state.rows), state.device)
 
+    def none_held_out() -> Any:
+        raise DataError("no answer is held out")
+
     settings, _ = load(write_run_file(tmp_path / "tiny.yaml", folder))
-    probe = stages._probe(settings, talker, check(settings, ["prepare", "train"]))
-    assert probe(SimpleNamespace(drafter=Asked)) == {"probe_tokens_per_step": 1.0}
+    probe = stages._probe(settings, talker, check(settings, ["prepare", "train"]), none_held_out)
+    assert probe(SimpleNamespace(drafter=Asked))["probe_tokens_per_step"] == 1.0
     assert max(asked) == 3
 
 
@@ -591,7 +595,7 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         ((*decode, "x", "--verification", "typical"), 2, "verification 'typical' changes what the target would write"),
         ((*decode, "x", "--max-new-tokens", "0"), 2, "--max-new-tokens"),
         (("shwo",), 2, "No such command 'shwo'"),
-        (("show",), 2, "Missing argument"),
+        (("show",), 2, "show needs a run file"),
     ):
         done = outrider(*words)
         assert (done.code, said in done.said, "Traceback" in done.err, done.out) == (code, True, False, done.out), (

@@ -189,7 +189,7 @@ def test_a_changed_setting_begins_again_and_says_so(
     first = (out / "prompts.jsonl").read_bytes()
     assert measured("--prompts", "3", "--temperatures", "0").rows[0].prompts == 3
     assert (out / "prompts.jsonl").read_bytes().startswith(first)
-    assert "measured again" not in caplog.text
+    assert "all prompts are measured again" not in caplog.text
     found = measured("--prompts", "3", "--temperatures", "0,0.5")
     assert "all prompts are measured again" in caplog.text and "evaluate.temperatures" in caplog.text
     assert {row.temperature for row in found.rows} == {0.0, 0.5}
