@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serving import Served, parties, prompts_of, serve, write
+from batch_time import Served, parties, prompts_of, serve, write
 
 from outrider.decoding.protocols import Policy
 from outrider.policies.adaptive import Adaptive

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from serving import prompts_of, write
+from batch_time import prompts_of, write
 
 from outrider import load_drafter, load_target
 from outrider.generation import generate

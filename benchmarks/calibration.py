@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import prompts_of, write
+from batch_time import prompts_of, write
 
 from outrider import load_drafter, load_target
 from outrider.training.calibrate import head_of, watch

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import promise, write
+from batch_time import promise, write
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider import load_target, machine

@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = options.folder or Path(place) / "sources"
         built, searched = (_part(name, folder, options) for name in ("build", "search"))
-    from serving import write
+    from batch_time import write
 
     promises = [
         {"promise": name, "wanted": most, "found": found, "holds": found <= most}

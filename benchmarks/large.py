@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import parties, promise, prompts_of, serve, write
+from batch_time import parties, promise, prompts_of, serve, write
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

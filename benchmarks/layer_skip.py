@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import parties, prompts_of, write
+from batch_time import parties, prompts_of, write
 
 from outrider.decoding.state import Request
 from outrider.drafters import layer_skip

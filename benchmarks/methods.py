@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import write
+from batch_time import write
 
 from outrider import load_drafter, load_target
 from outrider.checkpoint import load_model

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import Served, parties, prompts_of, serve, write
+from batch_time import Served, parties, prompts_of, serve, write
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams

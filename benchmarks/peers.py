@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from serving import CHECKPOINT, parties, promise, prompts_of, write
+from batch_time import CHECKPOINT, parties, promise, prompts_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import write
+from batch_time import write
 from torch import Tensor
 
 from outrider import machine, prepacked

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import CHECKPOINT, prompts_of, write
+from batch_time import CHECKPOINT, prompts_of, write
 from torch import nn
 
 from outrider import load_drafter, load_target

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import parties, write
+from batch_time import parties, write
 
 from outrider import demo, load_drafter
 from outrider.decoding.state import Request
@@ -89,7 +89,7 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
         "mix(ngram, recycle)": load_drafter("mix", target, nodes=NODES),
     }
     if "dspark" in trained:
-        from serving import CHECKPOINT
+        from batch_time import CHECKPOINT
 
         dspark = str(CHECKPOINT)
         both: list[Any] = [dspark, suffix | {"corpora": corpus}]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serving import write
+from batch_time import write
 from transformers import AutoTokenizer
 
 from outrider import demo
