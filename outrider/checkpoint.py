@@ -151,7 +151,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
         raise TrainingError(
-            f"can't write checkpoint {folder}: {what}; the last one is whole: make room and run again"
+            f"can't write checkpoint {folder}: {what}; the last checkpoint is intact; free some space and run again"
         ) from error
 
 
@@ -166,12 +166,12 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
             if type(found) is not wanted and not (
                 found is None and key in OPTIONAL
             ):  # not isinstance: True is not a version
-                raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
+                raise ValueError(f"its {key} must be of type {wanted.__name__}, got {type(found).__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint manifest ({error}); train or copy it again") from None
     if (found := manifest["version"]) != VERSION:
         raise CheckpointError(
-            f"{path} is of version {found}, this Outrider reads {VERSION}; use the release that wrote it"
+            f"{path} has version {found}, but this Outrider reads version {VERSION}; use the release that wrote it"
         )
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
@@ -195,7 +195,7 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
     if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
         free.add("weights_hash")
     if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:
-        differences = ", ".join(f"{key} {theirs.get(key)} against {mine[key]}" for key in wrong)
+        differences = ", ".join(f"{key} was {theirs.get(key)}, is {mine[key]}" for key in wrong)
         came_so = " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
         remedy = "load the target it was trained for, or train a drafter for this one"
         remedy += came_so * (spec.quantised is not None and not spec.base_hash)
@@ -218,7 +218,8 @@ def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pat
     """Refuse a checkpoint that was trained on other layers than its config gives now."""
     if (taps := manifest["taps"]) != list(model.taps):
         raise CheckpointError(
-            f"{folder} was trained on taps {taps}, its config gives {list(model.taps)}; set drafter.taps"
+            f"{folder} was trained on taps {taps}, but its config gives {list(model.taps)}; set drafter.taps to "
+            "those of training"
         )
 
 
@@ -227,9 +228,9 @@ def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pa
     facts = manifest["facts"]
     for key, own in model.facts().items():
         if facts.get(key) != own:
-            wrong = f"{key} {facts.get(key)} in its manifest, {own} in its weights"
+            wrong = f"{key} is {facts.get(key)} in the manifest and {own} in the weights"
             raise CheckpointError(
-                f"{folder} has a manifest and weights of different drafters: {wrong}; copy or train it again"
+                f"{folder} has the manifest of one drafter and the weights of another: {wrong}; copy or train it again"
             )
 
 
@@ -256,7 +257,7 @@ def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     """What may be wrong with weights, and of which it is true; each is asked where those before it are fine."""
     yield "lacks", expected.keys() - weights.keys()
     yield "has unknown", weights.keys() - expected.keys()
-    yield "has misshapen", [name for name in expected if expected[name].shape != weights[name].shape]
+    yield "has wrongly shaped", [name for name in expected if expected[name].shape != weights[name].shape]
     yield "has 8-bit", rounded(weights)
     yield "has wrongly typed", mistyped(weights, expected)
     yield "has non-finite", not_finite({name: weight.to(expected[name].dtype) for name, weight in weights.items()})
@@ -283,7 +284,8 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(
-            f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself"
+            f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; name the kind instead of the "
+            "folder"
         )
     settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
     model: DraftModel = module.Model(settings, target)
@@ -295,7 +297,8 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
         raise CheckpointError(
-            f"{folder}: {target.spec.dtype} can't hold {', '.join(lost[:4])}; load the target in float32"
+            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in "
+            "float32"
         )
     return model
 

@@ -162,7 +162,7 @@ def read(path: str | Path) -> dict[str, Any]:
     lines: dict[str, int] = {}
     for key, line in _keys(yaml.compose(text, yaml.SafeLoader)):
         if key in lines:
-            raise ConfigError(f"{path}, line {line}: {key} is there twice, in line {lines[key]} too; leave one out")
+            raise ConfigError(f"{path}, line {line}: {key} is set twice, in line {lines[key]} too; leave one out")
         lines[key] = line
     return values
 
@@ -210,7 +210,9 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
         for parent in parents:
             at = at.setdefault(parent, {})
             if not isinstance(at, dict):
-                raise ConfigError(f"override {item!r}: {parent!r} holds {at!r}, which has no keys of its own")
+                raise ConfigError(
+                    f"override {item!r}: {parent!r} is {at!r}, not a section with keys; name a key of a section"
+                )
         at[leaf] = _parsed(text, f"override {item!r}: {text!r}")
     return merged
 

@@ -163,7 +163,7 @@ def batch(
     # another acceptance rule shares no draws with plain decoding
     other = judge.serves() if judge.serves is not None else None
     if other is not None and other.requests:
-        raise ConfigError("this judge serves another batch; make one for each batch with policies.named.judge")
+        raise ConfigError("this judge belongs to another batch; make one for each batch with policies.named.judge")
     is_shared = shared_noise and judge.rule is None
     state = DecodeState(
         slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared
@@ -184,7 +184,7 @@ def requests(
         sampling = _resolved(sampling, target, max_new_tokens)
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(text, str) for text in stops):
-        raise ConfigError(f"stop must be a text or several, got {stop!r}")
+        raise ConfigError(f"stop must be a text or a list of texts, got {stop!r}")
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")
     if stops:
@@ -206,7 +206,7 @@ def requests(
 def _resolved(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
     """This sampling, checked against the target, with its grammar compiled."""
     if not isinstance(sampling, Sampling):
-        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
+        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; give one such as Sampling(temperature=0.7)")
     if sampling.min_new_tokens > max_new_tokens > 0:
         raise ConfigError(
             f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it"
@@ -230,9 +230,7 @@ def _sampling(
         raise ConfigError(f"{names} and sampling are both given; set {names} in the Sampling, or leave sampling out")
     if temperature is None and (top_p, top_k) != (None, None):
         given = " and ".join(name for name in ("top_p", "top_k") if name in settings)
-        raise ConfigError(
-            f"{given} without a temperature changes nothing; give temperature too, such as temperature=1.0"
-        )
+        raise ConfigError(f"{given} has no effect without a temperature; give temperature too, such as temperature=1.0")
     return Sampling(**settings)
 
 
@@ -264,7 +262,9 @@ def as_drafters(
     several = [drafters] if isinstance(drafters, DrafterLike) else list(drafters)
     for each in several:
         if not isinstance(each, str | Path):
-            raise ConfigError(f"{each!r} has no name for the report; give a mapping such as {{'mine': drafter}}")
+            raise ConfigError(
+                f"{each!r} has no name for the report; give a mapping of names such as {{'mine': drafter}}"
+            )
     return {str(each): as_drafter(each, target) for each in several}
 
 
@@ -275,4 +275,4 @@ def _refuse_unfitting(drafter: Drafter, spec: TargetSpec) -> None:
     if drafter.hidden not in (None, spec.hidden):
         wrong.append(f"reads hidden states of {drafter.hidden} numbers, {spec.name}'s have {spec.hidden}")
     if wrong:
-        raise DrafterError(f"the drafter {wrong[0]}; it was built for another target, build it for this one")
+        raise DrafterError(f"the drafter {wrong[0]}, so it was built for another target; build it for this one")

@@ -20,7 +20,7 @@ def is_local(name: str) -> bool:
 
 
 def missing_path(name: str) -> str | None:
-    """What to say of a file or folder that is missing; None where it is there, or may be a repository of the hub."""
+    """Why a file or folder can't be used: it is missing.  None where it exists, or may be a repository of the hub."""
     if not is_local(name) or Path(name).expanduser().exists():
         return None
     return f"no such {'file' if name.endswith(FILES) else 'folder'}: {name}"

@@ -73,7 +73,7 @@ def load_drafter(
         return _placed(lambda target: module.build(settings, target, **opens), target, place)
     source = describe(name)
     if config:
-        raise ConfigError(f"{name} is a trained drafter and brings its own settings; leave out {', '.join(config)}")
+        raise ConfigError(f"{name} is a trained drafter with settings of its own; leave out {', '.join(config)}")
     own = source.manifest.get("config") or {}
     quantize = quantize or own.get("quantize")
     if quantize is not None:
@@ -139,7 +139,8 @@ def find_folder(name: str | Path) -> Path:
     except (OSError, ValueError) as error:
         reason = first_line(error) or type(error).__name__
         raise CheckpointError(
-            f"{name!r} is no folder here and can't be fetched from the hub: {reason}; check the name, or download it"
+            f"{name!r} is not a folder here and can't be fetched from the hub: {reason}; check the name, or download "
+            "it and name the folder"
         ) from None
 
 

@@ -176,7 +176,7 @@ def describe(device: torch.device | str = "cpu") -> str:
 
 
 def cache_folder() -> Path:
-    """Where all that can be made again is stored: $OUTRIDER_CACHE, or the user's cache folder."""
+    """The folder of files that can be made again: $OUTRIDER_CACHE, or the user's cache folder."""
     root = (
         os.environ.get("OUTRIDER_CACHE")
         or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
@@ -214,7 +214,7 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> str:
-    """Its instruction sets; two processors of one name may differ."""
+    """The processor's instruction sets; two processors of one name may differ."""
     return _cpu_line("flags") or _cpu_line("Features") or ""
 
 

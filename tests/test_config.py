@@ -116,7 +116,7 @@ def test_the_last_override_of_a_key_wins() -> None:
     ("item", "said"),
     [
         ("inner.lr", "must be written key.path=value"), ("=3", "must be written key.path=value"),
-        ("name.first=3", "'name' holds 'x', which has no keys"), ("name=[1", "is not YAML"),
+        ("name.first=3", "'name' is 'x', not a section with keys"), ("name=[1", "is not YAML"),
     ],
 )  # fmt: skip
 def test_a_bad_override_is_refused(item: str, said: str) -> None:
@@ -224,7 +224,7 @@ def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said:
     ("text", "said"),
     [
         ("drafter: dspark\ntrain: {loss: {klt: 1}}\n", "did you mean 'kl'"),
-        ("drafter: dspark\ntrain: {loss: {}}\n", "names no term"),
+        ("drafter: dspark\ntrain: {loss: {}}\n", "has no term"),
         ("drafter: ngram\ntrain: {}\n", "nothing to train"),
         ("drafter: dspark\ntrain: {calibrate: 200}\n", "add an `evaluate:` section"),
         ("drafter: eagle\ntrain: {calibrate: 200}\nevaluate: {}\n", "has none; take dspark"),
@@ -253,7 +253,7 @@ def test_a_file_where_a_folder_is_wanted_is_said_before_anything_loads(place: st
     load(path)
     Path(place).parent.mkdir(exist_ok=True)
     Path(place).touch()
-    with pytest.raises(ConfigError, match=f"^{place} is a file where a folder is wanted"):
+    with pytest.raises(ConfigError, match=f"^{place} is a file, but a folder is needed there"):
         load(path)
 
 
@@ -327,7 +327,7 @@ def test_what_is_meant_is_taken(text: str, key: str, value: object, tmp_path: Pa
         "a.yaml, line 4: train.loss: unknown loss 'klt'"),
         ("target: demo\ndrafter: dspark\ntrain: {steps: 2, epochs: 2}\n", "give one of them"),
         ("target: demo\ndrafter:\n  kind: ngram\n bad: 1\n", "a.yaml, line 4, column 2, is not YAML: "),
-        ("target: demo\ndrafter: ngram\ntarget: other\n", "a.yaml, line 3: target is there twice, in line 1 too"),
+        ("target: demo\ndrafter: ngram\ntarget: other\n", "a.yaml, line 3: target is set twice, in line 1 too"),
     ],
 )  # fmt: skip
 def test_a_wrong_name_or_value_is_an_error_with_its_line_and_the_right_name(

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
     "a vocabulary without a map": ("speculators_eagle3", _without("d2t"), "lacks d2t"),
     "an architecture": (
         "zlab_dflash", _config(architectures=["HydraModel"], dflash_config=None),
-        r"has architectures \['HydraModel'\] in config.json, and none of .* has such a drafter; bring another",
+        r"has architectures \['HydraModel'\] in config.json, and matches no drafter of .*; name its format and kind",
     ),
     "a pickle": ("safeailab_eagle", _pickled, "pytorch_model.bin, a pickle, .*; convert it to safetensors"),
     "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks "
@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
     ),
     "no taps": ("speculators_dspark", _config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is "
     "missing"),
-    "Gemma's layers": ("deepspec_dflash", _config(architectures=["Gemma4DSparkModel"]), "Gemma's layers"),
+    "Gemma's layers": ("deepspec_dflash", _config(architectures=["Gemma4DSparkModel"]), "Gemma layers"),
     "a sliding window": ("zlab_dflash", _config(layer_types=["full_attention", "sliding_attention"]), "full attention "
     "only"),
     "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\) where \(32, "
@@ -185,7 +185,7 @@ def test_a_missing_folder_is_never_asked_of_the_hub(name: str, tmp_path: Path, m
 def test_a_published_folder_takes_no_settings(verifier: TransformersTarget, tmp_path: Path) -> None:
     """Catches a setting that is given and ignored."""
     folder = LAYOUTS["zlab_dflash"](Sizes(verifier)).write(tmp_path / "published")
-    with pytest.raises(ConfigError, match="brings its own settings; leave out block"):
+    with pytest.raises(ConfigError, match="with settings of its own; leave out block"):
         load_drafter(folder, verifier, block=2)
 
 

@@ -65,7 +65,9 @@ def test_drafters_are_measured_by_name(tmp_path: Path) -> None:
     assert [row.drafter for row in report.rows] == ["lookup", "suffix"]
     for one in ("ngram", ["ngram"]):
         assert [row.drafter for row in evaluate("demo", one, config).rows] == ["ngram"]
-    with pytest.raises(ConfigError, match="has no name for the report; give a mapping such as {'mine': drafter}"):
+    with pytest.raises(
+        ConfigError, match="has no name for the report; give a mapping of names such as {'mine': drafter}"
+    ):
         evaluate(target, [load_drafter("ngram", target)], config)
     with pytest.raises(ConfigError, match=re.escape("target must be loaded, got 'demo'; give load_target('demo')")):
         load_drafter("ngram", "demo")  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ def test_settings_by_themselves_are_those_of_sampling(target: TransformersTarget
             {"temperature": 1.0, "seed": 3, "sampling": Sampling()},
             "temperature and seed and sampling are both given; set",
         ),
-        ({"top_p": 0.9}, "top_p without a temperature changes nothing; give temperature too"),
+        ({"top_p": 0.9}, "top_p has no effect without a temperature; give temperature too"),
         ({"top_k": 5, "seed": 1}, "top_k without a temperature"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),
     ],

@@ -74,7 +74,7 @@ class Verbs(TyperGroup):
         self.prefix = prefix
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """As the parent's, with the loaded verb in place of its line in the table."""
+        """The verb of a command line, loaded, in place of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing:
             from outrider.cli import complete  # of no use but to the shell

@@ -49,7 +49,7 @@ def say(line: str, style: str | None = None) -> None:
 
 
 def remark(line: str, style: str | None = None) -> None:
-    """The same on standard error: for what is not a result."""
+    """Print a line on standard error, for what is not a result."""
     note.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -236,7 +236,7 @@ class Forecast:
 
     @property
     def each_s(self) -> float:
-        """Seconds of a step.  First steps of a training read features too; answers of a batch end in bursts."""
+        """Seconds that a step takes.  First steps of a training read features too; answers of a batch end in bursts."""
         spent = self.at - self.began
         return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
 
@@ -324,7 +324,7 @@ def key_of(variable: str | None) -> str | None:
     key = None if variable is None else os.environ.get(variable)
     if variable is not None and not key:
         raise ConfigError(
-            f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out"
+            f"--key-from {variable}: there is no such environment variable; set it to the key, or leave out the option"
         )
     return key
 
@@ -350,7 +350,7 @@ def write_json(to: str | None, value: Any) -> None:
 
 
 def counted(number: float) -> str:
-    """1234567 as 1.2 M."""
+    """A count in short form: 1234567 as 1.2 M."""
     units = (f"{number / size:.1f} {unit}" for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if number >= size)
     return next(units, f"{number:.0f}")
 

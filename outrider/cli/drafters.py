@@ -41,7 +41,7 @@ def _print_settings(kind: str, json_to: str | None) -> None:
 
 
 def about(kind: str) -> dict[str, Any]:
-    """What its file says of itself; of a drafter that can't be used, why."""
+    """The docstring of a drafter's file, or why the drafter can't be used."""
     try:
         module = find(kind)
     except ConfigError as error:

@@ -84,7 +84,7 @@ def _of_file(
         )
     if out is not None:
         raise ConfigError(
-            "a run file's results are in runs/NAME; leave --out out, and set name=OTHER for another folder"
+            "--out has no effect on a run file, whose results go to runs/NAME; leave it out, or set name=OTHER"
         )
     if dry_run:
         preview(Path(names[0]), settings, ["evaluate"], json_to)

@@ -62,7 +62,7 @@ def init(
     data = data or (_ask("data", "Prompts (file, data set, or stdlib:train)", "stdlib:train") if trains else None)
     place = file or Path(f"{kind}.yaml")
     if place.exists():
-        raise ConfigError(f"{place} exists; name another file, or edit that one")
+        raise ConfigError(f"{place} exists already; name another file, or edit that one")
     if target != "demo" and (problem := missing_path(target)) is not None:
         raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or demo")
     text = FILE + (TRAINED if trains else "") + MEASURED

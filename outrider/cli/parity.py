@@ -82,7 +82,8 @@ def parity(
         )
     if file and (target or drafter or settings or dtype):
         raise ConfigError(
-            f"{file} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file"
+            f"{file} names the target and the drafter; leave out --target, --drafter, --set and --dtype, or leave "
+            "out the file"
         )
     if file:
         loaded, built, name = _of_run_file(file, overrides)

@@ -132,7 +132,10 @@ def _refuse_idle(context: typer.Context) -> None:
     if idle:
         has = "has" if len(idle) == 1 else "have"
         named = ", ".join(idle)
-        raise ConfigError(f"{named} {has} no effect with --save alone; leave out, or name a server with --against URL")
+        raise ConfigError(
+            f"{named} {has} no effect with --save alone; leave {'it' if len(idle) == 1 else 'them'} out, or name a "
+            "server with --against URL"
+        )
 
 
 def _say(text: str) -> None:

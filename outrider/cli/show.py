@@ -101,7 +101,7 @@ def _default(setting: Setting) -> str:
 
 
 def page(sections: list[Section]) -> str:
-    """These sections in Markdown."""
+    """The settings of these sections as a Markdown page."""
     parts = [PAGE]
     for one in sections:
         cells = [[f"`{setting.name}`", setting.type, _default(setting), setting.meaning] for setting in one.settings]

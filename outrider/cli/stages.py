@@ -74,7 +74,7 @@ class Printer(Reporter):
 
 
 def tell_compiling(compile: bool | None) -> None:
-    """What takes a minute is said before."""
+    """Say before it starts that a compilation takes a minute."""
     if compile:
         console.remark("compiling the step: about a minute, once; two the first time on a machine", "dim")
 

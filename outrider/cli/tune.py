@@ -127,7 +127,7 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any] = int) -> list[Any
     try:
         return sorted({kind(part) for part in text.split(",") if part.strip()})
     except ValueError:
-        raise ConfigError(f"--{name} {text!r}; wanted numbers such as 0,1,2,4") from None
+        raise ConfigError(f"--{name} must be numbers such as 0,1,2,4, got {text!r}") from None
 
 
 def _named(urls: list[str] | None) -> dict[int, str]:
@@ -136,7 +136,9 @@ def _named(urls: list[str] | None) -> dict[int, str]:
     for one in urls or ():
         tokens, equals, url = one.partition("=")
         if not equals or not tokens.isdecimal() or int(tokens) in found:
-            raise ConfigError(f"--url {one!r}; wanted TOKENS=URL once for each length, such as 0=http://127.0.0.1:8000")
+            raise ConfigError(
+                f"--url must be TOKENS=URL, once for each length, such as 0=http://127.0.0.1:8000, got {one!r}"
+            )
         found[int(tokens)] = url
     return found
 

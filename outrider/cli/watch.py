@@ -54,16 +54,18 @@ def watch(
             f"{every:g}{'' if for_s is None else f' and {for_s:g}'}"
         )
     if once and log is not None:
-        raise ConfigError("--log has no effect with --once; --json FILE writes the reading")
+        raise ConfigError("--log has no effect with --once; write the reading with --json FILE")
     place_of_json(json_to)
     promised = None
     if release is not None:
         promised = release_of(Report.load(release), drafter, temperature)
     elif drafter is not None:
-        raise ConfigError(f"--drafter {drafter} has no effect without --release; name the report that holds it")
+        raise ConfigError(
+            f"--drafter {drafter} has no effect without --release; add --release with the report that has this drafter"
+        )
     elif temperature is not None:
         raise ConfigError(
-            f"--temperature {temperature:g} has no effect without --release; name the report that holds it"
+            f"--temperature {temperature:g} has no effect without --release; add --release with the report that has it"
         )
     found, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
     write_json(json_to, found)
@@ -177,13 +179,11 @@ def _table(columns: list[tuple[str, Window]], promised: Release | None) -> conso
     row(f"tokens per step{own}", [_figure(found.tokens_per_step, ".2f") for found in founds], limits)
     row("tokens per step with a draft", [_figure(found.tokens_per_draft, ".2f") for found in founds])
     row("drafted tokens accepted", [_figure(found.draft_acceptance, ".1%") for found in founds])
-    of_steps = any(found.drafts_are_steps for found in founds)
-    depths = () if promised is None else promised.by_step if of_steps else promised.by_depth
+    depths = () if promised is None else promised.by_depth
     for k in range(max([len(found.rates) for found in founds], default=0)):
         limits = f"{100 * depths[k].low:.0f} … {100 * depths[k].high:.0f} %" if k < len(depths) else ""
         rates = [found.rates[k] if k < len(found.rates) else None for found in founds]
-        name = f"  accepted at depth {k + 1}{', of all steps' if of_steps else ''}"
-        row(name, [_figure(rate, ".1%") for rate in rates], limits)
+        row(f"  accepted at depth {k + 1}", [_figure(rate, ".1%") for rate in rates], limits)
     row("steps", [f"{window.steps:,}" for _, window in columns])
     row("tokens/s", [_figure(window.tokens_per_s, ".1f") for _, window in columns])
     return table

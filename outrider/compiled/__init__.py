@@ -154,7 +154,9 @@ class Compiled:
             return 0.0
         model = self.model()
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
-            raise NotCompiled("its weights are quantised, and a package would store them whole; its steps stay plain")
+            raise NotCompiled(
+                "its weights are quantised, and a compiled package would store them unquantised; its steps stay plain"
+            )
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
         if self._is_stale():
             self.graph, self._key = None, ""  # so that `compare` compares with the plain path
@@ -177,11 +179,11 @@ class Compiled:
             if path is not None:
                 path.unlink(missing_ok=True)
             raise NotCompiled(
-                f"compiled logits differ from plain ones by {difference:.1e}, allowed are {allowed:.1e}; its steps "
+                f"compiled logits differ from plain ones by {difference:.1e}, more than {allowed:.1e}; its steps "
                 "stay plain"
             )
         if is_on_cpu and not self._pays(graph):
-            raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
+            raise NotCompiled("its compiled steps are slower than plain ones on this machine; its steps stay plain")
         self.graph, self.path = graph, path
         return seconds
 
@@ -255,7 +257,7 @@ class Compiled:
         return self.example()[0]
 
     def cuda_graphs(self) -> Runnable:
-        """What takes the place of a package on a GPU."""
+        """CUDA graphs, which replace a compiled package on a GPU."""
         raise NotCompiled("this step is compiled only on a CPU; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
@@ -322,7 +324,7 @@ def build_package(
     compiled function writes to the same arguments as the module.
     """
     if not has_compiler():
-        raise NotCompiled("there is no C++ compiler here; install g++ for the fast path; without it steps stay plain")
+        raise NotCompiled("no C++ compiler was found; install g++ for faster steps; without it steps stay plain")
     began = time.perf_counter()
     try:
         # inductor packs weights for oneDNN itself
@@ -362,7 +364,8 @@ def _refuse_large(model: nn.Module) -> None:
     """Raises NotCompiled where a copy of the weights would be too large."""
     if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
         raise NotCompiled(
-            f"more than {MOST_BYTES >> 30} GiB of weights, which a package would copy; its steps stay plain"
+            f"it has more than {MOST_BYTES >> 30} GiB of weights, which a compiled package would copy; its steps "
+            "stay plain"
         )
 
 

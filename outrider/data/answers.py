@@ -67,7 +67,9 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
             answers.append(_from_line(line, vocabulary))
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path}, line {number} is not an answer ({error})"
-            raise DataError(f"{what}; `outrider prepare` removes a torn last line") from None
+            raise DataError(
+                f"{what}; delete the line, or run `outrider prepare`, which removes an incomplete last line"
+            ) from None
     return answers
 
 
@@ -92,7 +94,9 @@ def answers_for(folder: Path, target: Target, tokenizer: Any) -> list[Answer]:
     mine = whose(target, tokenizer, Config())
     del mine["config"]  # a text may be cut, and prompts may be added, without changing an answer
     if answers and not theirs:
-        raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file")
+        raise DataError(
+            f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, which writes that file"
+        )
     _check(folder, answers, mine, theirs)
     return answers
 
@@ -149,7 +153,7 @@ def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs
     """Raises DataError for answers of another target, template or setting than `mine`, and for one without its
     hashes."""
     if any(None in (answer.prompt_hash, answer.settings_hash) for answer in answers):
-        raise DataError(f"an older Outrider wrote {folder / ANSWERS}; name another prepare.folder, or delete this one")
+        raise DataError(f"an older Outrider wrote {folder / ANSWERS}; name another prepare.folder, or delete this file")
     if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
         wrong = f"made with another {' and '.join(differs)}"
         raise DataError(f"{folder} holds answers {wrong}; name another prepare.folder, or delete it")
@@ -157,7 +161,7 @@ def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs
     others = (number for number, answer in enumerate(answers, 1) if answer.settings_hash != settings_hash)
     if number := next(others, 0):
         wrong = f"line {number} was made with another target, template or config"
-        raise DataError(f"{folder / ANSWERS}, {wrong}; name another prepare.folder, or delete that line")
+        raise DataError(f"{folder / ANSWERS}: {wrong}; name another prepare.folder, or delete that line")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

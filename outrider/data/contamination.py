@@ -16,7 +16,7 @@ from outrider.retrieval import corpora
 
 
 class Prompt(Protocol):
-    """What is needed of a task's prompt."""
+    """The parts of a task's prompt that are compared."""
 
     @property
     def id(self) -> str: ...

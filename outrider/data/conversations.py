@@ -78,21 +78,23 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
         if len(ids) == config.count:
             return
     if not ids:
-        raise DataError(f"{config.conversations} holds no conversation; give rows with messages, turns, prompt or text")
+        raise DataError(f"{config.conversations} has no conversation; give rows with messages, turns, prompt or text")
 
 
 def parse(row: Any, name: str) -> Conversation:
     """One row in any of the known layouts.  `name`: file and line, for its id and for errors."""
     if not isinstance(row, Mapping):
-        raise DataError(f"{name}: a row must be a mapping, not {type(row).__name__}")
+        raise DataError(f'{name}: a row must be a mapping such as {{"prompt": "..."}}, got {type(row).__name__}')
     messages = _messages(row, name)
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
-        raise DataError(f"{name}: the conversation has no user turn with text")
+        raise DataError(
+            f"{name}: the conversation has no user turn with text; add one, or skip such rows with --skip-bad"
+        )
     conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name)
     for text in (conversation.id, *(message["content"] for message in messages)):
         if broken := SURROGATE.search(text):
             raise DataError(
-                f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair; write the character itself"
+                f"{name}: the text holds {broken[0]!a}, half of a surrogate pair; write the whole character"
             )
     return conversation
 
@@ -101,9 +103,9 @@ def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
     """The messages of a row: as a list, as the user's turns, or as one prompt with its answer where it has one."""
     given, turns = row.get("messages") or row.get("conversations"), row.get("turns")
     if given and not isinstance(given, list):
-        raise DataError(f"{name}: messages or conversations must be a list of messages, not {given!r:.80}")
+        raise DataError(f"{name}: messages or conversations must be a list of messages, got {given!r:.80}")
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise DataError(f"{name}: turns must be a list of texts, not {turns!r:.80}")
+        raise DataError(f"{name}: turns must be a list of texts, got {turns!r:.80}")
     if spoken := given or [{"role": "user", "content": turn} for turn in turns or ()]:
         return [_message(one, name) for one in spoken]
     asked = _text(row, ("prompt", "instruction", "text"), name)
@@ -122,7 +124,7 @@ def _text(row: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     """The first of these fields that is filled in; empty where none is.  Raises DataError for one that is not text."""
     key, text = next(((key, row[key]) for key in keys if row.get(key) not in (None, "")), ("", ""))
     if not isinstance(text, str):
-        raise DataError(f"{name}: {key} must be text, not {text!r:.80}; a list of messages belongs in `messages`")
+        raise DataError(f"{name}: {key} must be text, got {text!r:.80}; put a list of messages under `messages`")
     return text
 
 
@@ -131,7 +133,7 @@ def _message(message: Any, name: str) -> dict[str, str]:
     role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         roles = ", ".join(sorted(set(ROLES.values())))
-        raise DataError(f"{name}: a message needs a role ({roles}) and text as content, not {message!r:.80}")
+        raise DataError(f"{name}: a message needs a role ({roles}) and text as content, got {message!r:.80}")
     return {"role": ROLES[role], "content": content}
 
 
@@ -195,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise DataError(f"{path}, line 1 begins with the mark of UTF-16; save the file as UTF-8")
+                    raise DataError(f"{path}, line 1 begins with a UTF-16 byte order mark; save the file as UTF-8")
                 yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
     except FileNotFoundError:
         wanted = "a file of prompts, or stdlib:train for the demo's prompts"
@@ -212,7 +214,7 @@ def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, 
         except (ValueError, RecursionError) as error:
             cut = "" if line.endswith(b"\n") else " (the line is cut off)"
             problem = f"{path}, line {number} is not JSON{cut}: {error}"
-            raise DataError(f"{problem}; mend it, or leave such lines out with --skip-bad") from None
+            raise DataError(f"{problem}; correct it, or skip such lines with --skip-bad") from None
 
     return skipped.usable(((number, line) for number, line in _lines(path) if line.strip()), row, skip_bad)
 
@@ -225,10 +227,11 @@ def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, A
         if "Extra data" in str(error):
             yield from _jsonl(path, skip_bad, skipped)
             return
-        raise DataError(f"{path} is not JSON: {error}; mend it, or give FILE.jsonl with a row a line") from None
+        raise DataError(f"{path} is not JSON: {error}; correct it, or give FILE.jsonl with one row per line") from None
     if not isinstance(found, list):
         raise DataError(
-            f"{path} must hold a list of rows, not a {type(found).__name__}; or give FILE.jsonl with a row a line"
+            f"{path} must hold a list of rows, got {type(found).__name__}; give a list, or FILE.jsonl with one row "
+            "per line"
         )
     for number, row in enumerate(found):
         yield f"{path.name}[{number}]", row

@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self.tokens * (self.token_bytes + 4)
 
     @property

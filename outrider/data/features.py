@@ -46,7 +46,7 @@ class LiveFeatures:
         self.left_out = len(answers) - len(self.texts)
         if not self.texts:
             wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
-            raise DataError(f"none of {len(answers)} answers has {wanted}; prepare longer answers")
+            raise DataError(f"none of the {len(answers)} answers has {wanted}; prepare longer answers")
         tokens = sum(len(answer.tokens) for answer in self.texts)
         self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
         self._cache_dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)

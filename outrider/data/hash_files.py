@@ -112,7 +112,7 @@ class Collector:
                 save_file(tensors, part_file, metadata=metadata)
                 facts = {"file": path.name, "hash": hash_of(part_file), "format": FORMAT, "rule": RULE, "parts": parts}
         except (OSError, SafetensorError) as error:
-            raise DataError(f"can't write {path}: {error}; make room and run again") from error
+            raise DataError(f"can't write {path}: {error}; free some space and run again") from error
         return facts
 
 
@@ -191,15 +191,19 @@ def read(one: Named) -> NgramHashes:
     path, facts = one
     if facts.get("format") != FORMAT:
         raise DataError(
-            f"{path} has format {facts.get('format')!r}, this Outrider reads {FORMAT}; prepare or build it again"
+            f"{path} has format {facts.get('format')!r}, but this Outrider reads {FORMAT}; run `outrider prepare` "
+            "again, or build the corpus again"
         )
     if not path.exists():
-        raise DataError(f"{path} is missing, though its manifest names it; copy it there")
+        raise DataError(f"{path} is missing, but its manifest names it; copy that file there")
     try:
         if not is_whole(one):
             raise DataError(
-                f"{path} is not the file that its manifest names; copy it again, or prepare or build it again"
+                f"{path} has another content than its manifest says; copy it again, run `outrider prepare` again, or "
+                "build the corpus again"
             )
         return NgramHashes(load_file(path), facts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} can't be read ({error}); prepare or build it again") from None
+        raise DataError(
+            f"{path} can't be read ({error}); run `outrider prepare` again, or build the corpus again"
+        ) from None

@@ -33,7 +33,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 class Hashes(NamedTuple):
-    """One text."""
+    """The n-gram hashes of one text."""
 
     runs: np.ndarray
     """[n] uint64, sorted, each once; none where the text is shorter than a run."""

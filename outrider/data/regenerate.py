@@ -43,7 +43,7 @@ class Asked:
 
     @property
     def questions(self) -> list[dict[str, str]]:
-        """All messages but the assistant's."""
+        """The messages of a conversation without those of the assistant."""
         return [message for message in self.conversation.messages if message["role"] != "assistant"]
 
 

@@ -78,4 +78,4 @@ def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokeniz
         return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, return_dict=False, **choices)
     except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one
         what = f"the target's chat template refuses these messages ({error})"
-        raise DataError(f"{what}; mend the row, or leave such rows out with --skip-bad") from error
+        raise DataError(f"{what}; correct the row, or skip such rows with --skip-bad") from error

@@ -52,7 +52,7 @@ def find(kind: str) -> ModuleType:
         module = importlib.import_module(known[kind])
     except Exception as error:  # whatever others' code raises
         raise ConfigError(
-            f"{place} can't be imported ({type(error).__name__}: {error}); mend it or uninstall it"
+            f"{place} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
         ) from error
     _refuse_incomplete(module, kind, place, "file" if is_own else "entry point")
     return module
@@ -71,7 +71,7 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
     if declared and set(declared) == {kind}:
         return
     given = next((repr(own) for own in declared if own != kind), "missing, or has no default")
-    raise ConfigError(f"{place}: Config.kind is {given}; it must be the {named}'s name, {kind!r}")
+    raise ConfigError(f"{place}: Config.kind must be the {named}'s name, {kind!r}, got {given}")
 
 
 # ── parts of a drafter that is made of others ─────────────────────────────────────────────────────────────────────────
@@ -101,7 +101,7 @@ def built(choice: Choice, target: Target, load: Load | None) -> Drafter:
         return module.build(configs.build(module.Config, choice), target)
     if load is None:
         raise ConfigError(
-            f"member {choice!r} is a checkpoint, and this build was given nothing to open one with; "
+            f"member {choice!r} is a checkpoint, and `build` got no function to open it with; "
             "call build(config, target, load=outrider.load_drafter)"
         )
     return load(choice, target)

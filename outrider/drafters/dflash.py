@@ -85,9 +85,8 @@ class Backbone(MaskedModule, FusedTaps):
     def __init__(self, config: BackboneConfig, target: Target):
         if len(config.siblings) > config.block or 1 + max(config.siblings, default=0) > target.spec.vocabulary:
             raise DrafterError(
-                f"siblings {config.siblings} needs at most {config.block} numbers, one per slot of the block, each "
-                f"below "
-                f"the vocabulary of {target.spec.vocabulary}; give fewer"
+                f"siblings must be at most {config.block} numbers, one per slot of the block, each below the target's "
+                f"vocabulary of {target.spec.vocabulary}, got {config.siblings}; give fewer or lower ones"
             )
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
         self.width = config.block if config.anchor_predicts else config.block + 1

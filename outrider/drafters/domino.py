@@ -50,8 +50,9 @@ class Model(BlockModel):
     def __init__(self, config: Config, target: Target):
         if config.pure_prefix >= config.block:
             raise DrafterError(
-                f"pure_prefix must be below block, got {config.pure_prefix} and {config.block}: no slot is left to "
-                "correct; lower it, or use dflash"
+                f"pure_prefix must be below block ({config.block}), got {config.pure_prefix}: no slot would be "
+                "corrected; "
+                "lower it, or use dflash"
             )
         super().__init__(config, target)
         hidden = target.spec.hidden

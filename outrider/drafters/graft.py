@@ -160,6 +160,6 @@ class Worth:
 
 
 def build(config: Config, target: Target, load: Load | None = None) -> Graft:
-    """load: what opens checkpoints."""
+    """A graft for this target.  load: opens checkpoints, as `outrider.load_drafter` does."""
     base, retriever = (built(choice, target, load) for choice in (config.base, config.retriever))
     return Graft(base, retriever, config)

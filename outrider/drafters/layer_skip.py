@@ -71,7 +71,7 @@ class LayerSkip(Drafter):
         self.limit = length
 
     def allocate(self, cache: Cache) -> Cache:
-        """Its memory is the target's own."""
+        """Memory of the slots: the target's own cache."""
         return cache
 
     @torch.inference_mode()
@@ -144,13 +144,13 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
         wrong = sorted(set(given or ()) - allowed)
         if wrong:
             raise DrafterError(
-                f"{name} names layer {wrong[0]}, which {target.spec.name} can't leave out; choose from "
-                f"{listed(allowed)}"
+                f"{name} names layer {wrong[0]}, which {target.spec.name} needs; choose from {listed(allowed)}"
             )
         missing = sorted(set(skipped) - allowed)
         if missing:
             raise DrafterError(
-                f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which can't be; choose a higher "
+                f"exit_layer {config.exit_layer} would leave out layer {missing[0]}, which this target needs; choose "
+                "a higher "
                 f"one"
             )
         sets.append(frozenset(given or ()) | frozenset(skipped))

@@ -48,7 +48,9 @@ def card(folder: Path) -> str:
     """The text of the card of an exported folder."""
     manifest = read_manifest(folder)
     if "format" not in manifest:
-        raise ExportError(f"{folder} was not exported here, so there is nothing to write a card from; export it first")
+        raise ExportError(
+            f"{folder} was not written by `outrider export`, so there are no facts for a card; export it first"
+        )
     draft = commands.draft_of(folder, manifest["target"].get("name") or "TARGET")
     name = str(manifest["target"].get("name") or "")
     is_public = bool(name) and name != "demo" and not is_local(name)

@@ -45,7 +45,8 @@ def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], len
     """
     if folder.kind != model.kind:
         raise ExportError(
-            f"the folder holds a {folder.kind}, the checkpoint a {model.kind}; name the one it was exported from"
+            f"the folder holds a {folder.kind}, but the checkpoint a {model.kind}; name the checkpoint that the "
+            "folder was exported from"
         )
     anchors = [(text, at) for text, begun in texts for at in _anchors(text, begun)]
     wanted = [chains.drafted(model, text, at, length).tokens for text, at in anchors]

@@ -50,7 +50,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, whole."""
+    """A whole command that serves a draft, with its files and notes."""
 
     engine: str
     version: str
@@ -66,11 +66,11 @@ class Command:
 
     @property
     def shell(self) -> str:
-        """To paste."""
+        """The command as text that can be pasted into a shell."""
         return shlex.join(self.words)
 
     def plain(self, draft: Draft) -> dict[str, Any]:
-        """For JSON, with what it serves."""
+        """The command as values for JSON, with the draft that it serves."""
         return {
             "engine": self.engine, "version": self.version, "version_is_assumed": self.is_assumed, "kind": draft.kind,
             "format": draft.format, "target": draft.target, "command": self.shell, "words": list(self.words),
@@ -112,7 +112,8 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
         kind, format = _recognised(folder, config, kind, format)
     if kind is None or format is None:
         raise ConfigError(
-            f"{folder} has no kind in an {MANIFEST} and is not recognised; name its --kind and its --format"
+            f"{folder} has no {MANIFEST} and its drafter is not recognised; name its kind and format with --kind and "
+            "--format"
         )
     settings, about = manifest.get("config") or {}, manifest.get("target") or {}
     taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
@@ -145,7 +146,7 @@ def _export_first(folder: Path, kind: str) -> str:
     choices = [(name, theirs[0]) for name, theirs in written.items() if theirs]
     if not choices:
         why = "takes a folder of" if methods else "runs"
-        return f"no engine here {why} {kind} that is written here; decode with it by `outrider decode`"
+        return f"no engine {why} {kind} that Outrider writes; use it with `outrider decode`"
     formats = dict.fromkeys(format for _, format in choices)
     readers = {format: " and ".join(name for name, theirs in choices if theirs == format) for format in formats}
     ways = "; ".join(f"`outrider export {folder} --to {format} --out NEW` for {readers[format]}" for format in formats)
@@ -189,23 +190,23 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     since, until = (".".join(map(str, limit)) for limit in (method.since, method.until))
     if until and numbers(version) >= method.until:
         known = engine.instead.get(kind) or "train a DFlash or an EAGLE-3"
-        raise ConfigError(f"{title} runs {kind} only before {until}, this is {version}; {known}")
+        raise ConfigError(f"{title} runs {kind} only in versions before {until}, and this is {version}; {known}")
     if since and numbers(version) < method.since:
-        raise ConfigError(f"{title} runs {kind} since {since}, this is {version}; update it")
+        raise ConfigError(f"{title} runs {kind} from version {since} on, and this is {version}; update it")
     if draft.folder is None and method.formats:
-        raise ConfigError(f"{kind} needs the folder of a draft, exported --to {method.formats[0]}")
+        raise ConfigError(
+            f"{kind} needs a trained draft; name its folder, written by `outrider export --to {method.formats[0]}`"
+        )
     if draft.folder is None or draft.format in method.formats:
         return method
     if kind == "mtp":
-        own = f"{title} runs the target's own by `outrider deploy mtp --to {name}`"
-        raise ConfigError(
-            f"no engine loads an MTP module from a folder as it is; {own}, `outrider decode` runs this one"
-        )
+        own = f"{title} runs the target's own module with `outrider deploy mtp --to {name}`"
+        raise ConfigError(f"no engine loads an MTP module from a folder; {own}, and `outrider decode` runs this one")
     if not method.formats:
-        raise ConfigError(f"{title} takes no folder for {kind}; say `outrider deploy {kind} --to {name}`")
+        raise ConfigError(f"{title} needs no folder for {kind}; use `outrider deploy {kind} --to {name}`")
     why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
     reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
-    raise ConfigError(f"{draft.folder} is of format {draft.format}, {reads}")
+    raise ConfigError(f"{draft.folder} is in format {draft.format}, but {reads}")
 
 
 SHIFTED = (
@@ -228,24 +229,35 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         f"{other} ({each})" for other, one in ENGINES.items() for each, method in one.methods.items() if has(method)
     )
     if tokens < 1:
-        raise ConfigError(f"got {tokens} tokens a step; wanted 1 or more, or 0 for no speculation")
+        raise ConfigError(f"--tokens must be at least 1, or 0 for no speculation, got {tokens}")
     if asks_more and (kind in BLOCKS or kind == "medusa"):
-        limit = f"it has {most} heads" if kind == "medusa" else f"{kind} drafts one block of {most}"
-        raise ConfigError(f"{tokens} tokens a step, but {limit}; ask for no more")
+        limit = f"this {kind} has {most} heads" if kind == "medusa" else f"this {kind} drafts one block of {most}"
+        raise ConfigError(f"--tokens {tokens} is too many: {limit} tokens; give at most {most}")
     if kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
-        raise ConfigError(f"vLLM knows DSpark's vanilla head alone, this one is {markov}; train with markov: vanilla")
+        raise ConfigError(
+            f"vLLM runs DSpark only with markov: vanilla, but this draft has {markov}; train one with markov: vanilla"
+        )
     if wish.schedule and not method.varies:
-        raise ConfigError(f"{name} can't draft by load with {kind}; what can: {able(lambda each: each.varies)}")
+        raise ConfigError(
+            f"{name} can't change the draft length of {kind} by load; engines (and kinds) that can: "
+            f"{able(lambda each: each.varies)}"
+        )
     if wish.width > 1 and not method.trees:
-        raise ConfigError(f"{name} drafts no trees with {kind}; what does: {able(lambda each: each.trees)}")
+        raise ConfigError(
+            f"{name} drafts no trees with {kind}; engines (and kinds) that do: {able(lambda each: each.trees)}"
+        )
     if wish.width > 1 and wish.schedule:
-        raise ConfigError("a tree can't be drafted by load; leave out --width or --schedule")
+        raise ConfigError(
+            "--width and --schedule exclude each other: no engine drafts a tree by load; leave out one of them"
+        )
     if wish.cutoff is not None and not method.cuts:
-        raise ConfigError(f"{name} has no cut-off for {kind}; what has: {able(lambda each: each.cuts)}")
+        raise ConfigError(
+            f"{name} has no cut-off for {kind}; engines (and kinds) that have one: {able(lambda each: each.cuts)}"
+        )
 
 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
-    """Known problems."""
+    """Known problems of this draft on this engine, one sentence each."""
     found = []
     says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
     # the authors' own folders have none, and engines guess theirs right

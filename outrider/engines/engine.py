@@ -20,7 +20,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to be deployed."""
+    """The draft that is to be deployed."""
 
     kind: str
     target: str
@@ -41,7 +41,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How it is to run."""
+    """How the draft is to be run."""
 
     tokens: int | None = None
     """Drafted per step; the draft's own length unless given; 0 is no speculation."""
@@ -100,7 +100,7 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine."""
+    """One engine: its versions, commands, flags and the kinds of drafters that it runs."""
 
     title: str
     version: str
@@ -148,7 +148,7 @@ def engine_name(name: str) -> str:
     readers = [own for own, engine in ENGINES.items() for method in engine.methods.values() if word in method.formats]
     if readers:
         engines = ", ".join(dict.fromkeys(readers))
-        raise ConfigError(f"{name} is a format, not an engine; the engines that read it: {engines}")
+        raise ConfigError(f"{name} is a format, not an engine; name an engine that reads it: {engines}")
     hint = nearest(word, known)  # without a near one, each by one name
     raise ConfigError(f"no engine {name!r}{hint if 'did you mean' in hint else nearest(word, ENGINES)}")
 
@@ -164,6 +164,6 @@ def method_of(name: str, kind: str) -> Method:
     engine = engine_of(name)
     if kind not in engine.methods:
         others = [other for other, one in ENGINES.items() if kind in one.methods]
-        can = f"{', '.join(others)} can" if others else "no engine here does; decode with it by `outrider decode`"
+        can = f"{', '.join(others)} can" if others else "no engine does; use it with `outrider decode`"
         raise ConfigError(f"{engine.title} does not run {kind}: {engine.instead.get(kind, can)}")
     return engine.methods[kind]

@@ -56,7 +56,7 @@ TRTLLM_FILE = "trtllm.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A line in today's words."""
+    """An older command in the flags of today."""
 
     engine: str
     shell: str
@@ -67,7 +67,7 @@ class Translation:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the line, without their quotes."""
+        """The words of the command, without their quotes."""
         return tuple(shlex.split(self.shell))
 
 
@@ -85,7 +85,7 @@ def translate(command: str) -> Translation:
                 translator(line, line.taken(FLAGS[program]))
     if engine is None:
         wanted = "vllm, sglang.launch_server, trtllm-serve, llama-server or an image of theirs"
-        raise ConfigError(f"no engine in this command; wanted one that runs {wanted}")
+        raise ConfigError(f"no engine was found in this command; give one that runs {wanted}")
     return Translation(engine, line.shell, tuple(line.notes), line.files)
 
 
@@ -124,7 +124,7 @@ class _Line:
         for gap, operator, word, rest in WORD.findall(text):
             if rest:
                 raise ConfigError(
-                    f"{rest[:40]!r} can't be read: its quotation is not closed; quote it as a shell would"
+                    f"a quotation mark is not closed in {rest[:40]!r}; quote the command as a shell needs it"
                 )
             self.gaps.append(gap)
             self.raw.append(operator or word)
@@ -132,7 +132,7 @@ class _Line:
 
     @property
     def shell(self) -> str:
-        """The line again."""
+        """The command as one line for a shell."""
         found = ""
         for number, (gap, raw) in enumerate(zip(self.gaps, self.raw, strict=True)):
             word = self.new.get(number, raw)
@@ -155,12 +155,12 @@ class _Line:
                 last = at + 1
                 value, typed = (self.plain[last], self.raw[last]) if last < len(self.raw) else ("", "")
                 if not typed or set(typed) <= set("();<>|&"):
-                    raise ConfigError(f"{raw} has no value; the command is cut off")
+                    raise ConfigError(f"{raw} has no value; give the whole command")
             else:
                 typed = ""
             if "`" in typed or typed.endswith("$"):
                 raise ConfigError(
-                    f"{name} takes what another command prints; write that into the line, or into a variable"
+                    f"the value of {name} is the output of another command; write the value itself, or a variable"
                 )
             found.append(Old(name, flag, value, typed, at, last))
         return found
@@ -191,7 +191,7 @@ def _valued(old: Old) -> Any:
     try:
         return int(old.value) if old.flag.is_number else old.value
     except ValueError:
-        raise ConfigError(f"{old.name} {old.value}; wanted a whole number") from None
+        raise ConfigError(f"{old.name} must be a whole number, got {old.value}") from None
 
 
 # ── vLLM ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +227,7 @@ def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
     except ValueError:
         raise ConfigError(f"--speculative-config {text!r} is not JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
+        raise ConfigError(f"--speculative-config must be a JSON object of settings, got {text!r}")
     line.rename(FLAGS["vllm keys"], config)
     return config
 
@@ -272,7 +272,7 @@ def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
             continue
         tokens = config.get("num_speculative_tokens")
         if type(batch) is not int or batch < 2 or type(tokens) is not int:
-            raise ConfigError(f"{name} {batch}; wanted a batch above 1, and the number of speculative tokens with it")
+            raise ConfigError(f"{name} must be a batch size above 1, with num_speculative_tokens set too, got {batch}")
         table = [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]]
         now = f"is {BY_LOAD}, a table by load: 0 tokens from {batch} requests on"
         if config.setdefault(BY_LOAD, table) != table:
@@ -342,7 +342,7 @@ def _trtllm_file(path: Path, line: _Line) -> None:
     try:
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path} can't be read: {error}; wanted YAML") from None
+        raise DataError(f"{path} can't be read as YAML: {error}; correct it") from None
     config = body.get("speculative_config") if isinstance(body, dict) else None
     if not isinstance(config, dict):
         return

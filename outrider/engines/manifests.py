@@ -57,7 +57,8 @@ class Place:
         """ConfigError for a name that Kubernetes refuses."""
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", self.name):
             raise ConfigError(
-                f"name {self.name!r}; wanted up to 52 of a-z, 0-9 and -, from a letter to a letter or digit"
+                "--name must be up to 52 of a-z, 0-9 and -, begin with a letter and end with a letter or digit, got "
+                f"{self.name!r}"
             )
 
 

@@ -16,7 +16,7 @@ from outrider.export.formats import find, formats, matrix
 
 
 class Chosen(NamedTuple):
-    """What a drafter is written as."""
+    """The format in which a drafter is written, and the engine that it is for."""
 
     format: str
     engine: str | None
@@ -24,7 +24,7 @@ class Chosen(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For the user: the format, and for whom."""
+        """The format and the engine in words."""
         if self.engine is None:
             return self.format
         return f"{self.format} for {engine_of(self.engine).title}"
@@ -47,8 +47,8 @@ def chosen(name: str, kind: str) -> Chosen:
     method, title = method_of(engine, kind), engine_of(engine).title
     written = [format for format in method.formats if kind in _written(format)]
     if not written:
-        own = f"it drafts with it by `outrider deploy {kind} --to {engine}`"
-        raise ConfigError(f"{title} takes no folder of {kind} that is written here; {own}")
+        own = f"{title} drafts by itself, with `outrider deploy {kind} --to {engine}`"
+        raise ConfigError(f"Outrider writes no folder of {kind} for {title}; {own}")
     return Chosen(written[0], engine)
 
 

@@ -55,7 +55,7 @@ SECONDS = 1800
 
 
 class Side(NamedTuple):
-    """What one side made of the prompts, a list a prompt."""
+    """The tokens and counts of one side, one list per prompt."""
 
     tokens: list[list[int]]
     accepted: list[list[int]]
@@ -176,12 +176,12 @@ def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
     method = ENGINES["vllm"].methods.get(kind)
     if method is None or not method.formats:
         able = [name for name, one in ENGINES["vllm"].methods.items() if one.formats]
-        raise ConfigError(f"vLLM has no method for {kind}; it has {', '.join(able)}")
+        raise ConfigError(f"vLLM has no method for {kind}; use one of {', '.join(able)}")
     return words.SETTINGS["vllm"](method, Draft(kind, "", folder.absolute()), length, Wish())
 
 
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
-    """What vLLM answers to a job, run by the `python` of its own environment.
+    """vLLM's answer to a job, which the `python` of its own environment runs.
 
     Raises ConfigError where that can't run, or leaves no answer, with its last lines.
     """
@@ -196,7 +196,7 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
         except OSError as error:
             raise ConfigError(
-                f"can't run {python}: {error.strerror}; name the python of the engine's environment"
+                f"can't run {python}: {error.strerror}; name the Python of the engine's environment with --python"
             ) from None
         except subprocess.TimeoutExpired:
             raise ConfigError(
@@ -205,7 +205,7 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise ConfigError(
-                f"the engine ended with code {done.returncode} and no answer: {last or 'it printed nothing'}"
+                f"the engine ended with code {done.returncode} without an answer; its last lines: {last or 'none'}"
             )
         return json.loads(answer.read_text(encoding="utf-8"))
 
@@ -216,7 +216,7 @@ def side_of(answer: Mapping[str, Any]) -> Side:
 
 
 def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> list[dict[int, int]]:
-    """Of each prompt: position of each step's anchor in prompt and text → drafted tokens accepted after it."""
+    """For each prompt: position of each step's anchor in prompt and text → drafted tokens accepted after it."""
     steps = zip(prompts, side.tokens, side.accepted, strict=True)
     return [
         {len(prompt) + place - 1: count for place, count in _steps(accepted, length, len(text)).items()}
@@ -268,7 +268,9 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
     length = most if length is None else length
     is_fixed = kind in ("dflash", "dspark", "domino", "medusa")
     if length < 1 or (is_fixed and length > most):
-        raise ConfigError(f"this {kind} drafts up to {most} tokens per step; {length} were asked for")
+        raise ConfigError(
+            f"this {kind} drafts 1 to {most} tokens per step, got {length}; choose a number in that range"
+        )
     changed = dict(CHAIN.get(kind, {}))
     if kind == "medusa":
         changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
@@ -290,7 +292,9 @@ def length_of(model: DraftModel) -> int:
     for name in ("length", "block", "heads"):
         if hasattr(config, name) and not (config.kind != "medusa" and name == "heads"):
             return int(getattr(config, name))
-    raise ConfigError(f"how many tokens a {config.kind} drafts as a chain is not known here")
+    raise ConfigError(
+        f"the draft length of {config.kind} is not known, so it can't be compared with an engine; use another kind"
+    )
 
 
 def ours(

@@ -108,7 +108,7 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
         raise ExportError(f"{folder} can't be read as a draft model: {error}; export it again") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ExportError(f"config.json of {folder} lacks what an engine reads ({error!r}); export it again") from None
-    raise ExportError(f"{folder} has a kind that is not read here; wanted one of {', '.join(KINDS)}")
+    raise ExportError(f"{folder} has a kind of drafter that can't be compared; use one of {', '.join(KINDS)}")
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
@@ -149,7 +149,8 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
     ids = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         raise ExportError(
-            "eagle_aux_hidden_state_layer_ids is missing, so an engine guesses the layers; export it again"
+            "eagle_aux_hidden_state_layer_ids is missing from config.json, so engines would guess the layers; "
+            "export it again"
         )
     shift = 0 if engine == "sglang" and "eagle_config" in config else 1
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
@@ -203,7 +204,7 @@ def _scaling(rope: Mapping[str, Any], longest: int) -> str:
     if kind == "default":
         return ""
     if kind not in SCALINGS:
-        raise ExportError(f"rotary scaling {kind!r} is not read here; wanted one of {', '.join(SCALINGS)}")
+        raise ExportError(f"rotary scaling {kind!r} is not supported; use one of {', '.join(SCALINGS)}")
     ignored = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
     settings = {key: float(value) if type(value) is int else value for key, value in rope.items() if key not in ignored}
     if kind != "linear":
@@ -238,7 +239,7 @@ def of_model(model: DraftModel) -> Draft:
             named |= dict.fromkeys((f"lm_heads.{k}.weight" for k in range(config.heads)), _target_head(model))
         return Draft("medusa", named, flags=frozenset({"bias"}), order=tuple(range(config.heads)))
     if kind not in KINDS:
-        raise ExportError(f"{kind} is not read here; wanted one of {', '.join(KINDS)}")
+        raise ExportError(f"{kind} can't be compared; use one of {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
     rotation = Rotation(config.rope_theta, config.partial_rotary_factor, _scaling(config.rope_scaling or {}, LONGEST))
     flags = frozenset(

@@ -48,7 +48,7 @@ def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[
     wrong = [arm for arm in found if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
     if wrong or not found:
         raise ConfigError(
-            f"{wrong or 'nothing'} can't be drafted; wanted tokens from 0, widths from 1, cut-offs in [0, 1)"
+            f"tokens must be at least 0, widths at least 1 and cut-offs from 0 to below 1, got {wrong or 'none'}"
         )
     return sorted(found, key=Arm.order)
 
@@ -65,7 +65,7 @@ def sweep(
     about: what was measured; a folder with points of something else is refused (DataError).
     """
     if rounds < 1 or not loads or min(loads) < 1:
-        raise ConfigError(f"{rounds} rounds at loads {list(loads)}; wanted at least one of each, from 1")
+        raise ConfigError(f"rounds and loads must be at least 1, got {rounds} rounds at loads {list(loads)}")
     loads = sorted(set(loads))
     points = _begun(folder, dict(about or {}))
     done = {(point.arm, point.load, point.round) for point in points}
@@ -91,7 +91,9 @@ def sweep(
 
 def _keep(file: Any, point: Point) -> None:
     if not (math.isfinite(point.tokens_per_s) and point.tokens_per_s > 0):
-        raise DataError(f"{point.tokens_per_s} tokens/s at {point.load} requests at once; is the server answering?")
+        raise DataError(
+            f"the server gave {point.tokens_per_s} tokens/s at {point.load} requests at once; see whether it answers"
+        )
     file.write(json.dumps([*point.arm, point.load, point.round, point.tokens_per_s]) + "\n")
     file.flush()
     os.fsync(file.fileno())
@@ -137,7 +139,10 @@ def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: floa
         try:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
-            raise DataError(f"{words[0]} can't be run: {error.strerror}; is it installed here?") from None
+            raise DataError(
+                f"{words[0]} can't be run: {error.strerror}; install it, or name the Python of its environment with "
+                "--python"
+            ) from None
     try:
         until_s = time.monotonic() + ready_s
         while not _answers(url + health):
@@ -191,7 +196,9 @@ def free_port() -> int:
 def of_template(start: str, port: int, health: str, out: Path, ready_s: float = READY_S) -> Starts:
     """Servers of a command with places to fill in."""
     if "{tokens}" not in start or "{port}" not in start:
-        raise ConfigError("--start has no {tokens} or no {port}; the draft length and the port are filled in there")
+        raise ConfigError(
+            "--start must contain {tokens} and {port}, where the draft length and the port are filled in; add them"
+        )
 
     def starts(arm: Arm) -> AbstractContextManager[str]:
         filled = start
@@ -214,7 +221,8 @@ def of_engine(
     asked = engine_of(engine)
     if asked.metrics is None:
         raise ConfigError(
-            f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp"
+            f"{asked.title} can't be started and measured by `outrider tune`; name one of vllm, sglang, trtllm, "
+            "llamacpp"
         )
     version = version or (None if python is None else commands.installed(engine, python))
     wish = replace(wish, files=str(out))
@@ -257,7 +265,7 @@ def by_replay(
             lost = one.sent - one.answered
             raise DataError(f"{lost} of {one.sent} requests were not answered ({failures}); see the server's log")
         if not one.tokens:
-            raise DataError(f"{url} does not count its tokens (usage); measure an engine that does")
+            raise DataError(f"{url} does not report how many tokens it wrote (usage); use an engine that does")
         return one.tokens_per_s
 
     return measure

@@ -29,7 +29,7 @@ MARGIN = 0.02
 
 
 class Range(NamedTuple):
-    """So many tokens a step while first ... last requests run."""
+    """The number of tokens per step while first to last requests run."""
 
     first: int
     last: int
@@ -44,7 +44,7 @@ class Arm(NamedTuple):
     cutoff: float | None = None
 
     def order(self) -> tuple[int, int, float]:
-        """Arms are listed by it."""
+        """The key by which arms are sorted."""
         return self.tokens, self.width, self.cutoff or 0.0
 
 
@@ -59,7 +59,7 @@ class Point(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What the choice brings at one load."""
+    """The gain of the choice at one load."""
 
     load: int
     tokens: int
@@ -86,7 +86,7 @@ class Choice:
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON, with the tables."""
+        """The choice as values for JSON, with the tables of engines."""
         found = asdict(self) | {"gains": [one._asdict() for one in self.gains]}
         tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
         # tables by load hold neither trees nor cut-offs
@@ -157,7 +157,9 @@ class _Table:
         whole = [number for number in rounds if not gaps[number]]
         if not whole:
             missing = ", ".join(f"{arm.tokens} tokens at {load}" for arm, load in next(iter(gaps.values()), [])[:4])
-            raise DataError(f"not measured: {missing or 'anything'}; the same command goes on from there")
+            raise DataError(
+                f"not measured yet: {missing or 'anything'}; run the same command again, which goes on from there"
+            )
         self.repeats, self.left_out = len(whole), len(rounds) - len(whole)
         self.mean = {cell: sum(logs[(*cell, number)] for number in whole) / len(whole) for cell in self._cells()}
         self.deviations = [
@@ -242,8 +244,8 @@ def check(ranges: Sequence[Range]) -> None:
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
-            wanted = f"[first, last, tokens] from {expected} on, tokens from 0 and no more than before"
-            raise ConfigError(f"range {list(one)}; wanted {wanted}")
+            wanted = f"[first, last, tokens], begin at {expected} and have no more tokens than the one before"
+            raise ConfigError(f"a range must be {wanted}, got {list(one)}")
         expected, tokens = one.last + 1, one.tokens
     if not ranges or not any(one.tokens for one in ranges):
         raise ConfigError("this table drafts nothing at any load; serve without speculation (--tokens 0)")
@@ -278,8 +280,9 @@ def read(path: Path) -> tuple[Range, ...]:
         raise DataError(f"{path} is not a schedule ({content}); name the tune.json of `outrider tune`") from None
     check(ranges)
     if (content.get("width") or 1) != 1 or content.get("cutoff") is not None:
-        measured = f"of width {content.get('width')} and cut-off {content.get('cutoff')}"
+        measured = f"width {content.get('width')} and cut-off {content.get('cutoff')}"
         raise ConfigError(
-            f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff"
+            f"{path} was measured with {measured}, which a table by load can't hold; deploy with --tokens, --width "
+            "and --cutoff"
         )
     return ranges

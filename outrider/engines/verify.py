@@ -31,11 +31,14 @@ def check(place: Path, engine: str, python: str | None, checkpoint: Path | None)
     """Refuse what can't be compared before anything is loaded.  Raises ConfigError."""
     if engine not in parity.COMPARED:
         able = ", ".join(parity.COMPARED)
-        raise ConfigError(f"{engine_of(engine).title}'s drafts can't be compared here; those of {able} can")
+        raise ConfigError(f"drafts of {engine_of(engine).title} can't be compared; choose --engine from {able}")
     if engine == "vllm" and python is None:
-        raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
+        raise ConfigError("vLLM runs in its own environment; name its Python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:
-        raise ConfigError(f"{engine} is not run here, its folder is read: name the --checkpoint it was exported from")
+        raise ConfigError(
+            f"{engine} is compared by reading its folder; name the checkpoint that it was exported from with "
+            "--checkpoint"
+        )
     if not place.is_dir():
         raise ConfigError(f"no such folder: {place}; name one that `outrider export` wrote")
     if is_checkpoint(place):
@@ -58,8 +61,9 @@ def sides(
     model = draft_model(source, loaded)
     kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
     if kinds and model.config.kind not in kinds:
-        able = f"those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}"
-        raise ConfigError(f"of {engine}'s folders {able}; a {model.config.kind} can be run with --engine vllm")
+        raise ConfigError(
+            f"folders of {engine} can be compared for {', '.join(kinds)}, got {model.config.kind}; use --engine vllm"
+        )
     return loaded, model
 
 
@@ -121,7 +125,7 @@ class _Export:
     def answer(
         self, python: str | None, max_new_tokens: int, mend: tuple[str, ...], prefix_caching: bool, say: Say
     ) -> dict[str, Any]:  # fmt: skip
-        """The engine's."""
+        """The engine's answer."""
         size = f"on {len(self.prompts)} prompts x {max_new_tokens} tokens"
         if self.engine == "transformers":
             say(f"running transformers {size}, one after the other")

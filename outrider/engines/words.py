@@ -145,7 +145,7 @@ def converted(folder: Path) -> str:
 
 
 def conversion(draft: Draft) -> str:
-    """The command that makes it."""
+    """The command that converts the draft to what the engine reads."""
     assert draft.folder is not None
     argv = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
     target = Path(draft.target)
@@ -160,10 +160,13 @@ def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
         target = target / "model.gguf"
     if target.suffix != ".gguf":
         raise ConfigError(
-            f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf"
+            f"llama.cpp needs the target as GGUF, and {draft.target} is not a GGUF file; name one with --target "
+            "FILE.gguf"
         )
     if wish.tensor_parallel > 1:
-        raise ConfigError("llama.cpp splits a model over devices by itself; leave out --tensor-parallel")
+        raise ConfigError(
+            "--tensor-parallel has no effect on llama.cpp, which splits a model over devices by itself; leave it out"
+        )
     argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     return ["llama-server", "-m", str(target), *argv, "--metrics", *_address(wish)], {}
 

@@ -9,5 +9,5 @@ MACHINERY = ("card", "folder", "formats", "layout", "manifest", "reading", "rele
 
 
 def names() -> list[str]:
-    """The formats there are."""
+    """The names of all formats."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in MACHINERY)

@@ -80,7 +80,7 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
         return "eagle3"
     if name.startswith("Gemma4"):
         raise ExportError(
-            f"{name} has Gemma's layers, with more norms and a scale, which no draft here has; train one instead"
+            f"{name} has Gemma layers, which have more norms and a scale than Outrider's drafts; train a draft instead"
         )
     if name not in DSPARK or "dflash_config" in config:
         return None

@@ -51,11 +51,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             )
         weights |= found
     if small := rounded(weights):
-        raise ExportError(f"{folder} is quantised to 8 bits in {_few(small)}; bring weights of 16 or 32 bits")
+        raise ExportError(f"{folder} has 8-bit weights in {_few(small)}; use a draft with weights of 16 or 32 bits")
     if broken := not_finite(weights):
         raise ExportError(
             f"{folder} has values that are not finite in {_few(broken)}; "
-            "the training that wrote it went wrong, bring an earlier one"
+            "its training went wrong: use an earlier checkpoint"
         )
     return weights
 
@@ -68,7 +68,8 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(index.values()))
         if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
             raise ExportError(
-                f"{folder / INDEX} names {outside[0]!r}, no safetensors file of this folder; don't trust it"
+                f"{folder / INDEX} names {outside[0]!r}, which is not a safetensors file of this folder; copy the "
+                "folder again from a source you trust"
             )
         return [folder / name for name in names]
     if (folder / WEIGHTS).exists():

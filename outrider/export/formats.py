@@ -36,7 +36,7 @@ BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_he
 
 
 def formats() -> list[str]:
-    """The formats there are."""
+    """The names of all formats."""
     return package.names()
 
 
@@ -66,7 +66,7 @@ def layout_of(format: str, kind: str, writes: bool) -> Layout:
     }  # fmt: skip
     if kind not in able:
         way = "written as" if writes else "read from"
-        raise ExportError(f"{kind} can't be {way} {format}; what can be: {', '.join(able) or 'nothing'}")
+        raise ExportError(f"{kind} can't be {way} {format}; kinds that can: {', '.join(able) or 'none'}")
     return able[kind]
 
 
@@ -89,12 +89,13 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
     format = format or read_manifest(folder).get("format")
     if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
         raise ExportError(
-            f"{folder} is of format {format}, which is written here and not read; use the checkpoint it was made from"
+            f"{folder} is in format {format}, which Outrider writes but can't read; use the checkpoint that it was "
+            "made from"
         )
     if not (folder / CONFIG).exists():
         raise ExportError(f"{folder} has no {CONFIG}; name the folder of a draft model as it was published")
     if kind is not None and format is None:
-        raise ExportError(f"{kind} exists in several formats; name that of {folder} with --format")
+        raise ExportError(f"--kind {kind} needs a format too, since {folder} does not name its own; add --format")
     config = read_json(folder / CONFIG)
     found = candidates(config, format, kind, folders.read_names(folder))
     if len(found) == 1:
@@ -105,8 +106,8 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
     readable = [
         name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())
     ]
-    which = f"it may be {guesses}" if found else f"none of {format or ', '.join(readable)} has such a drafter"
-    raise ExportError(f"{folder} {given}, and {which}; bring another, or import it with --format and --kind")
+    which = f"may be {guesses}" if found else f"matches no drafter of {format or ', '.join(readable)}"
+    raise ExportError(f"{folder} {given}, and {which}; name its format and kind with --format and --kind")
 
 
 def candidates(

@@ -125,9 +125,12 @@ def _split(tokenizer: Any) -> tuple[str, str | None]:
         )
     known = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
     if not model["merges"]:
-        return "", "its tokenizer has no merges, and llama.cpp reads no file without"
+        return "", "its tokenizer has no merges, which llama.cpp needs"
     if known is None or len(patterns) > 1 or bool(last.get("use_regex")) != (not patterns):
-        return "", f"its tokenizer splits texts in a way of its own; known are {', '.join(SPLITS.values())}"
+        return (
+            "",
+            f"its tokenizer splits texts in a way that is not supported; supported are {', '.join(SPLITS.values())}",
+        )
     return known, None
 
 
@@ -139,7 +142,8 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     for token, i in tokenizer.get_vocab().items():
         if i >= size:
             raise ExportError(
-                f"the tokenizer has token {i} and the model {size} of them; bring the tokenizer of this model"
+                f"the tokenizer has token id {i}, but the model has {size} tokens; use the tokenizer that belongs to "
+                "this model"
             )
         tokens[i] = token
         kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
@@ -241,7 +245,9 @@ def _names(keys: Config, names: list[str]) -> dict[str, str]:
         if theirs is None and name not in _possible(keys[f"{family}.block_count"])
     ]
     if lost:
-        raise ExportError(f"llama.cpp has no name for {', '.join(lost[:4])} in a {family}; it can't be written as GGUF")
+        raise ExportError(
+            f"llama.cpp has no name for the weights {', '.join(lost[:4])} of {family}, so they can't be written as GGUF"
+        )
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 

@@ -32,7 +32,7 @@ class Source:
 
     @property
     def mask_token(self) -> int | None:
-        """Of block drafters and P-EAGLE; None where the mask is a learnt vector."""
+        """The mask token of block drafters and P-EAGLE; None where the mask is a learnt vector."""
         held: Any = getattr(self.model, "backbone", self.model)
         return held.mask_token
 
@@ -47,7 +47,7 @@ def only(setting: str, value: Any, reason: str) -> Answer:
 
 
 def first(answers: Iterable[Answer], source: Source) -> str | None:
-    """The first sentence, or None."""
+    """The first of these sentences that is not None, else None."""
     return next((answered for answer in answers if (answered := answer(source)) is not None), None)
 
 
@@ -81,7 +81,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of others."""
+    """A format of other programs."""
 
     layouts: Mapping[str, Layout]
     """By our kind of drafter."""

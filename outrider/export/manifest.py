@@ -19,7 +19,7 @@ VERSION = 1
 BLOCKS = ("dflash", "dspark", "domino")
 """Draft at most one block."""
 WANTED = {
-    dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one a layer",
+    dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one per layer",
 }  # fmt: skip
 IDS, BLOCK_IDS = "eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
@@ -63,8 +63,8 @@ def read_manifest(folder: Path) -> Found:
     _check_types(path, found)
     version = found.get("version", VERSION)
     if type(version) is not int or version != VERSION:
-        what = f"of version {_shown(version)}, this Outrider reads {VERSION}"
-        raise ExportError(f"{path} is {what}; use the release that wrote it, or delete the file to import the rest")
+        what = f"of version {_shown(version)}, but this Outrider reads {VERSION}"
+        raise ExportError(f"{path} is {what}; use the release that wrote it, or delete that file and import again")
     return found
 
 
@@ -93,7 +93,7 @@ def _check_types(path: Path, found: Found) -> None:
         is_list = wanted == list[int] and type(value) is list
         if not (all(type(one) is int for one in value) if is_list else type(value) is wanted):  # true is not a number
             raise ExportError(
-                f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; export or copy the folder again"
+                f"{path}: {key} must be {WANTED[wanted]}, got {_shown(value)}; export or copy the folder again"
             )
 
 

@@ -48,7 +48,8 @@ def written(source: Source) -> dict[str, Any]:
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("truncated_vocab_size", config.get("vocab_size")) != config.get("vocab_size"):
         raise ExportError(
-            f"truncated_vocab_size {config['truncated_vocab_size']}: heads here draft from the whole vocabulary"
+            f"truncated_vocab_size is {config['truncated_vocab_size']}, but Outrider's heads draft from the whole "
+            "vocabulary; use a draft without it"
         )
     heads = config.get("num_heads", config.get("medusa_num_heads"))
     layers = config.get("num_hidden_layers", config.get("medusa_num_layers", 1))

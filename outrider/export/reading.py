@@ -77,7 +77,8 @@ def imported(
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
         raise ExportError(
-            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others"
+            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in "
+            "float32"
         )
     return model
 
@@ -103,7 +104,7 @@ def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
     except Exception as error:
         message = (first_line(error) or type(error).__name__)[:300]
         raise ExportError(
-            f"{folder} can't be read as {kind}: {message}; bring another, or import it with --kind"
+            f"{folder} can't be read as {kind}: {message}; name its kind with --kind, or use another folder"
         ) from error
 
 
@@ -120,13 +121,13 @@ def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: Transform
     widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
     if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
         raise ExportError(
-            f"config.json describes a larger model than the {held:,} numbers in its weights; copy the folder again"
+            f"config.json describes a model larger than its weights, which hold {held:,} numbers; copy the folder again"
         )
     for key in ("block", "length"):
         if size.get(key, 0) > target.spec.context:
             raise ExportError(
-                f"it drafts {size[key]} tokens a step; "
-                f"{target.spec.name} reads {target.spec.context} in all: load a longer target"
+                f"it drafts {size[key]} tokens per step, more than the context of {target.spec.name}, "
+                f"{target.spec.context}; load a target with a longer context"
             )
 
 
@@ -134,7 +135,7 @@ def _check_target(folder: Path, manifest: Config, target: TransformersTarget) ->
     mine, theirs = binding(target), manifest.get("target", {})
     wrong = [key for key in mine if theirs.get(key) is not None and mine[key] is not None and theirs[key] != mine[key]]
     if wrong:
-        differences = ", ".join(f"{key} {theirs[key]} against {mine[key]}" for key in wrong)
+        differences = ", ".join(f"{key} was {theirs[key]}, is {mine[key]}" for key in wrong)
         raise ExportError(
             f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}; "
             "load that target"
@@ -152,7 +153,9 @@ def fill(
     own = weights_of(model)
     names = renamed(own, layout.names)
     if missing := [theirs for theirs in names.values() if theirs not in weights]:
-        raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
+        raise ExportError(
+            f"{folder} lacks the weights {', '.join(missing[:4])}; copy it again, or name its format with --format"
+        )
     if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
         raise ExportError(
             f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again"
@@ -161,13 +164,13 @@ def fill(
         _account_for(name, weights[name], folder, target)
     theirs = {ours: weights[name] for ours, name in names.items()}
     shapes = [
-        f"{names[ours]} {tuple(weight.shape)} where {tuple(own[ours].shape)} belongs"
+        f"{names[ours]} {tuple(weight.shape)}, wanted {tuple(own[ours].shape)}"
         for ours, weight in theirs.items() if weight.shape != own[ours].shape
     ]  # fmt: skip
     if shapes:
         raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}; copy the folder again")
     if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]:
-        raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
+        raise ExportError(f"{folder} has weights of the wrong dtype: {', '.join(types[:3])}; copy the folder again")
     model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
     if problem := stale_map(model):
         raise ExportError(f"{folder}: {problem}")
@@ -182,17 +185,19 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
     if kind is None:
         shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
         raise ExportError(
-            f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; name the --kind that has it"
+            f"{folder} has {shown} {tuple(weight.shape)}, a weight that this kind of drafter does not have; name the "
+            "right kind with --kind"
         )
     theirs = borrowed(target, name)
     if weight.shape != theirs.shape:
         raise ExportError(
-            f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; "
+            f"{folder}: {name} has shape {tuple(weight.shape)}, the target's has {tuple(theirs.shape)}; "
             "load the target it was trained for"
         )
     if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
-            f"{folder} brings a {kind} of its own in {name}, not the target's; only the target's can be read here"
+            f"{folder} has its own {kind} in {name}, but Outrider uses the target's; use a draft that shares the "
+            f"target's {kind}"
         )
 
 
@@ -220,6 +225,6 @@ def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: 
         fits = False
     if not fits:
         raise ExportError(
-            f"{folder / MANIFEST} holds weights that are not this draft's; delete the file to import the rest"
+            f"{folder / MANIFEST} holds weights that this draft does not have; delete that file and import again"
         )
     model.load_state_dict(found, strict=False)

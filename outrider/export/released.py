@@ -60,11 +60,11 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
         if config.get(key, ours) != ours and not (
             key == "sliding_window" and not config.get("use_sliding_window", True)
         ):
-            raise ExportError(f"{key} is {config[key]!r}; a draft here can have {ours!r} only")
+            raise ExportError(f"{key} is {config[key]!r}; Outrider's drafts need {ours!r}; use a draft that has it")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise ExportError(
             f"layer_types {config['layer_types']} has layers of sliding-window attention; "
-            "a draft here has full attention only"
+            "Outrider's drafts have full attention only; use a draft that has it"
         )
     heads = _number(config, "num_attention_heads")
     return {
@@ -78,7 +78,7 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def _number(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ExportError(f"{key} is {value!r}; the config of a draft model needs a whole number above 0 there")
+        raise ExportError(f"{key} must be a whole number above 0, got {value!r}; correct config.json")
     return value
 
 
@@ -91,17 +91,18 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
         raise ExportError(
-            "rope_parameters differ by kind of layer; "
-            "all layers of a draft here have the same rotation: bring one that has"
+            "rope_parameters differ by kind of layer, but all layers of Outrider's drafts have the same rotation; "
+            "use a draft that has"
         )
     at_top = {key: float(config[key]) for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
     found = _rope_settings(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
     others = _rope_settings(old, config) if "rope_scaling" in config or not new else found
     for key, value in {**others, **at_top}.items():
         if found[key] != value:
-            both = f"{value} and {found[key]} (in rope_parameters, rope_scaling or at the top)"
+            both = f"both {value} and {found[key]} (in rope_parameters, in rope_scaling or at the top of config.json)"
             raise ExportError(
-                f"{key} is {both}; the config contradicts itself, and engines read either: make them equal"
+                f"{key} is {both}; the config contradicts itself, and some engines read one, some the other; make "
+                "them equal"
             )
     scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
@@ -110,11 +111,9 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     ):  # what transformers and engines take for it
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
-        raise ExportError(
-            f"rotary scaling {kind!r} depends on the length of the text; wanted one of {', '.join(STRETCHES)}"
-        )
+        raise ExportError(f"rotary scaling {kind!r} is not supported; use a draft with one of {', '.join(STRETCHES)}")
     if not 0 < found["rope_theta"] < math.inf:
-        raise ExportError(f"rope_theta is {found['rope_theta']}; it must be a number above 0")
+        raise ExportError(f"rope_theta must be a number above 0, got {found['rope_theta']}; correct config.json")
     return found
 
 
@@ -141,7 +140,10 @@ def markov(config: Config) -> dict[str, Any]:
         )
     confidence = bool(config.get("enable_confidence_head"))
     if confidence and not config.get("confidence_head_with_markov", True):
-        raise ExportError("confidence_head_with_markov is false; a confidence head here reads the token before, too")
+        raise ExportError(
+            "confidence_head_with_markov is false, but Outrider's confidence head reads the previous token too; use "
+            "a draft with true"
+        )
     return {
         "rank": config["markov_rank"],
         "markov": config.get("markov_head_type", "vanilla"),
@@ -150,7 +152,7 @@ def markov(config: Config) -> dict[str, Any]:
 
 
 def markov_written(settings: Any) -> dict[str, Any]:
-    """The same, ours in the formats' words."""
+    """DSpark's head settings in the words of the formats."""
     return {
         "markov_rank": settings.rank, "markov_head_type": settings.markov,
         "enable_confidence_head": settings.confidence,
@@ -164,11 +166,9 @@ def taps(config: Config, format: str, kind: str) -> list[int]:
     key = manifest.LAYERS[format, kind][0]
     ids = manifest.at(config, key)
     if not ids:
-        raise ExportError(
-            f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json"
-        )
+        raise ExportError(f"{key} is missing; it names the layers that the draft reads; write them into config.json")
     if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
-        raise ExportError(f"{key} is {ids!r}, wanted a list of whole numbers, one per layer")
+        raise ExportError(f"{key} must be a list of whole numbers, one per layer, got {ids!r}; correct config.json")
     return list(manifest.layers(kind, format, config))
 
 
@@ -184,7 +184,7 @@ def mask(config: Config, key: str, target: TransformersTarget) -> int:
             f"{key} is missing, and {target.spec.name} has no mask token; write the id of masked slots into config.json"
         )
     if type(token) is not int:
-        raise ExportError(f"{key} is {token!r}, wanted the id of a token")
+        raise ExportError(f"{key} must be a token id, got {token!r}; correct config.json")
     return token
 
 

@@ -77,12 +77,13 @@ def _read_block(config: Config, target: TransformersTarget, kind: str) -> dict[s
     own = config["dflash_config"]
     if own.get("causal") or config.get("is_causal"):
         raise ExportError(
-            "causal is true: slots of its blocks don't attend to later ones, and here they do; "
-            "bring one with causal: false"
+            "causal is true, but in Outrider's blocks each slot also attends to later ones; "
+            "use a draft with causal: false"
         )
     if own.get("use_swa"):
         raise ExportError(
-            "use_swa is true: its layers have sliding-window attention; a draft here has full attention only"
+            "use_swa is true (sliding-window attention), but Outrider's drafts have full attention only; use a "
+            "draft that has it"
         )
     return released.block(config, "sglang", kind, target)
 

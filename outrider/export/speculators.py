@@ -114,7 +114,8 @@ def drafted(config: Config) -> int:
 def read_fused(config: Config, target: TransformersTarget, kind: str, flags: Sequence[str]) -> dict[str, Any]:
     if config.get("norm_before_fc"):
         raise ExportError(
-            "norm_before_fc norms all taps as one, which no draft here does; bring one with norm_before_fc: false"
+            "norm_before_fc is true: one norm over all taps, which Outrider can't run; use a draft with "
+            "norm_before_fc: false"
         )
     taps = released.taps(config, "speculators", kind)
     return {**released.head(config, target, flags), "length": drafted(config), "taps": taps}
@@ -130,7 +131,8 @@ def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if shape.get("model_type") != "qwen3":
         kind = repr(shape.get("model_type", "llama"))
         raise ExportError(
-            f"its layers are of model_type {kind}; a P-EAGLE here has Qwen3's, which norm queries and keys"
+            f"its layers have model_type {kind}; Outrider's P-EAGLE has Qwen3 layers, which norm queries and keys: "
+            "use a draft with those"
         )
     more = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
     return read_fused(config, target, "peagle", ("norm_before_residual",)) | more | {"init_from_layers": None}
@@ -149,8 +151,8 @@ def embedding(config: Config, names: Collection[str]) -> dict[str, Any]:
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("draft_vocab_size", target.spec.vocabulary) != target.spec.vocabulary:
         raise ExportError(
-            f"draft_vocab_size {config['draft_vocab_size']}: blocks here are drafted from the whole vocabulary; "
-            "bring one with all tokens"
+            f"draft_vocab_size is {config['draft_vocab_size']}, but Outrider drafts blocks from the whole vocabulary; "
+            "use a draft without draft_vocab_size"
         )
     kind = "dspark" if config["speculators_model_type"] == "dspark" else "dflash"
     return released.block(config, "speculators", kind, target)
@@ -163,7 +165,10 @@ def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def read_mtp(config: Config, target: TransformersTarget) -> dict[str, Any]:
     shape = config["transformer_layer_config"]
     if config.get("num_nextn_predict_layers", 1) != 1:
-        raise ExportError(f"num_nextn_predict_layers {config['num_nextn_predict_layers']}: this format has one module")
+        raise ExportError(
+            f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}, but this format holds one module; "
+            "set it to 1"
+        )
     qk_norm = shape.get("model_type") == "qwen3"
     return {
         **released.read(shape, target),

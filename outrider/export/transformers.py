@@ -30,20 +30,24 @@ def tokenizer(source: Source, folder: Path) -> None:
 
 def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("auto_map"):
-        raise ExportError("auto_map asks for code that comes with the model, which is not run here")
+        raise ExportError(
+            "auto_map in config.json asks to run code that comes with the model, which Outrider does not do; use a "
+            "model without"
+        )
     if config.get("quantization_config"):
-        raise ExportError("quantization_config: its weights are rounded; bring those from before")
+        raise ExportError("config.json has a quantization_config; use the weights from before quantisation")
     # `_attn_implementation` may name a repository of kernels, which transformers would fetch and run
     hidden = [
         key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))
     ]
     if set(hidden) - {"_name_or_path"}:
-        raise ExportError(
-            f"{hidden[0]} chooses code to run, which a draft's config may not; delete it from config.json"
-        )
+        raise ExportError(f"config.json has {hidden[0]}, which would choose code to run; delete it from config.json")
     found = AutoConfig.for_model(**config)
     if found.vocab_size != target.spec.vocabulary:
-        raise ExportError(f"vocab_size is {found.vocab_size}, {target.spec.name} has {target.spec.vocabulary} tokens")
+        raise ExportError(
+            f"vocab_size is {found.vocab_size}, but {target.spec.name} has {target.spec.vocabulary} tokens; load the "
+            "target it was trained for"
+        )
     return {"architecture": {key: value for key, value in config.items() if key not in NOT_SHAPE}}
 
 

@@ -89,7 +89,7 @@ class Depths(NamedTuple):
 
 
 def depths_of(row: Row) -> Depths | None:
-    """From the histogram, or else from the shares and rejections by depth.  None where the row has neither."""
+    """Drafts by depth, from the histogram, or else from shares and rejections.  None where the row has neither."""
     if row.accepted_histogram:
         most = max(len(row.accepted_histogram) - 1, 0)
         found = Depths(np.zeros(most), np.zeros(most))

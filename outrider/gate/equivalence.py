@@ -53,7 +53,7 @@ def equivalence(
     """
     if len(new) != len(old) or not len(new):
         raise DataError(
-            f"got {len(new)} new scores and {len(old)} old ones; give equally many, at least 1, for the same prompts"
+            f"new and old scores must be equally many, at least 1, for the same prompts, got {len(new)} and {len(old)}"
         )
     if not (margin > 0 and span > 0):
         raise DataError(f"margin and span must be above 0, got {margin:g} and {span:g}")

@@ -126,8 +126,9 @@ def both(
         return _both(job, on_request, load)
     if not job.allow_code:
         raise ConfigError(
-            f"{', '.join(unsafe)} runs code that the model wrote; give --allow-code-execution on a machine where that "
-            "can do no harm, or leave the task out"
+            f"{', '.join(unsafe)} runs code that the model wrote; on a machine where that can do no harm, allow it "
+            "with "
+            "--allow-code-execution, or leave out the task"
         )
     return sandbox.run_in_subprocess(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
 
@@ -169,7 +170,8 @@ def manager_of(job: Job) -> TaskManager:
     for task in job.tasks:
         if task not in manager.all_tasks:
             raise ConfigError(
-                f"lm-eval has no task {task!r}; list them with `lm-eval ls tasks`, or add yours: --include-path FOLDER"
+                f"lm-eval has no task {task!r}; list its tasks with `lm-eval ls tasks`, or name a folder of your own "
+                "tasks with --include-path FOLDER"
             )
     return manager
 
@@ -211,7 +213,8 @@ def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> 
     except (OSError, ConnectionError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"can't load the data of task {task}: {first}; without a network, use --include-path and files"
+            f"can't load the data of task {task}: {first}; without a network, name a folder with task files and data "
+            "with --include-path"
         ) from error
     assert results is not None, "one process, so this one has the results"
     return dict(results)

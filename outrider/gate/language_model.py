@@ -61,9 +61,7 @@ class OutriderLM(TemplateLM):
         super().__init__()
         self.target = load_target(target, device=device, dtype=dtype) if isinstance(target, str) else target
         if self.target.tokenizer is None:
-            raise ConfigError(
-                f"{self.target.spec.name} has no tokenizer, and tasks are texts; take a target that has one"
-            )
+            raise ConfigError(f"{self.target.spec.name} has no tokenizer, which tasks need; load a target that has one")
         self.drafter = load_drafter(drafter, self.target) if isinstance(drafter, str) else drafter
         self.tokenizer: Any = self.target.tokenizer
         self.slots = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else slots
@@ -106,7 +104,7 @@ class OutriderLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """With the tokenizer's special tokens, unless turned off or the text already begins with them."""
+        """Token ids of a text, with the tokenizer's special tokens unless turned off or already there."""
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
             if has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):

@@ -37,9 +37,7 @@ def neighbours(paths: str) -> list[tuple[Report, Report]]:
     """The reports of `A.json,B.json,…`, each paired with the one before it.  ConfigError for fewer than two."""
     named = [path.strip() for path in paths.split(",") if path.strip()]
     if len(named) < 2:
-        raise ConfigError(
-            f"--aa {paths!r} names {len(named)} report; give two or more of the same draft, as A.json,B.json"
-        )
+        raise ConfigError(f"--aa must name two or more reports of the same draft, such as A.json,B.json, got {paths!r}")
     found = [Report.load(path) for path in named]
     return list(zip(found[1:], found[:-1], strict=True))
 
@@ -48,13 +46,13 @@ def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_ot
     """An A/A pair, matched.  DataError where it has another target or machine than the candidate, or two drafters."""
     for report in (one, other):
         same = bare_name(report.target) == bare_name(new.target)
-        strange = [] if same else [f"target {new.target} against {report.target}"]
+        strange = [] if same else [f"target {report.target}, not {new.target}"]
         if new.fingerprint and report.fingerprint and not allow_other_machine:
             strange += differences(new.fingerprint, report.fingerprint)
         if strange:
             raise DataError(
-                f"a report of --aa does not show the candidate's noise ({'; '.join(strange)}); measure it with the "
-                "same target and machine, or leave it out"
+                f"a report of --aa can't show the candidate's noise, since it differs ({'; '.join(strange)}); measure "
+                "it with the same target and machine, or leave it out"
             )
     comparison = compare(one, other, policy.shared)
     mixed = [
@@ -117,7 +115,7 @@ def widen(rule: Finding, times: float) -> Finding:
 
 
 def noise_notes(noise: Noise | None, sigma: float | None, widened: float) -> list[str]:
-    """What A/A reports showed, in a sentence; empty where none were given."""
+    """What A/A reports showed, in one sentence; empty where none were given."""
     if noise is None:
         return []
     here = "" if sigma is None else f", {sigma:.3f} here"

@@ -111,7 +111,7 @@ class Finding:
         return f"{lead.where}: {lead.reason}{more}" if lead.where else lead.reason + more
 
     def eased(self) -> Finding:
-        """The same, with every stop turned into a warning."""
+        """This outcome with every stop turned into a warning."""
         return replace(self, parts=tuple(replace(p, verdict="warn") if p.verdict == "stop" else p for p in self.parts))
 
 
@@ -133,7 +133,7 @@ class Outcome:
 
     @classmethod
     def refused(cls, reason: str) -> Outcome:
-        """Of two reports that can't be compared."""
+        """The outcome of two reports that can't be compared."""
         return cls("refused", (), f"REFUSED: {reason}")
 
     @property
@@ -183,7 +183,7 @@ class Outcome:
         return table
 
     def markdown(self) -> str:
-        """For a pull request."""
+        """The outcome as Markdown, for a pull request."""
         lines = [f"**{cell(self.headline)}**", "", "| rule | figure | 95 % interval | verdict | reason |"]
         lines.append("|---|---:|---:|---|---|")
         for found in self.findings:

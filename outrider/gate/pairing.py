@@ -53,7 +53,7 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
     DataError where the targets, or the prompts of a row, differ.
     """
     if bare_name(new.target) != bare_name(old.target):
-        raise DataError(f"candidate drafts for {new.target}, baseline for {old.target}; measure both on one target")
+        raise DataError(f"the candidate has target {new.target}, the baseline {old.target}; measure both on one target")
     names, notes = _names(new, old)
     ours, theirs = _by_key(new, "candidate"), _by_key(old, "baseline")
     found: dict[tuple[str, float], dict[str, Pair]] = defaultdict(dict)
@@ -112,7 +112,8 @@ def _by_key(report: Report, which: str) -> dict[tuple[str, str, float], Row]:
         key = (row.drafter, row.task, row.temperature)
         if key in found:
             raise DataError(
-                f"{which} has two rows of {row.drafter} on {row.task} at temperature {row.temperature:g}; delete one"
+                f"{which} has two rows of {row.drafter} on {row.task} at temperature {row.temperature:g}; delete one "
+                "of them"
             )
         found[key] = row
     return found
@@ -131,7 +132,7 @@ def _shared(new: Row, old: Row, where: str, minimum: float) -> tuple[tuple[Promp
     if len(same) < minimum * most:
         why = f", of {len(pairs) - len(same)} the length differs" if len(same) < len(pairs) else ""
         raise DataError(
-            f"{where}: candidate and baseline share {len(same)} of {most} prompts{why}, {minimum:.0%} are wanted; "
+            f"{where}: candidate and baseline share {len(same)} of {most} prompts{why}, but need {minimum:.0%}; "
             "measure both on the same prompts with the same limits"
         )
     return same

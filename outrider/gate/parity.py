@@ -86,7 +86,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Greedy texts of all prompts."""
+    """The greedy texts of all prompts, with and without a drafter."""
 
     pairs: tuple[Pair, ...]
     dtype: str
@@ -102,7 +102,7 @@ class Comparison:
         return max((pair.worst for pair in self.pairs), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON: an infinite margin, of a text that ended too early, is null."""
+        """The comparison as values for JSON.  An infinite margin, of a text that ended too early, is null."""
         pairs = [asdict(pair) for pair in self.pairs]
         for row, pair in zip(pairs, self.pairs, strict=True):
             if pair.margin is not None:

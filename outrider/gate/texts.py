@@ -27,7 +27,7 @@ class TextPair:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """All answers of two servers."""
+    """The answers of two servers, paired by prompt."""
 
     pairs: tuple[TextPair, ...]
 
@@ -52,7 +52,9 @@ def compare_texts(ours: str | Path, theirs: str | Path) -> Texts:
     if set(one) != set(other):
         lone = sorted(set(one) ^ set(other))[0]
         has, lacks = (ours, theirs) if lone in one else (theirs, ours)
-        raise DataError(f"{has} answers {lone!r} and {lacks} does not; give two files of answers to the same prompts")
+        raise DataError(
+            f"{has} has an answer to {lone!r}, but {lacks} has none; give two files of answers to the same prompts"
+        )
     return Texts(tuple(_text_pair(name, one[name], other[name]) for name in one))
 
 
@@ -79,8 +81,8 @@ def _answers(path: Path) -> dict[str, str]:
             raise DataError(f"{path}, line {number} has no answer; put a text under one of {', '.join(TEXT_KEYS)}")
         name = str(row.get("id", len(found)))
         if name in found:
-            raise DataError(f"{path}, line {number}: id {name!r} occurs a second time; give one answer a prompt")
+            raise DataError(f"{path}, line {number}: id {name!r} occurs a second time; give one answer per prompt")
         found[name] = values[0]
     if not found:
-        raise DataError(f"{path} has no answer in it; give a JSONL file with one answer a line")
+        raise DataError(f"{path} has no answer in it; give a JSONL file with one answer per line")
     return found

@@ -37,7 +37,7 @@ ENTRIES = 4_000_000
 
 
 class Test(NamedTuple):
-    """One question and its answer."""
+    """One statistical test and its result."""
 
     name: str
     statistic: float
@@ -126,7 +126,7 @@ def _refuse(
     counts = [len(own) for own in ours], [len(own) for own in theirs]
     if counts[0] != counts[1] or not all(counts[0]) or not counts[0]:
         raise DataError(
-            f"got {counts[0]} and {counts[1]} texts by prompt; give each prompt equally many in both sets, at least 1"
+            f"each prompt must have equally many texts in both sets, at least 1, got {counts[0]} and {counts[1]}"
         )
     if draws + 1 < tests / alpha:
         raise DataError(

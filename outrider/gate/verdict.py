@@ -96,7 +96,7 @@ def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     verdict: Verdict = "stop" if is_sure and not test.eased else "warn" if is_likely else "pass"
 
     def shown(interval: Interval) -> Interval:
-        """As new/old, the larger end last."""
+        """An interval of log ratios as ratios new/old, the larger end last."""
         if not is_ratio:
             return interval
         ratios = [math.exp(-value if rule.rises else value) for value in interval]

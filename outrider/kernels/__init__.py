@@ -50,7 +50,7 @@ def source() -> bytes:
 
 
 def compiler() -> str | None:
-    """The C++ compiler here."""
+    """The C++ compiler of this machine."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
 
 
@@ -86,7 +86,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def panel_width() -> int:
-    """Outputs of a panel."""
+    """The number of outputs in a panel."""
     width: int = _loaded(_built()).outrider_panel()
     return width
 

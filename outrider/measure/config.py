@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Config(Base):
-    """What is measured."""
+    """What an evaluation measures."""
 
     tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
     """Names from `outrider tasks`, or files of prompts."""
@@ -86,11 +86,11 @@ class Config(Base):
             name = task_name(task)
             if name in known:
                 both = (
-                    f"{task} is named twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
+                    f"{task} is named twice"
+                    if known[name] == task
+                    else f"{known[name]} and {task} have one name, {name!r}"
                 )
-                raise ConfigError(
-                    f"{both} in the report, which would mix their rows; leave one out, or rename its file"
-                )
+                raise ConfigError(f"{both}, so the report would mix their rows; leave one out, or rename its file")
             known[name] = task
         return tasks
 
@@ -98,7 +98,7 @@ class Config(Base):
     @classmethod
     def _different_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(temperatures)) < len(temperatures):
-            raise ConfigError(f"{list(temperatures)} names a temperature twice; leave one out")
+            raise ConfigError(f"{list(temperatures)} has a temperature twice; leave one out")
         return temperatures
 
     @field_validator("baseline_temperatures")
@@ -109,7 +109,8 @@ class Config(Base):
         measured = info.data.get("temperatures", ())
         if measured and (others := [each for each in temperatures or () if each not in measured]):
             raise ConfigError(
-                f"{others[0]:g} is not among evaluate.temperatures {list(measured)}; add it, or leave it out"
+                f"baseline temperature {others[0]:g} is not in evaluate.temperatures {list(measured)}; add it there, "
+                "or leave it out"
             )
         return temperatures
 
@@ -119,12 +120,12 @@ class Config(Base):
         measured = info.data.get("tasks", ())
         for task, revision in revisions.items():
             if task == "stdlib":
-                raise ConfigError("stdlib is the library of the Python that runs, and can't be pinned; leave it out")
+                raise ConfigError("stdlib is the standard library of this Python and can't be pinned; leave it out")
             if task not in measured and task not in tasks.TASKS:
                 raise ConfigError(f"{task!r} is not a task{nearest(task, [*tasks.TASKS, *measured])}")
             if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):
                 raise ConfigError(
-                    f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}..."
+                    f"{task} is a file and has no commit, got {revision!r}; pin its content instead: {tasks.CONTENT}..."
                 )
             if measured and task not in measured:
                 log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)

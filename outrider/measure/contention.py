@@ -64,7 +64,7 @@ class Contention(NamedTuple):
 
 
 def read(proc: Path = Path("/proc")) -> Reading:
-    """All counters now."""
+    """The current values of all counters."""
     run_delay_s: dict[int, float] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         for thread in (proc / "self" / "task").iterdir():
@@ -91,7 +91,7 @@ def _processor_times(proc: Path) -> tuple[float | None, float | None]:
 
 
 def between(before: Reading, after: Reading) -> Contention:
-    """What was lost between two readings."""
+    """What other programs took between two readings."""
     seconds = max(after.at - before.at, 1e-9)
     waits = [wait - before.run_delay_s.get(thread, 0.0) for thread, wait in after.run_delay_s.items()]
     waited = min(1.0, max(waits) / seconds) if waits else None

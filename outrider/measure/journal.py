@@ -232,7 +232,9 @@ def _record(line: bytes, path: Path) -> Record:
         return RECORDS.validate_json(line)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise DataError(f"{path} has a line that can't be read ({problem}); delete the file to measure again") from None
+        raise DataError(
+            f"{path} has a line that can't be read ({problem}); delete the file and measure again"
+        ) from None
 
 
 def _differences(header: str, wanted: str) -> list[str]:

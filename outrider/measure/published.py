@@ -97,7 +97,7 @@ def lines(paths: Sequence[Path]) -> Lazy[Row]:
         with path.open("rb") as file:
             file.seek(start)
             line = file.readline()
-        return mapping(_json(line, place(index), "mend the line or take it out"), place(index))
+        return mapping(_json(line, place(index), "correct the line, or delete it"), place(index))
 
     return Lazy(len(starts), read, place)
 
@@ -111,7 +111,7 @@ def _json(text: bytes, place: str, wanted: str) -> Any:
 
 def mapping(row: Any, place: str) -> Row:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place}: a row must be a mapping, not {type(row).__name__}; mend the row or take it out")
+        raise DataError(f"{place}: a row must be a mapping, got {type(row).__name__}; correct the row, or delete it")
     return row
 
 
@@ -124,7 +124,7 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
         for path in paths:
             value = _json(path.read_bytes(), str(path), "a file of rows, one a line, is named .jsonl")
             if not isinstance(value, list):
-                raise DataError(f"{path} must hold a list of rows, not {type(value).__name__}")
+                raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; download it again")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
         return rows
     import pyarrow.parquet  # slow to import, and only needed here
@@ -150,7 +150,7 @@ def content_of(paths: Sequence[Path]) -> str | None:
 
 
 def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str]:
-    """Its rows, the commit that was read, and the source in words.  No code of the data set is executed."""
+    """The rows of a task, the commit that was read, and the source in words.  No code of the data set is executed."""
     if revision is not None and revision.startswith(CONTENT):
         raise DataError(
             f"{task.name} is pinned to {revision}, the content of files, and no folder holds {task.name}; name one, "
@@ -180,7 +180,7 @@ def newest(task: Task, revision: str | None = None) -> str:
 
     commit = HfApi().dataset_info(task.hub, revision=revision, timeout=30).sha
     if not commit:
-        raise DataError("the hub named no commit; pin one in evaluate.revisions")
+        raise DataError("the hub gave no commit for this data set; pin one in evaluate.revisions")
     return commit
 
 
@@ -198,11 +198,13 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
             [Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files]
         )
     if Path(task.hub).exists():  # `datasets` would read it instead, whatever the commit
-        raise DataError(f"a folder {task.hub} here would be read in place of the data set; start from another folder")
+        raise DataError(
+            f"the folder {task.hub} would be read instead of the data set of that name; run from another folder"
+        )
     rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))
     # where a commit can't be reached, `datasets` takes another one from its cache, with a warning
     if not all(commit in file["filename"] for file in rows.cache_files):
-        raise DataError(f"commit {commit} can't be reached; pin one that {task.hub} has")
+        raise DataError(f"commit {commit} was not found; pin in evaluate.revisions one that {task.hub} has")
     return cast(Sequence[Row], rows)
 
 

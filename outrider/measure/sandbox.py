@@ -222,7 +222,7 @@ def run_in_subprocess(work: Callable[[], T], timeout_s: float) -> T:
             done.exception(timeout_s)
         except TimeoutError:
             raise DataError(
-                f"no end after {timeout_s:g} s, and the process that runs the model's code was killed; use fewer "
+                f"the model's code did not end within {timeout_s:g} s, and its process was killed; use fewer "
                 "prompts, or a longer time limit"
             ) from None
         finally:  # Ctrl-C too: it does not reach a group of its own

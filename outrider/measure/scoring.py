@@ -179,7 +179,8 @@ def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
         return PROGRAMS[task](reference, answer)
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, zlib.error) as error:
         raise DataError(
-            f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}; mend the row, or leave "
+            f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}; correct the row, or "
+            "leave "
             f"it out"
         ) from None
 

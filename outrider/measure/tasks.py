@@ -157,7 +157,7 @@ def _refuse_other(content: str | None, place: str, revision: str | None) -> None
     if content is None:
         raise DataError(f"{place} can't be pinned, but evaluate.revisions pins it to {revision}; leave that out")
     if revision.startswith(CONTENT):
-        raise DataError(f"{place} is {content}, not the pinned {revision}; pin this one, or use the other file")
+        raise DataError(f"{place} has content {content}, but {revision} is pinned; pin this one, or use the other file")
     raise DataError(
         f"{place} is not a commit, but {revision} is pinned; pin its content, {content}, or leave the folder out to "
         "read the commit"

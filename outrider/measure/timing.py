@@ -81,7 +81,7 @@ def run_batch(
 
 
 def run_once(target: TransformersTarget, request: Request, *args: Any, **kwargs: Any) -> Run:
-    """The same for one request."""
+    """Run one request and time it."""
     return run_batch(target, [request], *args, **kwargs)[0]
 
 
@@ -93,7 +93,7 @@ class ModelClock:
         self._depth = 0
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, with its outermost calls recorded."""
+        """A function whose outermost calls are recorded."""
 
         @functools.wraps(forward)
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -117,7 +117,7 @@ class DraftModel(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     def target_states(self, source: Batch | Scores) -> Tensor:
-        """What it reads of a target's pass, [B, n, T, H]: the taps, or the hidden state where it has none."""
+        """States read from a target's pass, [B, n, T, H]: the taps, or the hidden state where it has none."""
         if not self.taps:
             return source.hidden.unsqueeze(-2)
         assert source.taps is not None
@@ -229,7 +229,7 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
             f"choose taps from 0 to {spec.layers - 1}"
         )
     if not taps or list(taps) != sorted(set(taps)):
-        raise DrafterError(f"taps {tuple(taps)} must be at least one layer, in ascending order, each named once")
+        raise DrafterError(f"taps must be at least one layer, in ascending order, each named once, got {tuple(taps)}")
     return tuple(taps)
 
 
@@ -248,7 +248,7 @@ def with_mask(config: C, target: Target) -> C:
     asked: MaskToken = config.mask_token  # type: ignore[attr-defined]
     if isinstance(asked, int) and asked >= target.spec.vocabulary:
         raise DrafterError(
-            f"mask_token {asked} is not a token of {target.spec.name}, which has {target.spec.vocabulary}; choose a "
+            f"mask_token {asked} is not a token id of {target.spec.name}, which has {target.spec.vocabulary}; choose a "
             "lower one"
         )
     offered = (asked, target.mask_token, target.spec.unused, LEARNT)
@@ -263,7 +263,7 @@ class MaskedModule(nn.Module):
     mask_token: int | None
 
     def choose_mask(self) -> None:
-        """By the config, in which `with_mask` named it."""
+        """Set the mask that the config names, as `with_mask` put it there."""
         self.mask_token = None if self.config.mask_token == LEARNT else self.config.mask_token
         if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(self.target.spec.hidden) * 0.02)

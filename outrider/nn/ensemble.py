@@ -47,7 +47,8 @@ class Ensemble(Drafter):
         """Raises ConfigError for a drafter with a probe, which belongs to a pass over its own draft alone."""
         if any(drafter.probe_rows for drafter in drafters):
             raise ConfigError(
-                "a drafter that puts a probe into the target's pass can't be part of another; use it alone"
+                "this drafter adds rows to the target's pass (a probe), so it can't be a member of mix or graft; "
+                "use it alone"
             )
         self.drafters, self.limit = tuple(drafters), limit
         self.taps = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))

@@ -69,7 +69,7 @@ class FeatureBuffer:
                 self._hold(row, self._whole(row))
 
     def count(self, row: int) -> int:
-        """How many are unread."""
+        """The number of unread entries."""
         self._flush()
         return sum(len(at) for _, at in self._parts[row])
 
@@ -251,7 +251,7 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
 
     @abstractmethod
     def new_request(self, tenant: str) -> T:
-        """For a new request of this tenant."""
+        """What is stored for a new request of this tenant."""
 
     def allocate(self, cache: Cache) -> list[T | None]:
         return [None] * cache.slots

@@ -209,7 +209,7 @@ class RankTree:
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
     def first(self, nodes: int) -> RankTree:
-        """The first nodes alone."""
+        """This tree with its first nodes alone."""
         return self if nodes >= len(self.paths) else _cut(self.paths[:nodes])
 
     def choices(self, logits: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def mean(values: Sequence[float], level: float = 0.95, draws: int = DRAWS, seed:
 
 
 def geometric_mean(ratios: Sequence[float], level: float = 0.95, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """Of ratios above 0, one a prompt."""
+    """The geometric mean of ratios above 0, one per prompt, with its interval."""
     logs = mean([float(value) for value in np.log(ratios)], level, draws, seed)
     return Interval(*(float(np.exp(value)) for value in logs))
 
@@ -116,7 +116,7 @@ class Estimate:
         return self.center + self.widening * self.deviation(student(tail, self.freedom))
 
     def interval(self, tail: float) -> Interval:
-        """With a chance of `tail` beyond either end."""
+        """The interval with a chance of `tail` beyond either end."""
         return Interval(self.center, self.bound(tail), self.bound(1 - tail))
 
     def chance_of(self, value: float) -> float:
@@ -133,7 +133,7 @@ class Estimate:
 
 
 def estimate_of(center: float, drawn: Floats, prompts: int, strata: int = 1) -> Estimate:
-    """From draws within strata; `prompts` in all.  Draws within a stratum vary too little, by one prompt each."""
+    """Estimate by draws within strata, `prompts` in all.  Draws in a stratum vary too little, by one prompt each."""
     ordered = np.sort(drawn)
     freedom = max(1, prompts - strata)
     expansion = math.sqrt(prompts / freedom)
@@ -152,7 +152,7 @@ def estimate_of(center: float, drawn: Floats, prompts: int, strata: int = 1) -> 
 
 
 def normal(center: float, error: float, freedom: float = math.inf) -> Estimate:
-    """From a standard error."""
+    """The interval of a normal distribution, from its standard error."""
     return Estimate(center, lambda z: z * error, freedom)
 
 

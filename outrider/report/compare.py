@@ -87,7 +87,7 @@ class Comparison:
     def of(cls, reports: Sequence[tuple[str, Report]]) -> Comparison:
         """Compare (name, report) pairs with the first one.  DataError where nothing can be compared."""
         if len(reports) < 2:
-            raise DataError(f"{many(len(reports), 'report')} given; a comparison needs two or more")
+            raise DataError(f"a comparison needs two or more reports, got {len(reports)}; name another one")
         (name, base), rest = reports[0], reports[1:]
         others = tuple(_against(base, other, report) for other, report in rest)
         for other in others:

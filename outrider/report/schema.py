@@ -56,7 +56,7 @@ class Part(BaseModel):
 
 
 class Percentiles(Part):
-    """Milliseconds."""
+    """Percentiles in milliseconds."""
 
     p50: float | None = None
     p95: float | None = None
@@ -392,13 +392,13 @@ class Report(Part):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise DataError(f"no report at {path}; `outrider evaluate` writes one") from None
+            raise DataError(f"there is no report at {path}; write one with `outrider evaluate`") from None
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"can't read report {path}: {error}; restore it, or measure again") from None
         found = data.get("schema", "none") if isinstance(data, dict) else "none"
         if found != SCHEMA:
             raise DataError(
-                f"{path} has schema {found!r}; this Outrider reads schema {SCHEMA}; open it with the version that "
+                f"{path} has schema {found!r}, but this Outrider reads schema {SCHEMA}; open it with the version that "
                 "wrote it"
             )
         try:

@@ -43,7 +43,7 @@ def interval(found: Range | None, unit: str = "") -> str:
 
 
 def crossing(row: Row) -> str:
-    """That it was trained on another precision of the target, and what that lost, in words; empty where it was not."""
+    """A sentence where the drafter was trained on another precision of the target, with what that lost; else empty."""
     if not row.crosses_precisions:
         return ""
     lost = row.tokens_per_step_lost
@@ -52,7 +52,7 @@ def crossing(row: Row) -> str:
 
 
 def skew(row: Row) -> str:
-    """That less is accepted than training measured, at the depth where most is missing; empty where it is not so.
+    """A sentence where less is accepted than training measured, at the depth where most is missing; else empty.
 
     More than 5 points, and more than three standard errors: depths are many, and the steps of a text are alike.
     """

@@ -49,7 +49,7 @@ def build(
             counts = _write_tokens(part / "tokens.bin", documents, vocabulary, token_bytes)
             if not counts["positions"]:
                 raise DataError(
-                    f"corpus {folder.name!r} would be empty: no document has two tokens; name files with text"
+                    f"corpus {folder.name!r} would be empty: no document has two or more tokens; name files with text"
                 )
             on_stage("sort", counts["tokens"])
             tokens = np.memmap(part / "tokens.bin", dtype=f"<u{token_bytes}", mode="r")

@@ -34,10 +34,10 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged; build the corpus again") from None
     if header.get("format") != FORMAT:
         raise DataError(
-            f"{path} has format {header.get('format')!r}, this Outrider reads {FORMAT}; build the corpus again"
+            f"{path} has format {header.get('format')!r}, but this Outrider reads {FORMAT}; build the corpus again"
         )
     if seal != _seal(header):
-        raise DataError(f"{path} was edited or is damaged; build the corpus again")
+        raise DataError(f"{path} was changed after its build, or is damaged; build the corpus again")
     return header
 
 

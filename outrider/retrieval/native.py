@@ -51,9 +51,9 @@ def load(source: Path, version: int) -> ctypes.CDLL:
         found = ctypes.CDLL(str(path))
         answer = getattr(found, f"outrider_{source.stem}_version")()
     except (OSError, AttributeError) as error:
-        raise NotNative(f"{path} can't be loaded ({error}); delete it and it is compiled again") from error
+        raise NotNative(f"{path} can't be loaded ({error}); delete it, so that it is compiled again") from error
     if answer != version:
-        raise NotNative(f"{path} must have version {version}, got {answer}; delete it")
+        raise NotNative(f"{path} must have version {version}, got {answer}; delete it, so that it is compiled again")
     return found
 
 

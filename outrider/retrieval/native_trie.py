@@ -65,7 +65,7 @@ class NativeTrie:
 
     @property
     def size_bytes(self) -> int:
-        """Memory in use."""
+        """Bytes of memory in use."""
         return self.functions.outrider_trie_bytes(self.handle)
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ class Proposal(NamedTuple):
         return cls(tokens, list(range(-1, len(tokens) - 1)), [])
 
     def first(self, nodes: int) -> Proposal:
-        """Its most promising nodes."""
+        """This proposal with its most promising nodes alone."""
         return (
             self
             if len(self.tokens) <= nodes
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """What its trust depends on: the source, its match length and its probability, each in a few bins."""
+        """On what trust in it depends: the source, its match length and its probability, each in a few bins."""
         return self.source, (self.length**2).bit_length(), int(4 * self.proposal.shares[0])
 
 

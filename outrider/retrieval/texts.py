@@ -20,7 +20,7 @@ class Text(Protocol):
         """Learn the new tokens of this text, which only grows."""
 
     def propose(self, tokens: list[int], most: int) -> Proposal:
-        """What may follow it, at most `most` nodes."""
+        """What may follow a context, at most `most` nodes."""
 
 
 class History:

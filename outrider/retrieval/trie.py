@@ -40,7 +40,7 @@ class Node:
         """How often it occurred, and the trie's clock at the last time."""
 
     def latest(self) -> list[Node]:
-        """Its continuations, the most recent first."""
+        """The continuations of a node, the most recent first."""
         return list(itertools.islice(reversed(self.children.values()), BREADTH))
 
 

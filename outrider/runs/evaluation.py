@@ -157,7 +157,7 @@ def measure(
         return None
     refuse_fuller(evaluation, list(found.drafters))
     folder.mkdir(parents=True, exist_ok=True)
-    busy = DataError(f"another evaluation writes into {folder}; wait for its end, or choose another folder")
+    busy = DataError(f"another evaluation is writing to {folder}; wait until it ends, or choose another folder")
     with lock.held(folder, busy):
         done = Journal(folder, _facts(evaluation, target, found), again=config.overwrite)
         if done.changed:
@@ -298,9 +298,9 @@ def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]
         for rank, process in enumerate(started, 1):
             if process.exitcode not in (None, 0):
                 raise DataError(
-                    f"process {rank} of {shard.count} ended with code {process.exitcode}, its messages are above; the "
-                    f"same "
-                    "command goes on from what was measured"
+                    f"process {rank} of {shard.count} ended with code {process.exitcode}; see its messages above, "
+                    "and run "
+                    "the same command again: it goes on from what was measured"
                 )
 
     try:

@@ -72,7 +72,9 @@ class RunConfig(Base):
 def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
     """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
     if not isinstance(values.get("kind"), str):
-        raise ConfigError(f"{where}: kind is missing, or is not a word; write one such as kind: dspark")
+        raise ConfigError(
+            f"{where}: kind is missing, or is not a text; write the kind of drafter, such as kind: dspark"
+        )
     try:
         module = find(values["kind"])
     except ConfigError as error:
@@ -122,7 +124,7 @@ def _check_stages(run: RunConfig) -> None:
     for folder in (run.folder, run.answers):
         if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
             raise ConfigError(
-                f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder"
+                f"{file} is a file, but a folder is needed there; move it, or choose another name or prepare.folder"
             )
     if run.train is not None:
         _check_training(run, run.train, run.drafter["kind"])
@@ -140,15 +142,17 @@ def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
     if train.calibrate and run.evaluate is None:
         raise ConfigError(
-            "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0"
+            "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set "
+            "train.calibrate to 0"
         )
     if train.calibrate and not getattr(run.drafter_config, "confidence", False):
         given = f"drafter {kind!r} with these settings has none"
-        wanted = "take dspark with confidence: true, or set train.calibrate to 0"
+        wanted = "use dspark with confidence: true, or set train.calibrate to 0"
         raise ConfigError(f"train.calibrate needs a confidence head, but {given}; {wanted}")
     if train.reference is not None and not Path(train.reference).exists():
         raise ConfigError(
-            f"train.reference: there is no {train.reference}; train it first, with the same drafter and all rows"
+            f"train.reference {train.reference} does not exist; name the checkpoint of the same drafter, trained on "
+            "all rows"
         )
 
 

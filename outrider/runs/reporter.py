@@ -127,7 +127,7 @@ class Reporter:
         """The target is about to be loaded; threads and number types of this machine are chosen."""
 
     def loaded(self, target: TransformersTarget) -> None:
-        """The target is loaded."""
+        """Called when the target is loaded."""
 
     def not_compiled(self, reason: NotCompiled) -> None:
         """A drafter's passes can't be compiled; it works without."""

@@ -92,7 +92,7 @@ def _chosen(
     }
     for stage in stages or ():
         if sections[stage] is None:
-            raise ConfigError(f"{file} has no `{stage}:` section; add one, if only `{stage}: {{}}`")
+            raise ConfigError(f"{file} has no `{stage}:` section; add one, at least `{stage}: {{}}`")
     return settings, [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
 
 

@@ -29,7 +29,7 @@ def settings_from(
     """
     given = {key: value for key, value in section.items() if key != "from"}
     if not isinstance(name := section["from"], str):
-        raise ConfigError(f"drafter.from is {name!r}; wanted the folder of a trained drafter, or its Hugging Face id")
+        raise ConfigError(f"drafter.from must be the folder of a trained drafter, or its Hugging Face id, got {name!r}")
     source = loading.describe(name)
     verifier: Any = sketch(target, revision, trust_remote_code)  # a drafter's settings need no more of a target
     if source.format is None:
@@ -37,13 +37,17 @@ def settings_from(
     else:
         own = reading.settings_of(source.folder, verifier, source.format, source.kind)
     if given.get("kind", source.kind) != source.kind:
-        raise ConfigError(f"drafter.kind is {given['kind']}, {name} is of kind {source.kind}; leave drafter.kind out")
+        raise ConfigError(
+            f"drafter.kind is {given['kind']}, but {name} is of kind {source.kind}; leave out drafter.kind"
+        )
     schema = find(source.kind).Config
     before = build(schema, own, name).model_dump(mode="json")
     after = build(schema, {**own, **given}, "drafter").model_dump(mode="json")
     for key in given:
         if key in own and key not in FREE and before[key] != after[key]:
-            raise ConfigError(f"drafter.{key} is {after[key]!r}, {name} has {before[key]!r}; leave drafter.{key} out")
+            raise ConfigError(
+                f"drafter.{key} is {after[key]!r}, but {name} was trained with {before[key]!r}; leave out drafter.{key}"
+            )
     return {"from": name, **own, **given}
 
 

@@ -38,7 +38,7 @@ class Settings(NamedTuple):
         return cls(*map(column, cls._fields))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Settings:
-        """The same change to every column."""
+        """Apply one change to every column."""
         return Settings(*(None if column is None else change(column) for column in self))
 
     def of_slots(self, slots: Tensor | slice) -> Settings:

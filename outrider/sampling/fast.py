@@ -20,7 +20,7 @@ from outrider.decoding.noise import Purpose, Streams
 
 
 def accept_greedy(draft: Draft, choice: list[list[int]], vocabulary: int) -> Accepted:
-    """For greedy slots: follow the child that is the target's choice.  choice [B, N+1], as lists.
+    """Accept a draft of greedy slots: follow the child that is the target's choice.  choice [B, N+1], as lists.
 
     Equals `accept` with p one-hot at `choice`.
     """
@@ -44,7 +44,7 @@ def outside(draft: Draft, vocabulary: int) -> list[int]:
 
 
 def accept_chain(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """For chains with dense q.  p [B, N+1, V]; the random numbers are those of `accept`.  Other drafts go to
+    """Accept chains with dense q.  p [B, N+1, V]; the random numbers are those of `accept`.  Other drafts go to
     `accept`."""
     return of_chain(_passed, draft, p, streams)
 

@@ -31,7 +31,7 @@ class Automaton(Protocol):
     """One request's position in its grammar."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take note of tokens that were committed."""
 
     def allowed(self, path: tuple[int, ...]) -> Tensor:
         """Which tokens may follow the committed text and this path, [V] bool on the CPU; none after an invalid path."""
@@ -86,7 +86,7 @@ class Grammar:
         return compilers[target.ends](self)
 
     def start(self) -> Automaton:
-        raise ConfigError(f"{self} is not compiled for a target; give a Request `grammar.compiled(target)`")
+        raise ConfigError(f"{self} is not compiled for a target; give the Request `grammar.compiled(target)`")
 
     def __str__(self) -> str:
         return f"the {'JSON schema' if self.kind == 'json' else self.kind} {_short(self.text)}"
@@ -143,7 +143,8 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
         raise ConfigError(f"target {name!r} has no tokenizer, which a grammar needs; load the target by name or folder")
     if not target.ends:
         raise ConfigError(
-            f"target {name!r} has no end token, so a text of a grammar could not end; set eos_token_id in its config"
+            f"target {name!r} has no end token, without which a text of a grammar can't end; set eos_token_id in its "
+            "config"
         )
     matcher_of = _matcher()
     from llguidance.hf import from_tokenizer

@@ -51,7 +51,7 @@ class Prefix:
         """Results of `possible` since the last commit: drafter, pruning and judge ask for the same paths."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Take note of tokens that were committed."""
         self.tokens += tokens
         self._possible.clear()
         if self.automaton is not None:

@@ -114,12 +114,12 @@ class Sampling:
 
     @property
     def forbids(self) -> bool:
-        """Some tokens may become impossible because of the tokens before them."""
+        """Whether some tokens may become impossible because of the tokens before them."""
         return bool(self.bans or self.processors)
 
     @property
     def bans(self) -> bool:
-        """Some tokens are impossible whatever their logits."""
+        """Whether some tokens are impossible whatever their logits are."""
         return bool(self.bad_words or self.min_new_tokens or self.grammar is not None)
 
     def check(self, vocabulary: int) -> None:
@@ -128,7 +128,7 @@ class Sampling:
         wrong = sorted({token for token in ids if not 0 <= token < vocabulary})
         if wrong:
             raise ConfigError(
-                f"logit_bias or bad_words name token {wrong[0]}, outside the target's vocabulary of {vocabulary}; "
+                f"logit_bias or bad_words has token {wrong[0]}, outside the target's vocabulary of {vocabulary}; "
                 f"choose ids from 0 to {vocabulary - 1}"
             )
         if len({word[0] for word in self.bad_words if len(word) == 1}) == vocabulary:

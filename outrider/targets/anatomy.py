@@ -32,7 +32,7 @@ def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
     layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
         raise TargetError(
-            f"{type(model).__name__}: its {type(config).__name__} names no num_hidden_layers and hidden_size; use "
+            f"{type(model).__name__}: its {type(config).__name__} has no num_hidden_layers or no hidden_size; use "
             "transformers' own generate for it"
         )
     # some configs say -1: there is no last position

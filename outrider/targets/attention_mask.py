@@ -29,7 +29,7 @@ class Tree(NamedTuple):
     """[R or 1, n], each token's offset from its row's start."""
 
     def of(self, row: int) -> Tree:
-        """That of one row [1, n]."""
+        """The mask of one row [1, n]."""
         return Tree(self.mask[row : row + 1], self.depths[row : row + 1])
 
 

@@ -33,7 +33,7 @@ Masks = Literal["by kind", "one", "none"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a model takes, and what it does."""
+    """What a model's passes take as arguments, and what they do."""
 
     masks: Masks
     """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them
@@ -53,7 +53,7 @@ class Family:
 
     @property
     def follows_one_path(self) -> bool:
-        """Its cache or state is that of one text: no tree can be verified, and padding would enter it."""
+        """Whether the cache or state is that of one text: no tree can be verified, and padding would enter it."""
         return self.is_recurrent or self.past is not None
 
     @property
@@ -79,7 +79,7 @@ class Family:
         )
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
-        """The same from masks by kind of layer, and positions where the model takes them."""
+        """Arguments of a pass from masks by kind of layer, and positions where the model takes them."""
         given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
             given["position_ids"] = positions

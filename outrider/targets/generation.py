@@ -78,7 +78,7 @@ class _Text(NamedTuple):
 
     @property
     def ids(self) -> Any:
-        """[1, n], the prompt."""
+        """Token ids [1, n] of the prompt."""
         return torch.tensor([[*self.prompt]], device=self.device)
 
     def known(self, tokens: Iterable[int]) -> list[int]:

@@ -88,7 +88,7 @@ def load_target(
     if found["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(found["missing_keys"])
         raise TargetError(
-            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or take the "
+            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or use the "
             "checkpoint "
             "of a whole causal LM"
         )
@@ -109,7 +109,7 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
     if quantize is None:
         return None
     if (already := quantised.precision(model)) is not None:
-        raise TargetError(f"the target's weights are {already} as they are; leave quantize={quantize!r} out")
+        raise TargetError(f"the target's weights are {already} already; leave out quantize={quantize!r}")
     base = hash_weights(model)
     quantised.quantise(model, quantize, keep=[output_layer(model)])
     return base

@@ -103,7 +103,7 @@ def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
     for kind in (part.get("type", "text") for part in parts if isinstance(part, Mapping)):
         if kind != "text":
             raise DataError(
-                f"a chat message has a part of type {kind!r}, and targets read text alone; give parts of type 'text'"
+                f"a chat message has a part of type {kind!r}, but targets read text alone; give parts of type 'text'"
             )
 
 

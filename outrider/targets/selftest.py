@@ -39,7 +39,7 @@ class WrongText(TargetError):
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What was found."""
+    """What a self-test found."""
 
     mode: Mode
     failed: str | None

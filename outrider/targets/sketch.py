@@ -44,7 +44,7 @@ class Sketch:
 
     @property
     def parameters(self) -> int:
-        """How many it has."""
+        """The number of parameters."""
         return sum(weight.numel() for weight in self._model.parameters())
 
     @functools.cached_property

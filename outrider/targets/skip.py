@@ -208,10 +208,11 @@ def able(target: Target) -> SkipsLayers:
     """The target, checked that it can skip layers.  Raises DrafterError where it can't or verifies no drafts."""
     if not isinstance(target, SkipsLayers):
         raise DrafterError(
-            f"layer_skip needs a target that can leave sublayers out, and {target.spec.name} can't; choose another one"
+            f"layer_skip needs a target that can run without some sublayers, and {target.spec.name} can't; choose "
+            "another drafter"
         )
     if target.spec.mode == "off":
-        raise DrafterError(f"{target.spec.name} verifies no drafts (its mode is off); decode it without layer_skip")
+        raise DrafterError(f"{target.spec.name} can't verify drafts (its mode is off); decode it without a drafter")
     try:
         target.skippable()
     except TargetError as error:

@@ -208,7 +208,8 @@ class TransformersTarget:
         # embeddings in every layer need token ids, which a probe's rows do not have
         if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
             raise TargetError(
-                f"{self.spec.name} takes no probe: its passes take no mask by row, follow one path, or depend on the "
+                f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
+                "the "
                 "length of "
                 "the text or on token ids in every layer; draft without one"
             )
@@ -255,7 +256,7 @@ class TransformersTarget:
             )
         if self.family.past is not None:
             raise TargetError(
-                f"{self.spec.name} stores texts in a cache of its own kind, so no sublayer of it can be left out; "
+                f"{self.spec.name} has a cache of its own kind, so none of its sublayers can be left out; "
                 "choose "
                 "another drafter"
             )

@@ -99,7 +99,7 @@ def tested(target: Any) -> SelfTest:
         except WrongText as error:
             wrong = error
     if past is None:
-        raise TargetError(selftest.refusal(model, "it has no cache: no output of a pass is taken by the next"))
+        raise TargetError(selftest.refusal(model, "it has no cache: no output of a pass is an input of the next one"))
     raise wrong
 
 

@@ -198,7 +198,7 @@ class Transcript:
         return b"".join(map(self._bytes_of, self.incomplete))
 
     def push(self, tokens: Sequence[int]) -> None:
-        """The source's tokens that follow."""
+        """Take the source's next tokens."""
         self.taken += len(tokens)
         new = ""
         for token in tokens:

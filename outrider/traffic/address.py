@@ -25,7 +25,7 @@ class Address(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Without the password and the query."""
+        """The address without its password and query."""
         return f"{'https' if self.tls else 'http'}://{self._bracketed}:{self.port}{self.prefix}"
 
     @property
@@ -53,7 +53,7 @@ def address_of(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         raise ConfigError(f"{url!r} is not the address of a server; give one such as http://127.0.0.1:8000")
     if not re.fullmatch(r"[\x21-\x7e]*", parts.path):
-        raise ConfigError(f"the path of {url!r} has characters that can't be sent; write all but ASCII as %xx")
+        raise ConfigError(f"the path of {url!r} has characters that are not ASCII; write them as %xx")
     basic = None
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

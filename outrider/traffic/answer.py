@@ -101,7 +101,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token, or of an unknown number of tokens."""
+        """Seconds per output token; None for an answer of one token, or of an unknown number of tokens."""
         if self.tokens is None or self.tokens < 2 or self.first_s is None:
             return None
         return (self.ended_s - self.first_s) / (self.tokens - 1)

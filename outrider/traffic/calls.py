@@ -66,7 +66,7 @@ def _has_role(message: Any) -> bool:
 
 
 def seconds_of(value: Any) -> float | None:
-    """Of seconds, milliseconds since 1970, or a date as ISO 8601 writes it.  ValueError for anything else."""
+    """A time in seconds, from seconds, milliseconds since 1970 or an ISO 8601 date.  ValueError for anything else."""
     if value is None:
         return None
     if isinstance(value, str) and not value.replace(".", "", 1).isdigit():

@@ -90,7 +90,7 @@ class Replayed:
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as values for JSON."""
         return {"outrider_replay": 1} | _plain(self)
 
 

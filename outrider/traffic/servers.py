@@ -37,7 +37,7 @@ class Server(NamedTuple):
         return asked if asked in self.models or not self.models else self.models[0]
 
     def acceptance(self, key: str | None = None) -> Acceptance:
-        """Its counters since the start of the replay, once they no longer change.  DataError where it has none."""
+        """Counters since the start of the replay, once they no longer change.  DataError where it has none."""
         assert self.before is not None
         with _client(self.address, key) as client:
             now = scrape(self.url, client)
@@ -52,7 +52,7 @@ class Server(NamedTuple):
 def check_servers(urls: Sequence[str]) -> None:
     """ConfigError unless all are addresses of servers and all differ."""
     if not urls:
-        raise ConfigError("no server is named; give the address of one, or of several to compare")
+        raise ConfigError("no server is named; give the address of one or more")
     shown = [address_of(url).shown for url in urls]
     for url in shown:
         if shown.count(url) > 1:

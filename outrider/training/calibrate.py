@@ -56,7 +56,8 @@ def watch(
     if longest + max_new_tokens > target.spec.context:
         given = f"a prompt of {longest} tokens and {max_new_tokens} new ones"
         raise DataError(
-            f"{given} do not fit into the context of {target.spec.context}; give shorter prompts, or fewer tokens"
+            f"{given} do not fit into the target's context of {target.spec.context}; give shorter prompts, or fewer "
+            "tokens"
         )
     requests = [
         Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), detokenizer=target.detokenizer)
@@ -67,7 +68,8 @@ def watch(
         draft, b = judge.draft, judge.rows.index(step.row)
         if max(draft.live) and (draft.confidence is None or draft.branches):
             raise DataError(
-                "a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain"
+                "this drafter drafts a tree, or without confidences; calibrate at a temperature above 0, where it "
+                "drafts a chain"
             )
         if draft.live[b] and draft.confidence is not None:
             promised = draft.confidence[b, : draft.live[b]].to("cpu", torch.float64, copy=True)
@@ -78,7 +80,8 @@ def watch(
             on_prompt(done)
     if not found:
         raise DataError(
-            f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both"
+            f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to calibrate on; give more prompts "
+            "and tokens"
         )
     promises, *columns = zip(*found, strict=True)
     confidence = pad_sequence(list(promises), batch_first=True, padding_value=1.0)
@@ -130,7 +133,7 @@ def calibrate(
     if fewest < MIN_DRAFTS:
         given = f"got {fewest} from {len(prompts)} prompts with answers of {max_new_tokens} tokens"
         enough = -(-len(prompts) * MIN_DRAFTS // max(fewest, 1))
-        wanted = f"every position of a block needs at least {MIN_DRAFTS} drafts"
+        wanted = f"each position of a block needs at least {MIN_DRAFTS} drafts"
         raise DataError(f"{wanted}, {given}; give at least {enough} prompts, or allow longer answers")
     change = scaling(scaled, shifting)
     better = judged.scaled(change)

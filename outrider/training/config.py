@@ -79,7 +79,7 @@ class Config(Base):
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Config:
         if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(f"steps {self.steps} and epochs {self.epochs} are given; give one of them")
+            raise ConfigError(f"both steps {self.steps} and epochs {self.epochs} are given; leave one out")
         return self
 
     @property

@@ -103,7 +103,7 @@ def check(loss: dict[str, float]) -> dict[str, float]:
         if name not in DIVERGENCES:
             raise ConfigError(f"unknown loss {name!r}{nearest(name, DIVERGENCES)}")
     if not loss:
-        raise ConfigError(f"the loss names no term; known: {', '.join(sorted(DIVERGENCES))}")
+        raise ConfigError(f"the loss has no term; use one or more of {', '.join(sorted(DIVERGENCES))}")
     return loss
 
 

@@ -39,7 +39,7 @@ class Metrics:
                     part.write_bytes(b"".join(line for line, _ in valid))
             self.file = self.path.open("ab", buffering=1 << 20)  # holds what the disk has no room for
         except OSError as error:
-            wanted = "it is unchanged. Make room and run again"
+            wanted = "it is unchanged; free some space and run again"
             raise TrainingError(f"can't write {self.path} ({error.strerror}); {wanted}") from error
         self.board = _tensorboard(folder)
 
@@ -53,8 +53,10 @@ class Metrics:
             self.file.close()
         except OSError as error:
             if kind is None:
-                lacks = f"{self.path} lacks its last lines, the disk has no room"
-                raise TrainingError(f"{lacks}; the checkpoint is whole") from error
+                lacks = f"{self.path} lacks its last lines, since the disk is full"
+                raise TrainingError(
+                    f"{lacks}; the checkpoint is intact: free some space before the next run"
+                ) from error
 
     def write(self, values: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(values).encode() + b"\n")

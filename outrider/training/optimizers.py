@@ -110,7 +110,7 @@ def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
 
 
 def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
-    """Undo `pack`."""
+    """Restore a model and an optimiser from what `pack` made."""
     torch.set_rng_state(state["rng"])
     parameters = dict(model.named_parameters())
     for name in state.keys() - {"rng"}:

@@ -61,7 +61,7 @@ def check(position: dict[str, float]) -> dict[str, float]:
         if not 0 < number <= (math.inf if name == "exp" else 1):
             raise ConfigError(f"position weight {name}: {number} must be above 0" + " and at most 1" * (name != "exp"))
     if len(position) > 1:
-        raise ConfigError(f"position names {len(position)} weights ({', '.join(position)}); choose one")
+        raise ConfigError(f"position must have one weight, got {len(position)} ({', '.join(position)}); choose one")
     return position
 
 
@@ -94,7 +94,7 @@ def most_learnable(rows: Predictions, reference: Predictions, share: float, loss
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
         raise ConfigError(
-            "train.reference predicts other rows than the drafter; give one of the same kind, block and anchors"
+            "train.reference predicts other rows than the drafter; use one with the same kind, block and anchors"
         )
     mine, theirs = (
         torch.cat([loss(draft, target, each.labels[part]) for draft, target, part in each.chunks(size)])

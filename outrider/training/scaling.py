@@ -37,11 +37,11 @@ class Outcomes:
     """[M] int64, which prompt."""
 
     def of(self, chosen: Tensor) -> Outcomes:
-        """Those of `chosen` [M] bool."""
+        """The outcomes of the rows in `chosen` [M] bool."""
         return Outcomes(self.confidence[chosen], self.survived[chosen], self.known[chosen], self.prompts[chosen])
 
     def scaled(self, by: Scaling) -> Outcomes:
-        """With the confidences of other temperatures and shifts."""
+        """The outcomes with the confidences that other temperatures and shifts give."""
         return replace(self, confidence=_tempered(_logits(self.confidence), by.temperatures, by.shifts))
 
     def errors(self) -> list[float]:

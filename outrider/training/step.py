@@ -59,7 +59,7 @@ def optimise(
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
         raise TrainingError(
             f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
-            f"{first_bad(model, batch)}. The last checkpoint is whole; lower train.lr (now {config.lr}) or look at "
+            f"{first_bad(model, batch)}. The last checkpoint is intact; lower train.lr (now {config.lr}) or look at "
             f"that tensor"
         )
     optimizer.step(lr)
@@ -128,8 +128,8 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
     """The method's own terms times what `train.extra` says.  Raises ConfigError for a weight of no term."""
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:
-        end = nearest(unknown[0], terms) if terms else "; it has none of its own, leave train.extra out"
-        raise ConfigError(f"train.extra: this draft model has no term {unknown[0]!r}{end}")
+        end = nearest(unknown[0], terms) if terms else "; it has none at all, leave out train.extra"
+        raise ConfigError(f"train.extra: this draft model has no extra loss {unknown[0]!r}{end}")
     return {name: weights.get(name, 1.0) * term for name, term in terms.items()}
 
 

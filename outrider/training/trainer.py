@@ -116,14 +116,16 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainingError(
-            f"can't make {folder} ({error.strerror}); give the run another name, or move that file"
+            f"can't make {folder} ({error.strerror}); give the run another name, or move the file that is in the way"
         ) from error
     if config.select < 1 and reference is None:
-        raise ConfigError(f"train.select {config.select} needs {config.reference}, loaded; give `reference` to train")
+        raise ConfigError(
+            f"train.select {config.select} needs the reference {config.reference}; give its loaded model as `reference`"
+        )
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
         own, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
         raise ConfigError(
-            f"train.reference is {other}, the drafter {own}; two of one kind are wanted that see the same layers"
+            f"train.reference is {other}, but the drafter is {own}; use a reference of the same kind and taps"
         )
     slow = machine.slow_type(config.dtype, machine.TRAINING) if model.target.device.type == "cpu" else None
     if slow is not None:
@@ -159,10 +161,10 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
     if differs:
         wrong = f"other settings ({', '.join(sorted(differs))})"
-        raise CheckpointError(f"{place} was trained with {wrong}; name another run, or set them back to go on")
+        raise CheckpointError(f"{place} was trained with {wrong}; give the run another name, or set them back")
     step = manifest["training"]["step"]
     if settings["steps"] < step:
-        more = f"train.steps {settings['steps']} is less than that; set at least {step}, or name another run"
+        more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
         raise CheckpointError(f"{place} was trained to step {step}, and {more}")
     checkpoint.check_taps(manifest, model, place)
     checkpoint.load_weights(place, model)
@@ -171,7 +173,9 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         unpack(state, model, optimizer)
     elif step < settings["steps"]:
         lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
-        raise CheckpointError(f"{place} {lacks}, without which it can't go on; put the file back, or name another run")
+        raise CheckpointError(
+            f"{place} {lacks}, without which it can't go on; put the file back, or give the run another name"
+        )
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
         before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}

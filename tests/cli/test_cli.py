@@ -487,7 +487,7 @@ def test_a_checkpoint_is_evaluated_on_the_target_that_it_names(
     assert found["training"]["dspark"]["steps"] == 4 and found["training"]["ngram"]["seconds"] == 0
     for words, said in (
         (("tiny.yaml", "ngram"), "give one run file, or drafters"),
-        ((made / "tiny.yaml", "--out", "x"), "a run file's results are in runs/NAME"),
+        ((made / "tiny.yaml", "--out", "x"), "--out has no effect on a run file"),
         (("ngram", "train.steps=3"), "train: settings of drafters by name begin with evaluate. or target."),
         (("ngarm",), "did you mean 'ngram'"),
     ):
@@ -576,7 +576,7 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         (("show", "nowhere.yaml"), 2, "can't read run file nowhere.yaml"),
         (("show", "list.yaml"), 2, "must hold a mapping such as `target: demo`, not list"),
         (("show", "torn.yaml"), 2, "torn.yaml, line 2, column 1, is not YAML: expected ',' or ']'"),
-        (("train", "bare.yaml"), 2, "bare.yaml has no `train:` section; add one, if only `train: {}`"),
+        (("train", "bare.yaml"), 2, "bare.yaml has no `train:` section; add one, at least `train: {}`"),
         (("evaluate", "bare.yaml"), 2, "bare.yaml has no `evaluate:` section"),
         (("train", "counting.yaml"), 2, "'ngram' has nothing to train"),
         (("train", "tiny.yaml"), 1, "run `outrider prepare` first"),

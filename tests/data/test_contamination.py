@@ -119,7 +119,7 @@ def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, 
     copy = shutil.copytree(trained, tmp_path / "copy")
     shutil.copyfile(clean / "prompts.grams", copy / checkpoint.NGRAM_HASHES)
     found = check(ASKED, [Source("drafter", copy)])
-    assert "not the file that its manifest names" in found.unknown["drafter"]
+    assert "has another content than its manifest says" in found.unknown["drafter"]
     assert (found.overlapping, found.checked, found.overlaps(ASKED)) == ({}, 0, {})
     (copy / checkpoint.NGRAM_HASHES).unlink()
     assert "missing" in check(ASKED, [Source("drafter", copy)]).unknown["drafter"]

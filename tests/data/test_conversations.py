@@ -66,19 +66,19 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([1, 2], "must be a mapping, not list"), ("hi", "must be a mapping, not str"), ({}, "keys: none"),
-        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "not 'hi'"), ({"messages": "hi"}, "not 'h"),
+        ([1, 2], "got list"), ("hi", "must be a mapping such as"), ({}, "keys: none"),
+        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "got 'hi'"), ({"messages": "hi"}, "got 'h"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
         ({"messages": [{"role": "user"}]}, "text as content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]},
         "no user turn"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
         ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
-        ({"prompt": [USER]}, "prompt must be text, not [{'role'"), ({"text": 7},
-        "a list of messages belongs in `messages`"),
+        ({"prompt": [USER]}, "prompt must be text, got [{'role'"), ({"text": 7},
+        "put a list of messages under `messages`"),
         ({"prompt": "a", "response": {"b": 1}}, "response must be text"),
-        ({"instruction": "a", "input": 3}, "input must be text, not 3"),
-        ({"prompt": "a \ud83d b"}, "holds '\\ud83d', one half of a surrogate pair"),
+        ({"instruction": "a", "input": 3}, "input must be text, got 3"),
+        ({"prompt": "a \ud83d b"}, "holds '\\ud83d', half of a surrogate pair"),
         ({"id": "\udc00", "prompt": "a"}, "'\\udc00'"),
         ({"messages": [USER, {"role": "assistant", "content": "\udfff"}]}, "surrogate"),
         ({"turns": 5}, "turns"), ({"turns": "hello"}, "turns"), ({"turns": [["hi"]]}, "turns"),
@@ -115,7 +115,7 @@ def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path) -> None:
     assert [one.messages for one in listed] == [one.messages for one in lined]
     assert [one.id for one in listed] == ["one", "list.json[1]"]
     assert listed[0].messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    wrong = {'{"a": 1}': "must hold a list of rows, not a dict", "[1,": "is not JSON", "[1]": "must be a mapping"}
+    wrong = {'{"a": 1}': "must hold a list of rows, got dict", "[1,": "is not JSON", "[1]": "must be a mapping"}
     for text, said in wrong.items():
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(DataError, match=said):
@@ -174,7 +174,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: P
         assert [conversation.messages for conversation in read_all(path)] == [[USER], [USER]]
     for encoding in ("utf-16", "utf-16-be"):
         path.write_bytes(f"\ufeff{line}\n".encode(encoding) if encoding == "utf-16-be" else line.encode(encoding))
-        with pytest.raises(DataError, match=rf"{name}, line 1 begins with the mark of UTF-16; save the file as UTF-8"):
+        with pytest.raises(
+            DataError, match=rf"{name}, line 1 begins with a UTF-16 byte order mark; save the file as UTF-8"
+        ):
             read_all(path)
 
 

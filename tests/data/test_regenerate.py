@@ -346,7 +346,7 @@ def test_answers_that_do_not_say_their_prompt_are_refused(talker: TransformersTa
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({key: row[key] for key in row if "hash" not in key}) + "\n" for row in rows))
     for use in (lambda: answer_all(talker, tmp_path), lambda: answers_for(tmp_path, talker, talker.tokenizer)):
-        with pytest.raises(DataError, match=r"older Outrider wrote .*delete this one"):
+        with pytest.raises(DataError, match=r"older Outrider wrote .*delete this file"):
             use()
 
 

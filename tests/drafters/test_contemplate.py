@@ -58,7 +58,7 @@ def test_contemplate_rows_are_what_the_target_makes_of_the_soft_prompt_behind_th
 def test_a_target_without_masks_by_row_refuses_a_probe():
     """Catches a recurrent target whose state would take the soft prompt in."""
     recurrent = load_target(tiny("mamba2"))
-    with pytest.raises(TargetError, match="takes no probe"):
+    with pytest.raises(TargetError, match="can't run a probe"):
         generate(recurrent, [[1, 2, 3]], contemplate.build(contemplate.Config(), recurrent), max_new_tokens=4)
 
 

@@ -56,7 +56,7 @@ def build(config, target): ...
         (WHOLE, None),
         (
             WHOLE.replace('"class_ngram"', '"klass"'),
-            "drafters/class_ngram.py: Config.kind is 'klass'; it must be the file's name",
+            "drafters/class_ngram.py: Config.kind must be the file's name, 'class_ngram', got 'klass'",
         ),
         (WHOLE.replace(' = "class_ngram"', ' = "klass"'), "Config.kind is 'klass'"),
         (WHOLE.replace(' = "class_ngram"', ""), "Config.kind is missing"),
@@ -92,7 +92,7 @@ def test_an_entry_point_of_another_name_is_refused(monkeypatch):
     )
     monkeypatch.setattr(drafters, "__name__", "elsewhere")
     with pytest.raises(
-        ConfigError, match="outrider.drafters.ngram: Config.kind is 'ngram'; it must be the entry point's name"
+        ConfigError, match="outrider.drafters.ngram: Config.kind must be the entry point's name, .*, got 'ngram'"
     ):
         drafters.find("repeat")
     with pytest.raises(ConfigError, match="no_such_package:thing can't be imported"):

@@ -44,7 +44,7 @@ def test_a_manifest_without_a_kind_leaves_a_folder_to_those_who_know_it(tmp_path
     assert (found.length, found.taps) == (15, (1, 9))
     assert draft_of(tmp_path, "T") == found
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="name its --kind"):
+    with pytest.raises(ConfigError, match="name its kind and format with --kind"):
         draft_of(tmp_path, "T")
 
 
@@ -64,34 +64,34 @@ def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kind": ["a"]}, "['a'] as kind, wanted a text"), ({"kind": None}, "None as kind"), ({"format": 3},
-        "3 as format"),
-        ({"config": [1]}, "[1] as config, wanted a mapping"), ({"config": "ab"}, "'ab' as config"),
-        ({"target": "T"}, "'T' as target"), ({"target": {"name": 7}}, "7 as target.name"),
-        ({"taps": 3}, "3 as taps, wanted a list"),
-        ({"taps": ["1"]}, "['1'] as taps, wanted a list of whole numbers"),
-        ({"version": 99}, "version 99, this Outrider reads 1"),
+        ({"kind": ["a"]}, "kind must be a text, got ['a']"), ({"kind": None}, "kind must be a text, got None"),
+        ({"format": 3}, "format must be a text, got 3"), ({"config": [1]}, "config must be a mapping, got [1]"),
+        ({"config": "ab"}, "config must be a mapping, got 'ab'"),
+        ({"target": "T"}, "target must be a mapping, got 'T'"),
+        ({"target": {"name": 7}}, "target.name must be a text, got 7"), ({"taps": 3}, "taps must be a list"),
+        ({"taps": ["1"]}, "taps must be a list of whole numbers, got ['1']"),
+        ({"version": 99}, "version 99, but this Outrider reads 1"),
         ({"version": True}, "version True"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_is_none_is_refused_in_a_sentence(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     """Catches a traceback, and a newer manifest that is read as if it were of today."""
-    with pytest.raises(
-        ExportError, match=re.escape(f"outrider.json {'is of' if 'version' in wrong else 'has'} {said}")
-    ):
+    with pytest.raises(ExportError, match=r"outrider.json( is of|:) " + re.escape(said)):
         draft_of(lying(tmp_path, SGLANG, OURS | wrong))
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"eagle_config": [1]}, "[1] as eagle_config, wanted a mapping"), ({"eagle_config": "x"},
-        "'x' as eagle_config"),
-        ({"eagle_config": {IDS: "135"}}, f"'135' as eagle_config.{IDS}, wanted a list of whole numbers"),
-        ({IDS: [True]}, "[True]"), ({"dflash_config": [1], "block_size": 4}, "[1] as dflash_config"),
-        ({"dflash_config": {"mask_token_id": [7]}}, "[7] as dflash_config.mask_token_id"),
-        ({"block_size": 4.5}, "4.5 as block_size"),
-        ({"speculators_config": 1}, "1 as speculators_config"), ({"medusa_num_heads": "3"}, "'3' as medusa_num_heads"),
+        ({"eagle_config": [1]}, "eagle_config must be a mapping, got [1]"),
+        ({"eagle_config": "x"}, "eagle_config must be a mapping, got 'x'"),
+        ({"eagle_config": {IDS: "135"}}, f"eagle_config.{IDS} must be a list of whole numbers, got '135'"),
+        ({IDS: [True]}, "[True]"),
+        ({"dflash_config": [1], "block_size": 4}, "dflash_config must be a mapping, got [1]"),
+        ({"dflash_config": {"mask_token_id": [7]}}, "dflash_config.mask_token_id must be a whole number, got [7]"),
+        ({"block_size": 4.5}, "block_size must be a whole number, got 4.5"),
+        ({"speculators_config": 1}, "speculators_config must be a mapping, got 1"),
+        ({"medusa_num_heads": "3"}, "medusa_num_heads must be a whole number, got '3'"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])

@@ -269,7 +269,7 @@ def test_queries_give_what_the_words_mean(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "Chat", "-a", "a_b", "a" * 60])
 def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
     """Catches a manifest that can't be applied."""
-    with pytest.raises(ConfigError, match="wanted up to 52"):
+    with pytest.raises(ConfigError, match="must be up to 52"):
         files_of("vllm", draft_of("ngram", "org/target"), Wish(), Place(name))
 
 

@@ -79,7 +79,7 @@ def test_one_list_has_every_engine_and_format() -> None:
                 )
                 assert format in formats() and find(format)
     with pytest.raises(
-        ConfigError, match="speculators is a format, not an engine; the engines that read it: vllm, llamacpp"
+        ConfigError, match="speculators is a format, not an engine; name an engine that reads it: vllm, llamacpp"
     ):
         engine_name("speculators")
 
@@ -103,7 +103,7 @@ def test_export_deploy_and_verify_export_take_the_same_names(
         assert outrider_with(*words, "--target", target) == 2
         assert "did you mean 'vllm'?" in capsys.readouterr().err
     assert outrider_with("verify-export", checkpoint, "--engine", "llama.cpp", "--target", target) == 2
-    assert "llama.cpp's drafts can't be compared here" in " ".join(capsys.readouterr().err.split())
+    assert "drafts of llama.cpp can't be compared" in " ".join(capsys.readouterr().err.split())
     assert outrider_with("verify-export", checkpoint, "--engine", "vLLM", "--python", "x", "--target", target) == 2
     assert "export it first: `outrider export" in " ".join(capsys.readouterr().err.split())
 
@@ -197,6 +197,6 @@ def test_a_folder_of_others_is_deployed_by_its_own_target(
 
 
 def test_only_what_was_exported_here_gets_a_card(home: Path) -> None:
-    with pytest.raises(ExportError, match="was not exported here"):
+    with pytest.raises(ExportError, match="was not written by `outrider export`"):
         card.write(home / "published")
     assert not (home / "published" / "README.md").exists()

@@ -154,7 +154,7 @@ def test_a_table_of_trees_is_not_deployed_as_one_of_chains(own: dict[str, Any], 
     """Catches a schedule that is served with another draft than was measured to pay."""
     place = tmp_path / "tune.json"
     place.write_text(json.dumps({"ranges": [[1, 8, 3]], "width": 1, "cutoff": None} | own))
-    with pytest.raises(ConfigError, match="which no table by load holds"):
+    with pytest.raises(ConfigError, match="which a table by load can't hold"):
         tune.read(place)
     place.write_text('{"ranges": [[1, 1e999, 2]]}')
     with pytest.raises(DataError, match="is not a schedule"):
@@ -381,7 +381,7 @@ def test_a_stopped_tune_leaves_no_server_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no server to measure"), (("--start", "run --port {port}"), "no {tokens}"),
+        ((), "no server to measure"), (("--start", "run --port {port}"), "must contain {tokens}"),
         (("--url", "http://127.0.0.1:1"), "TOKENS=URL"), (("--url", "0=http://a", "--loads", "many"), "--loads"),
         (("--draft", "ngram", "--engine", "transformers", "--target", "demo"), "can't be started"),
         (("--draft", "ngram", "--engine", "sglang", "--target", "demo", "--widths", "1,4"), "no trees"),

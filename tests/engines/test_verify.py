@@ -516,7 +516,7 @@ def test_transformers_is_run_and_keeps_what_we_keep(target, tmp_path):
 
 
 def test_an_engine_that_can_not_be_run_says_what_to_name(tmp_path):
-    with pytest.raises(ConfigError, match="name the python of the engine's environment"):
+    with pytest.raises(ConfigError, match="name the Python of the engine's environment"):
         parity.asked(tmp_path / "nobody", {})
     with pytest.raises(ConfigError, match="the engine ended with code 1 and no answer: .*No module named 'vllm'"):
         parity.asked(sys.executable, {"target": "x"})

@@ -262,8 +262,8 @@ def test_how_words_are_split_has_llama_cpps_name():
 
 
 STRANGE: dict[str, tuple[Callable[[], Any], str]] = {
-    "a pattern of its own": (lambda: tokenizer(r"\w+|\W"), "a way of its own"),
-    "llama's pattern, merged otherwise": (lambda: tokenizer(LLAMA3), "a way of its own"),
+    "a pattern of its own": (lambda: tokenizer(r"\w+|\W"), "a way that is not supported"),
+    "llama's pattern, merged otherwise": (lambda: tokenizer(LLAMA3), "a way that is not supported"),
     "no merges": (lambda: tokenizer(merges=0), "no merges"),
     "lower case": (lambda: tokenizer(normalizer=normalizers.Lowercase()), "normalises texts by Lowercase"),
     "a space before all": (lambda: tokenizer(None, prefix=True), "splits texts by"),

@@ -110,7 +110,7 @@ def test_a_folder_of_it_without_our_notes_is_read_as_sglangs(target, made, tmp_p
     """Catches a folder that only one reader takes although it is the same: EAGLE-3's and DFlash's are SGLang's to the
     byte."""
     export(made("eagle3"), "trtllm", tmp_path / "there", target)
-    with pytest.raises(ExportError, match="trtllm, which is written here and not read"):
+    with pytest.raises(ExportError, match="trtllm, which Outrider writes but can't read"):
         import_folder(tmp_path / "there", tmp_path / "back", target)
     (tmp_path / "there" / "outrider.json").unlink()
     assert import_folder(tmp_path / "there", tmp_path / "back", target).taps == (0, 1, 3)

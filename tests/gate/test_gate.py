@@ -580,7 +580,7 @@ def test_reports_of_the_same_thing_widen_the_intervals_of_times_by_their_noise()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda report: report.update(target="another/model"), "target demo against another/model"),
+        (lambda report: report.update(target="another/model"), "target another/model, not demo"),
         (lambda report: report.update(fingerprint={"cpu": "another"}), "cpu simulated against another"),
         (lambda report: [row.update(drafter="eagle3") for row in report["rows"]], "two drafters, eagle3 and ngram"),
     ],
@@ -732,7 +732,7 @@ def test_a_refusal_is_in_the_files_too(command: Any, tmp_path: Path) -> None:
     assert suite is not None and (suite.get("tests"), suite.get("errors")) == ("1", "1")
     assert "measure both on one target" in (tmp_path / "gate.xml").read_text()
     found = json.loads((tmp_path / "gate.json").read_text())
-    assert found["verdict"] == "refused" and found["headline"].startswith("REFUSED: candidate drafts for another")
+    assert found["verdict"] == "refused" and found["headline"].startswith("REFUSED: the candidate has target another")
     assert "REFUSED" in (tmp_path / "gate.md").read_text()
 
 

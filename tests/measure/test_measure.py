@@ -432,7 +432,7 @@ def test_two_tasks_of_one_name_are_refused(tasks: tuple[str, ...], said: str) ->
         ({"gsm8": "0" * 40}, "evaluate.revisions: 'gsm8' is not a task; did you mean 'gsm8k'"),
         ({"q": "0" * 40}, "evaluate.revisions: 'q' is not a task; known: .*gsm8k, .*x/quiz.jsonl"),
         ({"quiz.jsonl": "sha256:0"}, "evaluate.revisions: 'quiz.jsonl' is not a task; did you mean 'x/quiz.jsonl'"),
-        ({"x/quiz.jsonl": "main"}, "evaluate.revisions: x/quiz.jsonl is a file and has no commit 'main'"),
+        ({"x/quiz.jsonl": "main"}, "evaluate.revisions: x/quiz.jsonl is a file and has no commit, got 'main'"),
         ({"stdlib": "0" * 40}, "evaluate.revisions: stdlib is .* can't be pinned"),
     ],
 )
@@ -623,7 +623,7 @@ def test_every_participant_is_asked_the_same_conversation(
 
 def test_a_temperature_that_stands_twice_is_refused() -> None:
     """Catches two rows of one name, of which a comparison takes one."""
-    with pytest.raises(ValueError, match="names a temperature twice"):
+    with pytest.raises(ValueError, match="has a temperature twice"):
         Config(temperatures=(0.0, 1.0, 0.0))
 
 

@@ -178,7 +178,7 @@ def test_a_promised_field_that_is_misspelt_is_refused():
         ("{", "can't read report"),
         ("[1, 2]", "schema 'none'"),
         ('{"target": "x"}', "schema 'none'"),
-        ('{"schema": 2, "target": "x"}', "schema 2; this Outrider reads schema 1"),
+        ('{"schema": 2, "target": "x"}', "schema 2, but this Outrider reads schema 1"),
         ('{"schema": 1}', "damaged at target"),
         ('{"schema": 1, "target": "x", "rows": [{"drafter": "a"}]}', "damaged at rows.0.task"),
     ],

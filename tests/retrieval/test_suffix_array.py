@@ -326,7 +326,7 @@ def test_a_copied_corpus_is_taken_once_it_was_verified(small: Path) -> None:
     ("text", "said"),
     [
         ("{", "is damaged"), ("[]", "is damaged"), ('{"format": 1}', "is damaged"),
-        ('{"format": 7, "seal": ""}', "has format 7"), (None, "edited or is damaged"),
+        ('{"format": 7, "seal": ""}', "has format 7"), (None, "changed after its build, or is damaged"),
     ],
 )  # fmt: skip
 def test_a_header_that_is_not_its_builds_is_refused(small: Path, text: str | None, said: str) -> None:

@@ -102,7 +102,7 @@ def test_it_says_that_it_is_slow_and_what_it_can_not(kind, caplog):
     with pytest.raises(NotCompiled, match="a cache of its own"):
         target.compile()
     assert "every pass copies its own cache" in caplog.text
-    with pytest.raises(DrafterError, match="no sublayer of it can be left out"):
+    with pytest.raises(DrafterError, match="none of its sublayers can be left out"):
         layer_skip.build(layer_skip.Config(), target)
 
 

@@ -262,6 +262,6 @@ def test_a_family_that_can_not_hide_rows_takes_no_probe(why):
     target.prefill(cache, [0], torch.tensor([[7, 8, 9]]), [3])
     probe = probe_of(target, draft, torch.tensor([[1, 2]]))
     before = target.verify(cache, [0], anchor, draft).logits
-    with pytest.raises(TargetError, match=r"takes no probe: .*; draft without one"):
+    with pytest.raises(TargetError, match=r"can't run a probe: .*; draft without one"):
         target.verify(cache, [0], anchor, draft, (), probe)
     assert torch.equal(target.verify(cache, [0], anchor, draft).logits, before)

@@ -357,7 +357,7 @@ DAMAGES = {
     "next version": (change_manifest(lambda m: m.update(version=2)), "is of version 2, this Outrider reads 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
     "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
-    "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden 33 against 32"),
+    "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden was 33, is 32"),
     "target's weights": (change_manifest(lambda m: m["target"].update(weights_hash="0")), "weights_hash 0 against"),
     "no binding": (change_manifest(lambda m: m.update(target={})), "was trained for target None"),
     "other taps": (change_manifest(lambda m: m.update(taps=[2])), "taps"),
@@ -405,10 +405,13 @@ def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: Trans
 
 
 MAPS = {
-    "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), "manifest and weights of different drafters"),
+    "out of range": (
+        lambda w: w["head.d2t"].__setitem__(-1, 10_000),
+        "manifest of one drafter and the weights of another",
+    ),
     "twice": (
         lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1),
-        "manifest and weights of different drafters",
+        "manifest of one drafter and the weights of another",
     ),
     "of fractions": (lambda w: w.update({"head.d2t": w["head.d2t"].double()}), "wrongly typed weights: head.d2t"),
     "another t2d": (lambda w: w.update({"head.t2d": ~w["head.t2d"]}), "d2t and t2d name different tokens"),
@@ -464,7 +467,7 @@ def test_a_manifest_of_no_known_drafter_is_refused(
     ("sizes", "said"),
     [
         ({"seed": 1}, "weights_hash"),
-        ({"vocab_size": 300}, "vocabulary 261 against 300"),
+        ({"vocab_size": 300}, "vocabulary was 261, is 300"),
         ({"num_hidden_layers": 5}, "layers 4 against 5"),
     ],
 )
@@ -530,7 +533,7 @@ def test_what_cannot_be_built_is_said(
 
 def test_a_checkpoint_takes_no_settings(saved: Path, talker: TransformersTarget) -> None:
     """Catches a setting that is given and ignored."""
-    with pytest.raises(ConfigError, match="brings its own settings; leave out block, rank"):
+    with pytest.raises(ConfigError, match="with settings of its own; leave out block, rank"):
         load_drafter(saved, talker, block=2, rank=3)
 
 

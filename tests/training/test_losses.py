@@ -203,7 +203,7 @@ def test_a_combination_is_the_weighted_sum() -> None:
         ({"kll": 1.0}, "unknown loss 'kll'; did you mean 'kl'?"),
         ({"ce": 1.0, "lk_alpa": 1.0}, "unknown loss 'lk_alpa'; did you mean 'lk_alpha'?"),
         ({"hinge": 1.0}, "unknown loss 'hinge'; known: ce, jsd, kl, lk_alpha, lk_lambda, rkl, tv"),
-        ({}, "the loss names no term"),
+        ({}, "the loss has no term"),
     ],
 )
 def test_an_unknown_loss_is_refused_with_the_nearest_one(loss: dict[str, float], said: str) -> None:

@@ -188,7 +188,7 @@ def test_a_selection_without_its_model_is_refused_before_training(talker: Transf
 def test_a_reference_that_sees_other_layers_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a reference that is fed the taps of the drafter in place of its own: it would judge by nonsense."""
     other = make_model(talker, taps=(0,))
-    with pytest.raises(ConfigError, match=r"with taps \(0,\).*see the same layers"):
+    with pytest.raises(ConfigError, match=r"with taps \(0,\).*same kind and taps"):
         train(
             make_model(talker),
             make_source(talker),

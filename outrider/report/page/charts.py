@@ -48,7 +48,7 @@ class Axis(NamedTuple):
         return round_ticks(self.low, self.high) if self.at is None else self.at
 
     def scaled(self, value: float, start: float, end: float) -> float:
-        """From a value to pixels between start and end; what lies outside the axis is put on its edge."""
+        """A function from a value to pixels between start and end; what lies outside the axis is put on its edge."""
         return start + (end - start) * min(max((value - self.low) / ((self.high - self.low) or 1.0), 0.0), 1.0)
 
 

@@ -22,7 +22,7 @@ def speedup(report: Report, *, is_narrow: bool = False) -> Rows:
 
 
 def generate_speedup(row: Row) -> float | None:
-    """Of transformers' own generate."""
+    """The speed-up over transformers' own generate."""
     return (
         row.generate_tokens_per_s / row.plain_tokens_per_s
         if row.generate_tokens_per_s and row.plain_tokens_per_s

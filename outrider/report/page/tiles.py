@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 
 
 def tiles(report: Report) -> list[Tile]:
-    """Of the leading row; empty where the report has none."""
+    """The tiles of the leading row; empty where the report has none."""
     row = report.lead
     if row is None:
         return []
