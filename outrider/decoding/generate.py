@@ -1,13 +1,13 @@
 """Requests over slots: a few slots serve any number of requests; one that ends gives its slot to the next."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.decoding.draft import padded
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy, Target
-from outrider.decoding.state import DecodeState, FinishReason, Request
+from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
 PREFILL_CHUNK = 512  # prompt tokens read in one pass
 
@@ -58,10 +58,19 @@ def advance(
 
 def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
     """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter reads each chunk."""
-    while rows := [row for row in rows if state.prefilled[row] < len(state.tokens[row]) - 1]:
-        pieces = [state.tokens[row][state.prefilled[row] : -1][:PREFILL_CHUNK] for row in rows]
-        lengths = [len(piece) for piece in pieces]
-        scores = target.prefill(cache, rows, padded(pieces, 0, state.device), lengths, drafter.taps)
-        for row, length in zip(rows, lengths, strict=True):
-            state.prefilled[row] += length
-        drafter.admit(memory, rows, state, scores, lengths)
+    while left := {row: count for row in rows if (count := state.unread(row))}:
+        read(target, drafter, cache, memory, state, {row: min(count, PREFILL_CHUNK) for row, count in left.items()})
+
+
+def read(
+    target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, counts: Mapping[int, int]
+) -> Scores:
+    """One pass over the next counts[row] prompt tokens of each of these slots."""
+    rows, lengths = list(counts), list(counts.values())
+    starts = [state.prefilled[row] for row in rows]
+    pieces = [state.tokens[row][at : at + length] for row, at, length in zip(rows, starts, lengths, strict=True)]
+    scores = target.prefill(cache, rows, padded(pieces, 0, state.device), lengths, drafter.taps)
+    for row, length in counts.items():
+        state.prefilled[row] += length
+    drafter.admit(memory, rows, state, scores, lengths)
+    return scores

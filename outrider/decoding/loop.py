@@ -30,6 +30,8 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
     timing.lap("draft")
     policy.observe(state, draft.sizes, accepted, timing)
     timing.lap("other")
+    for error in state.judge.errors.values():
+        raise error
     return accepted
 
 
@@ -40,9 +42,8 @@ def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state
     nothing = Draft.empty(len(state.rows), state.device)
     if not drafter.limit or target.spec.mode == "off":
         return nothing
-    wanted = zip(policy.budget(state).tolist(), state.left, strict=True)
-    # the step itself adds one more token
-    if not any(most := [max(0, min(own, left - 1, drafter.limit)) for own, left in wanted]):
+    wanted = zip(policy.budget(state).tolist(), state.room, strict=True)
+    if not any(most := [max(0, min(own, room, drafter.limit)) for own, room in wanted]):
         return nothing
     draft = Draft.checked(drafter.propose(memory, state, budget := torch.tensor(most)), len(state.rows))
     if target.spec.mode == "chain":

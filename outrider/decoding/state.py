@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,10 @@ class Request:
     """Owner of the text: what a drafter stores across requests stays within one tenant."""
     drafter: str = ""
     """Name of the member it wants, where a `mix` gives requests to one member; any unless given."""
+    max_draft: int | None = None
+    """Most nodes to draft for it in one step; 0 decodes plainly, None leaves that to the policy."""
+    prediction: Sequence[int] = ()
+    """Token ids that its text is likely to repeat, for drafters that look text up."""
 
 
 class Scores(NamedTuple):
@@ -68,6 +72,8 @@ class Judge:
     """Some live slot makes tokens impossible because of the tokens before them."""
     temperature: Tensor | None = None
     """[B], 0 where a slot is greedy; None where every slot is."""
+    errors: Mapping[int, Exception] = {}
+    """By slot: why its last tokens can't be used.  The step is complete when it raises the first of them."""
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None: ...
     def free(self, row: int) -> None: ...
@@ -103,7 +109,7 @@ class Judge:
         return len(tokens), False
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Called after the commit; texts: all tokens of each live slot.  Raises where an impossible token was
+        """Called after the commit; texts: all tokens of each live slot.  Sets `errors` where an impossible token was
         committed."""
 
     def on(self, device: torch.device) -> Judge:  # for a drafter on another device
@@ -128,7 +134,8 @@ class DecodeState:
     """Slots of one batch.  A slot is admitted, advances by `commit`, is finished, and is freed for the next request.
 
     Drafters and policies read these, and change none:
-    `rows` list[int], the live slots, ascending; a finished one stays until it is freed, before the next step
+    `rows` list[int], the live slots, ascending; a finished one stays until it is freed, before the next step; one whose
+    prompt is still being read is not live
     `tokens[row]` list[int], prompt and committed tokens, the last one the anchor; between admit and free it only grows
     `requests[row]` the slot's `Request`, absent where the slot is free; `prefilled[row]` prompt tokens the target has
     read `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of
@@ -148,28 +155,43 @@ class DecodeState:
         self.prefilled = [0] * slots
         self.finished: list[FinishReason | None] = [None] * slots
         self.seeds = [0] * slots
+        self.reading: set[int] = set()  # slots whose prompt is being read, which take no part in steps
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
+        self.drafted: list[int] = []  # number of nodes of each
         self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()
         self._select()
 
-    def admit(self, row: int, request: Request) -> None:
-        """Put a request into a free slot."""
+    def admit(self, row: int, request: Request, is_live: bool = True) -> None:
+        """Put a request into a free slot; one that is not live takes part in steps after `start`."""
         assert row not in self.requests, f"slot {row} is taken"
         seed = request.sampling.seed
         self.requests[row], self.tokens[row] = request, list(request.prompt)
         self.prefilled[row], self.finished[row] = 0, None
         self.seeds[row] = secrets.randbits(63) if seed is None else seed
         self.judge.admit(row, request, self.ends, self.device)
+        if is_live:
+            self._select()
+        else:
+            self.reading.add(row)
+
+    def start(self, rows: Sequence[int]) -> None:
+        """The prompts of these slots were read: they take part in steps from now on."""
+        self.reading.difference_update(rows)
         self._select()
+
+    def unread(self, row: int) -> int:
+        """Tokens of a slot's prompt that the target has not read; the last one is the anchor, which a step reads."""
+        return len(self.tokens[row]) - 1 - self.prefilled[row]
 
     def free(self, row: int) -> None:
         del self.requests[row]
+        self.reading.discard(row)
         self.judge.free(row)
         self._select()
 
     def _select(self) -> None:
-        self.rows = sorted(self.requests)
+        self.rows = sorted(self.requests.keys() - self.reading)
         self.judge.select(self.requests, self.rows, self.device)
         seeded = [self.shared_noise and self.requests[row].sampling.seed is not None for row in self.rows]
         self.seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None
@@ -197,6 +219,12 @@ class DecodeState:
         """Tokens each live slot may still grow by."""
         return [self._most(row) - len(self.tokens[row]) for row in self.rows]
 
+    @property
+    def room(self) -> list[int]:
+        """Most nodes that may be drafted for each live slot: the step itself adds one more token."""
+        most = (self.requests[row].max_draft for row in self.rows)
+        return [left - 1 if own is None else min(left - 1, own) for left, own in zip(self.left, most, strict=True)]
+
     def _most(self, row: int) -> int:
         return min(len(self.requests[row].prompt) + self.requests[row].max_new_tokens, self.context)
 
@@ -204,7 +232,7 @@ class DecodeState:
         """Append accepted tokens one by one; stop at an end id, a stop string, the limit or the context.  Returns what
         was committed: a slot that ended inside its block has the shorter path and -1 for its next token."""
         self.invalid += sum(accepted.invalid)
-        self.reached = draft.reach()
+        self.reached, self.drafted = draft.reach(), list(draft.live)
         paths, following = list(accepted.paths), list(accepted.next_tokens)
         for b, row in enumerate(self.rows):
             block = [draft.ids[b][n] for n in paths[b]] + [following[b]]

@@ -30,8 +30,8 @@ class Adaptive(Policy):
     steps of that depth.  All slots get the same depth: the widest slot sets the cost of a pass, and the sum over
     different slots is B times their mean's.
 
-    One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a `SHARE`
-    of the time goes into probes, so that drafting resumes by itself: many probes where they lose little, few where
+    One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a share
+    of the time goes into `Probes`, so that drafting resumes by itself: many probes where they lose little, few where
     drafts are slow. Measurements are evaluated every `REST` steps, and at once where something is tried or slots
     change; in between a step costs nothing.  Budgets depend on earlier steps alone, so the output stays exact; equal
     outcomes and timings give equal budgets.
@@ -41,14 +41,9 @@ class Adaptive(Policy):
     """Steps between two that try another depth."""
     REST = 8
     """Steps between two decisions."""
-    SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
-    """In plain steps: `SHARE` is what each step while off saves for probes, times (best draft's expected rate / plain
-    rate) ** `DOUBT`; `FUND` is the most that is saved; `FEE` is the cost of a probe in addition to what it loses."""
     LOYALTY = 0.98
     """A depth changes only where another one's rate times this is higher, and drafts must beat plain steps by as
     much."""
-    WINDOW, NEW_TEXT = 256.0, 16.0
-    """Tests after which a count has faded to 1/e, and most tests that counts of other requests weigh."""
 
     def __init__(self, limit: int):
         self.limit = self.depth = limit
@@ -56,49 +51,42 @@ class Adaptive(Policy):
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
         """The depths to choose from."""
-        self.accepted, self.tests = [0.0] * limit, [0.0] * limit
-        """How often each node was accepted, and tested; fading."""
-        self.is_tree = False
+        self.acceptance, self.probes = Acceptance(limit), Probes()
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
-        self.serving: dict[int, Request] = {}
         self.rows: list[int] = []
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
         self.unread: list[tuple[float, bool, Accepted]] = []
         """Steps since the last decision: seconds, whether the step was unusual, and what was accepted."""
         self.step = self.decided = self.steady = 0
         """Number of steps; the step of the last decision; decisions in a row that left the depth unchanged."""
-        self.pause = self.paused = self.since = self.tries = self.probing = 0
-        """Plain steps since the last draft, and the same before the last step; steps since another depth was tried,
-        number of such tries, and steps left of a probe."""
-        self.credit, self.late = self.FUND, float("inf")
-        """Plain steps saved for probes; seconds of the last probe's first step, which reads what the drafter missed."""
-        self.gap = self.variance = 0.0
-        """Accepted nodes minus expected ones in the last dozen steps, and the variance of that."""
+        self.pause = self.paused = self.since = self.tries = 0
+        """Plain steps since the last draft, and the same before the last step; steps since another depth was tried, and
+        number of such tries."""
 
     def budget(self, state: DecodeState) -> Tensor:
         self.step += 1
-        has_room = not self.depth or min(state.left) > self.depth
+        has_room = not self.depth or min(state.room) >= self.depth
         if state.rows is self.rows and self.step < self.decided + self.REST and has_room:
             return self.asked
         self._read()
-        self._meet(state)
-        room = [left - 1 for left in state.left]  # the step itself adds one more token
+        self.acceptance.meet(state)
+        room = state.room
         live, most, depth = len(room), min(max(room, default=0), self.limit), 0
         if most > 0:
             costs = self.costs.setdefault((live - 1).bit_length(), Costs([self.limit, 0, (self.limit + 1) // 2, 1]))
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
         # a try lasts one step, and a new depth is evaluated at every step
-        self.steady = self.steady + 1 if depth == self.depth and not self.probing and wanted == self.wanted else 0
+        self.steady = self.steady + 1 if depth == self.depth and not self.probes.left and wanted == self.wanted else 0
         self.rows = state.rows if self.steady > self.REST else []
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         asked = max(self.wanted, default=0)
-        if asked and not self.is_tree and state.reached != sizes.tolist():
-            self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
+        if asked and state.reached != sizes.tolist():
+            self.acceptance.see_tree()
         # the very first step warms up caches, the first plain step finds a draft's weights in them, and the first draft
         # after a pause reads what it has missed
         is_odd = self.step == 1 or (self.pause >= 8 if asked else not self.pause)
@@ -116,28 +104,16 @@ class Adaptive(Policy):
             # a slot that ended inside its block did not show what it would have accepted
             slots = [zip(each.paths, self.wanted, each.next_tokens, strict=True) for _, _, each in unread]
             steps = [(path, wanted) for step in slots for path, wanted, token in step if token >= 0]
-            self._wonder(steps, len(unread))
-            self._count(steps)
+            self.acceptance.wonder(steps, len(unread))
+            self.acceptance.count(steps)
         costs.add(asked, [seconds for seconds, is_odd, _ in unread if not is_odd], self.step)
-        for seconds, _, accepted in unread if self.probing and asked else ():
-            self._charge(seconds, sum(accepted.counts) / live, costs)
-
-    def _charge(self, seconds: float, accepted: float, costs: Costs) -> None:
-        """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit."""
-        self.probing -= 1
-        paid = min(seconds, self.late if self.paused else costs.at(max(self.wanted)))  # an outlier happens once
-        self.late = seconds if self.paused else self.late
-        self.credit -= paid / costs.at(0) - 1 - accepted + self.FEE
-
-    def shares(self) -> list[float]:
-        """s of every node.  In a chain a node is tested where the one before it was accepted, and s is the product of
-        the shares so far; in a tree, whose parents a policy does not know, every node is tested."""
-        found = shares(self.accepted, self.tests)
-        return found if self.is_tree else list(accumulate(found, mul))
+        for seconds, _, accepted in unread if self.probes.left and asked else ():
+            usual = None if self.paused else costs.at(asked)
+            self.probes.charge(seconds, usual, costs.at(0), sum(accepted.counts) / live)
 
     def rates(self, live: int, most: int, costs: Costs) -> dict[int, float]:
         """Tokens per second by depth, where no slot has room for more than `most` nodes."""
-        expected = list(accumulate(self.shares(), initial=0.0))
+        expected = list(accumulate(self.acceptance.shares(), initial=0.0))
         return {
             depth: live * (1 + expected[min(depth, most)]) / costs.at(min(depth, most)) for depth in (0, *self.depths)
         }
@@ -155,45 +131,74 @@ class Adaptive(Policy):
             at = self.depths.index(self.depth)
             near = self.depths[max(0, at - 1) : at + 2]
             costs.try_first(near)
-            self.since, self.probing = self.since + self.step - self.decided, 0
+            self.since, self.probes.left = self.since + self.step - self.decided, 0
             if self.since < self.EXPLORE:
                 return self.depth
-            self.since, self.tries, self.credit = 0, self.tries + 1, self.FUND
+            self.since, self.tries, self.probes.credit = 0, self.tries + 1, self.probes.FUND
             if self.tries % 3 == 1:
                 costs.todo += [0, 0]  # the first of three is not counted
                 return 0
             return near[-1 if self.tries % 3 else 0]
         promise = max(rates[depth] for depth in self.depths) / rates[0]
-        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * (self.step - self.decided), self.FUND)
-        if not self.probing and self.credit > 0:
-            self.probing = 2  # since the first after a pause does not show a draft's usual seconds
+        is_probe = self.probes.due(promise, self.step - self.decided)
         # the deepest depth that is nearly as fast as the best: with a parallel drafter it costs little more
         fast = [depth for depth in self.depths if rates[depth] >= 0.9 * max(rates[other] for other in self.depths)]
-        return fast[-1] if self.probing else 0
+        return fast[-1] if is_probe else 0
 
-    def _meet(self, state: DecodeState) -> None:
+
+class Acceptance:
+    """How often each node of a draft was accepted lately, over all slots."""
+
+    WINDOW, NEW_TEXT = 256.0, 16.0
+    """Tests after which a count has faded to 1/e, and most tests that counts of other requests weigh."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.accepted, self.tests = [0.0] * limit, [0.0] * limit
+        """How often each node was accepted, and tested; fading."""
+        self.is_tree = False
+        self.serving: dict[int, Request] = {}
+        self.gap = self.variance = 0.0
+        """Accepted nodes minus expected ones in the last dozen steps, and the variance of that."""
+
+    def shares(self) -> list[float]:
+        """s of every node.  In a chain a node is tested where the one before it was accepted, and s is the product of
+        the shares so far; in a tree, whose parents a policy does not know, every node is tested."""
+        found = shares(self.accepted, self.tests)
+        return found if self.is_tree else list(accumulate(found, mul))
+
+    def see_tree(self) -> None:
+        """A draft was a tree: nodes count by their numbers from now on."""
+        if not self.is_tree:
+            self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
+
+    def meet(self, state: DecodeState) -> None:
         """Reduce the weight of old counts where slots serve other requests than before."""
         known = [row for row in state.rows if self.serving.get(row) is state.requests[row]]
         if len(known) < len(state.rows):
             self.serving = dict(state.requests)
-            self._lighten(self.NEW_TEXT, len(known) / len(state.rows))
+            self.lighten(self.NEW_TEXT, len(known) / len(state.rows))
 
-    def _lighten(self, most: float, share: float = 0.0) -> None:
+    def lighten(self, most: float, share: float = 0.0) -> None:
         """Reduce every count to this share of its weight, or to `most` tests, whichever is more."""
         for n, tests in enumerate(self.tests):
             left = min(tests, max(most, share * tests))
             self.accepted[n], self.tests[n] = self.accepted[n] * left / max(tests, 1e-9), left
 
-    def _count(self, steps: list[tuple[list[int], int]]) -> None:
+    def count(self, steps: Sequence[tuple[Sequence[int], int]]) -> None:
         """Count accepted nodes of steps (path, nodes wanted).  A node that was wanted but not offered counts as
         rejected."""
         for n in range(self.limit):
             tests = sum(wanted > n and (self.is_tree or len(path) >= n) for path, wanted in steps)
-            fade = (1 - 1 / self.WINDOW) ** tests
-            self.tests[n] = self.tests[n] * fade + tests
-            self.accepted[n] = self.accepted[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
+            self.add(n, sum(n in path for path, wanted in steps if wanted > n), tests)
 
-    def _wonder(self, steps: list[tuple[list[int], int]], num_steps: int) -> None:
+    def add(self, n: int, accepted: float, tests: int) -> None:
+        """Node n was tested so often, and accepted in so many of these."""
+        fade = (1 - 1 / self.WINDOW) ** tests
+        self.tests[n] = self.tests[n] * fade + tests
+        self.accepted[n] = self.accepted[n] * fade + accepted
+
+    def wonder(self, steps: Sequence[tuple[Sequence[int], int]], num_steps: int) -> None:
         """Where the accepted nodes of a dozen steps are 3 standard deviations off, the text has changed: old counts
         weigh little."""
         fade = (11 / 12) ** num_steps
@@ -205,8 +210,39 @@ class Adaptive(Policy):
         self.gap = self.gap * fade + sum(len(path) - means[wanted] for path, wanted in steps)
         self.variance = self.variance * fade + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
         if self.gap**2 > 9 * (self.variance + 1):
-            self._lighten(4.0)
+            self.lighten(4.0)
             self.gap = self.variance = 0.0
+
+
+class Probes:
+    """Drafts while drafts do not pay, so that drafting resumes by itself; plain steps save for them."""
+
+    SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
+    """In plain steps: `SHARE` is what each step while off saves for probes, times (best draft's expected rate / plain
+    rate) ** `DOUBT`; `FUND` is the most that is saved; `FEE` is the cost of a probe in addition to what it loses."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        """Steps left of a probe."""
+        self.credit, self.late = self.FUND, float("inf")
+        """Plain steps saved; seconds of the last probe's first step, which reads what the drafter missed."""
+
+    def due(self, promise: float, steps: int) -> bool:
+        """Whether to draft now.  promise: best draft's expected rate / plain rate; steps since this was last asked."""
+        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * steps, self.FUND)
+        if not self.left and self.credit > 0:
+            self.left = 2  # since the first after a pause does not show a draft's usual seconds
+        return self.left > 0
+
+    def charge(self, seconds: float, usual: float | None, plain: float, accepted: float) -> None:
+        """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit.
+
+        usual: seconds of such a step, None for the first after a pause.  accepted: drafted tokens a slot.
+        """
+        self.left -= 1
+        paid = min(seconds, self.late if usual is None else usual)  # an outlier happens once
+        self.late = seconds if usual is None else self.late
+        self.credit -= paid / plain - 1 - accepted + self.FEE
 
 
 class Costs:
@@ -215,7 +251,8 @@ class Costs:
     WINDOW, AGE = 32, 512
     """Most samples of a depth, and steps after which samples are too old where there are newer ones."""
 
-    def __init__(self, todo: list[int]):
+    def __init__(self, todo: list[int], age: float = AGE):
+        self.age = age
         self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2 if depth else 3))]
         """Depths still to be tried: twice, since one of two samples may be an outlier, and the very first is not
         counted; depth 0 three times, since the first plain step after a draft is not counted either."""
@@ -234,7 +271,7 @@ class Costs:
         if not seconds:
             return
         self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).extend((step, each) for each in seconds)
-        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < step - self.AGE]
+        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < step - self.age]
         for other in stale if depth else ():
             del self.samples[other], self.means[other]
         self.means[depth] = self.mean(depth)
@@ -246,7 +283,7 @@ class Costs:
         left = ordered[trim : max(1, len(ordered) - trim - 1)]
         return sum(left) / len(left)
 
-    def at(self, depth: int) -> float:
+    def at(self, depth: float) -> float:
         """Linear between measured depths, with the whole curve's slope beyond them; nearly 0 before the first
         measurement."""
         (first, low), (last, high) = self.curve[0], self.curve[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from outrider.sampling.fast import accept_chain, accept_greedy
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.prefix import Prefix, processed, pruned
 from outrider.sampling.text import TextStream
+
+NO_ERRORS: Mapping[int, Exception] = {}
 
 
 class SamplingJudge(Judge):
@@ -59,6 +61,7 @@ class SamplingJudge(Judge):
 
     def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
         self._requests = [(row, requests[row]) for row in rows]
+        self.errors = NO_ERRORS
         self.settings = Settings.of([request.sampling for _, request in self._requests], device)
         """Of the live slots."""
         self.temperature = self.settings.temperature
@@ -120,11 +123,11 @@ class SamplingJudge(Judge):
         return count, is_stopped
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Raises TargetError or ConfigError where a token was committed by logits that are NaN, infinite or all
-        impossible."""
-        self._refuse_no_numbers(accepted, texts, scores)
+        """Sets `errors`, TargetError or ConfigError, where a token was committed by logits that are NaN, infinite or
+        all impossible."""
+        self.errors = self._wrong_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
-            if request.sampling.logprobs is not None:
+            if request.sampling.logprobs is not None and row not in self.errors:
                 rows, one = _emitting_rows(accepted, b), slice(b, b + 1)
                 logits = self._logits[one, rows]
                 # at temperature 0, where the distribution is one-hot, the softmax of the logits
@@ -132,33 +135,38 @@ class SamplingJudge(Judge):
                 found = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
                 self.logprobs[row] += logprobs.read(found[0], texts[b][-len(rows) :], request.sampling.logprobs)
 
-    def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
+    def _wrong_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
         """Checks the largest logit of every row, which is NaN where any is."""
         if self._are_numbers:
-            return
+            return NO_ERRORS
         best = self._logits.amax(-1)
         if all(math.isfinite(value) for row in best.tolist() for value in row):
-            return
-        for b, text in enumerate(texts):
+            return NO_ERRORS
+        errors: dict[int, Exception] = {}
+        for b, ((row, request), text) in enumerate(zip(self._requests, texts, strict=True)):
             rows = _emitting_rows(accepted, b)  # rows after a rejected token may be anything
             wrong = next((at for at in rows if not math.isfinite(best[b, at])), None)
-            if wrong is None:
-                continue
-            value, where = float(best[b, wrong]), f"after {len(text) - len(rows)} or more tokens"
-            if value == -math.inf and self._requests[b][1].sampling.forbids:
-                raise ConfigError(
-                    f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least "
-                    f"one "
-                    "follow every prefix"
+            if wrong is not None:
+                where = f"after {len(text) - len(rows)} or more tokens"
+                errors[row] = _error(
+                    float(best[b, wrong]), bool(scores.logits[b, wrong].amax().isfinite()), request, where
                 )
-            if bool(scores.logits[b, wrong].amax().isfinite()):
-                raise ConfigError(
-                    f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one"
-                )
-            raise TargetError(
-                f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since "
-                "float16 overflows, and look for weights that are not finite"
-            )
+        return errors
+
+
+def _error(value: float, is_target_finite: bool, request: Request, where: str) -> Exception:
+    """Why a row whose largest logit is `value` can't give a token."""
+    if value == -math.inf and request.sampling.forbids:
+        return ConfigError(
+            f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "
+            "follow every prefix"
+        )
+    if is_target_finite:
+        return ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose smaller values")
+    return TargetError(
+        f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since float16 "
+        "overflows, and look for weights that are not finite"
+    )
 
 
 def _emitting_rows(accepted: Accepted, b: int) -> list[int]:

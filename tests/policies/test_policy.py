@@ -75,9 +75,7 @@ class World:
 
     def play(self, policy: Policy, steps: int) -> World:
         for _ in range(steps):
-            wanted = (
-                torch.minimum(policy.budget(self.state), torch.tensor(self.state.left) - 1).clamp(0, LIMIT).tolist()
-            )
+            wanted = torch.minimum(policy.budget(self.state), torch.tensor(self.state.room)).clamp(0, LIMIT).tolist()
             sizes = [self.offers(size) for size in wanted]
             live = list(zip(self.state.rows, sizes, strict=True))
             self.state.reached = sizes
@@ -235,10 +233,10 @@ def test_a_new_request_is_a_new_text():
     """Catches counts that outlive their request: with them it takes longer to see that the next text is another."""
     world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.9)), Adaptive(LIMIT)
     world.play(policy, 600).state.free(0)
-    weight = policy.tests[0]
+    weight = policy.acceptance.tests[0]
     world.state.admit(0, Request([1, 2], 10**8, Sampling()))
     policy.budget(world.state)
-    assert policy.tests[0] == policy.NEW_TEXT < weight / 5
+    assert policy.acceptance.tests[0] == policy.acceptance.NEW_TEXT < weight / 5
 
 
 # ── what it asks for ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -305,7 +303,7 @@ class Alone:
         self.policies = [Adaptive(limit) for _ in range(slots)]
         self.budgets: list[torch.Tensor] = []
         for policy in self.policies:
-            policy.WINDOW = 1.2
+            policy.acceptance.WINDOW = 1.2
             costs = policy.costs[0] = adaptive.Costs([])
             costs.tried.update(range(limit + 1))
             for depth in (0, limit):
@@ -328,8 +326,8 @@ class Alone:
     def _views(self, state: DecodeState) -> Iterator[Any]:
         """The state as each slot would see it alone."""
         reached = state.reached or [0] * len(state.rows)
-        for row, left, deep in zip(state.rows, state.left, reached, strict=True):
-            yield SimpleNamespace(rows=[0], requests={0: state.requests[row]}, left=[left], reached=[deep])
+        for row, room, deep in zip(state.rows, state.room, reached, strict=True):
+            yield SimpleNamespace(rows=[0], requests={0: state.requests[row]}, room=[room], reached=[deep])
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])
@@ -348,7 +346,7 @@ def test_a_choice_that_ignores_the_seconds_is_caught(monkeypatch):
     """Planted fault: the most tokens a step, whatever it takes; the tests of speed above must see it."""
 
     def tokens(self, live, most, costs):
-        return dict(enumerate(accumulate(self.shares(), initial=0.0)))
+        return dict(enumerate(accumulate(self.acceptance.shares(), initial=0.0)))
 
     monkeypatch.setattr(Adaptive, "rates", tokens)
     world = World(4, CLOCKS["dear drafts"](), CHANCES["fair"]).play(Adaptive(LIMIT), 500)
@@ -359,8 +357,8 @@ def test_a_choice_that_ignores_the_seconds_is_caught(monkeypatch):
 
 def test_a_policy_that_never_probes_is_caught(monkeypatch):
     """Planted fault: it does not come back."""
-    monkeypatch.setattr(Adaptive, "SHARE", 0.0)
-    monkeypatch.setattr(Adaptive, "FUND", 0.0)
+    monkeypatch.setattr(adaptive.Probes, "SHARE", 0.0)
+    monkeypatch.setattr(adaptive.Probes, "FUND", 0.0)
     world, policy = World(1, CLOCKS["dear drafts"](), alike(0.0)), Adaptive(LIMIT)
     world.play(policy, 500).becomes(alike(0.9)).play(policy, 400)
     assert world.rate(150) < 0.93 * world.best()
@@ -368,7 +366,7 @@ def test_a_policy_that_never_probes_is_caught(monkeypatch):
 
 def test_probes_that_are_never_paid_for_are_caught(monkeypatch):
     """Planted fault: it drafts on where drafts are dear."""
-    monkeypatch.setattr(Adaptive, "_charge", lambda self, *_: setattr(self, "probing", self.probing - 1))
+    monkeypatch.setattr(adaptive.Probes, "charge", lambda self, *_: setattr(self, "left", self.left - 1))
     world = World(1, DEAR, alike(0.9)).play(Adaptive(LIMIT), 700)
     assert world.rate(600) < 0.95 * world.fixed(0)
 
