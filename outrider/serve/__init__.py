@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: requests of many clients over the slots of one batch."""

@@ -1,0 +1,359 @@
+"""The engine: one thread that continues the texts of many callers, over the slots of one batch.
+
+A turn of its loop drops what was cancelled, admits what waits, reads a piece of the prompts that are new, advances all
+other slots by one verified step, and gives everybody what the step added.  So requests come and go without waiting for
+each other, and a long prompt holds up the others for one piece at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from outrider import generation
+from outrider.decoding.accept import Accepted
+from outrider.decoding.generate import PREFILL_CHUNK, read
+from outrider.decoding.loop import step
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.policies import named
+from outrider.sampling.judge import SamplingJudge
+from outrider.serve.calls import Call, Ending, EngineStopped, Output, QueueFull, WaitingCalls
+from outrider.serve.guard import Abandoned, GuardedDrafter
+from outrider.serve.metrics import StepRecord, Telemetry
+from outrider.serve.prediction import Predicted
+from outrider.serve.prefixes import PrefixStore
+from outrider.targets.protocol import Target
+
+log = logging.getLogger(__name__)
+
+PREDICTED = 8
+"""Most tokens of a prediction that are drafted in one step where there is no drafter."""
+INTERNAL = "the engine failed on this request; the server's log says why"
+READ_BESIDE = 128
+"""Most prompt tokens read between two steps of other slots."""
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class Engine:
+    """Continues calls over `slots` slots of at most `length` tokens, prompt and answer; their memory is fixed.
+
+    policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
+    queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
+    post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step.
+    drafter_timeout_s: seconds after which a drafter that does not return is given up.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, *, slots: int = 16, length: int | None = None,
+        queue: int = 256, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
+        prefix_bytes: int = 0, telemetry: Telemetry | None = None, post: Post = lambda run: run(),
+        drafter_timeout_s: float = 10.0,
+    ):  # fmt: skip
+        self.target, self.post = target, post
+        self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
+        inner = Drafter() if drafter is None else drafter
+        self._drafts_always = bool(inner.limit)
+        if not inner.probe_rows:
+            inner = Predicted(inner, target.spec.vocabulary, inner.limit or PREDICTED)
+        self._limit = inner.limit
+        self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
+        self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
+        self.slots, self.length = slots, min(length or target.spec.context, target.spec.context)
+        if self.length < 2:
+            raise ConfigError(f"length must be at least 2 tokens, a prompt's and an answer's, got {self.length}")
+        self.state = generation.batch(target, slots, verification)
+        self.state.context = self.length
+        self.cache = target.allocate(slots, self.length + max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows)
+        self.memory = self.drafter.allocate(self.cache)
+        self.prefixes = PrefixStore(prefix_bytes)
+        self.error = ""
+        """Why the engine ended by itself; "" while it works."""
+        self._waiting = WaitingCalls(queue)
+        self._serving: dict[int, Call] = {}  # by slot, in the order of admission
+        self._cancelled: set[Call] = set()
+        self._changed = threading.Condition()
+        self._is_draining = self._is_stopping = False
+        self._drafter_timeout_s, self._threads = drafter_timeout_s, torch.get_num_threads()
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._invalid = 0
+
+    # ── for callers, from any thread ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._serving)
+
+    @property
+    def is_degraded(self) -> bool:
+        """The drafter was switched off; answers are decoded plainly."""
+        return self.drafter.is_off
+
+    def start(self) -> Engine:
+        self._decode_in_a_thread()
+        if self._limit:
+            threading.Thread(target=self._watch, name="outrider-watch", daemon=True).start()
+        return self
+
+    def submit(self, call: Call) -> Call:
+        """Queue a call.  QueueFull: too many wait.  EngineStopped: no more are taken.  DataError: it can't fit."""
+        prompt = len(call.request.prompt)
+        if prompt >= self.length:
+            raise DataError(
+                f"the prompt has {prompt} tokens, and a slot holds {self.length} with the answer; shorten the prompt"
+            )
+        with self._changed:
+            if self._is_draining or self._over.is_set():
+                raise EngineStopped("the server is stopping and takes no more requests")
+            if len(self._waiting) >= self._waiting.most:
+                self.telemetry.refused("queue_full")
+                raise QueueFull(len(self._waiting), self._seconds_to_next())
+            self._waiting.push(call)
+            self.telemetry.arrived(call)
+            self._changed.notify()
+        return call
+
+    def cancel(self, call: Call) -> None:
+        """End a call; its slot is free after the step that is running.  One that has ended stays as it is."""
+        with self._changed:
+            self._cancelled.add(call)
+            self._changed.notify()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Take no more calls, let those that are here end for so many seconds, then cancel the rest."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify()
+        if drain_s and self._thread is not None:
+            self._over.wait(drain_s)
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._over.wait(self._drafter_timeout_s + 60)
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _seconds_to_next(self) -> float:
+        """When the queue is likely to have room: the mean time of the calls in the slots, shared by them."""
+        now, busy = time.monotonic(), list(self._serving.values())
+        mean = sum(now - call.admitted for call in busy) / max(1, len(busy))
+        return max(1.0, min(60.0, mean / self.slots))
+
+    # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _decode_in_a_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="outrider-decode", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # a new thread does not take over what was set in another
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except Abandoned:
+            return
+        except BaseException as error:
+            log.exception("the engine ends")
+            self.error = f"{type(error).__name__}: {error}"
+            self._end_all(INTERNAL)
+        self._over.set()
+
+    def _watch(self) -> None:
+        """Gives decoding to another thread where the drafter hangs."""
+        while not self._over.wait(min(1.0, self._drafter_timeout_s / 4)):
+            if self.drafter.is_hung(self._drafter_timeout_s):
+                self._decode_in_a_thread()
+                return
+
+    def _turn(self) -> bool:
+        """One round of the loop; False at the end."""
+        self._settle(None)  # of a step that another thread did not finish
+        if not self._admit():
+            return False
+        read_tokens = self._read()
+        if self.state.rows:
+            self._step(read_tokens)
+        return True
+
+    def _admit(self) -> bool:
+        """Drop calls that are over, give free slots to calls that wait; sleeps while there is nothing to do."""
+        with self._changed:
+            while not (self._serving or self._waiting or self._is_draining):
+                self._cancelled.clear()
+                self._changed.wait()
+            over, self._cancelled = self._over_by_now(self._cancelled), set()
+            for call in over:
+                self._waiting.remove(call)
+        for call, reason in over.items():
+            self._end(call, reason)
+        with self._changed:
+            if self._is_stopping or (self._is_draining and not (self._serving or self._waiting)):
+                is_last = True
+            else:
+                is_last, free = False, [row for row in range(self.slots) if row not in self._serving]
+                admitted = [(row, self._waiting.pop()) for row in free[: len(self._waiting)]]
+        if is_last:
+            self._end_all("the server is stopping")
+            return False
+        for row, call in admitted:
+            call.admitted = time.monotonic()
+            self._serving[row] = call
+            self.state.admit(row, call.request, is_live=False)
+            call.cached = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
+            self.telemetry.admitted(call)
+        self._limit_drafts()
+        return True
+
+    def _limit_drafts(self) -> None:
+        """Without a drafter, a step asks for drafts only while a request has a prediction."""
+        if not self.drafter.is_off and not self._drafts_always:
+            has_prediction = any(len(call.request.prediction) for call in self._serving.values())
+            self.drafter.limit = self._limit if has_prediction else 0
+
+    def _over_by_now(self, cancelled: set[Call]) -> dict[Call, Ending]:
+        """Calls that were cancelled, or whose time is over."""
+        now = time.monotonic()
+        here = [*self._waiting, *self._serving.values()]
+        late: dict[Call, Ending] = {call: "deadline" for call in here if (call.deadline or now + 1) <= now}
+        return late | {call: "cancelled" for call in here if call in cancelled}
+
+    def _read(self) -> int:
+        """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
+        state = self.state
+        unread = {row: count for row in self._serving if row in state.reading and (count := state.unread(row)) > 0}
+        most = READ_BESIDE if state.rows else PREFILL_CHUNK
+        counts: dict[int, int] = {}
+        for row, count in unread.items():
+            width = max(min(count, most), *counts.values(), 0)
+            if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
+                break
+            counts[row] = min(count, most)
+        if counts:
+            try:
+                scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
+                self.prefixes.put(self.target, self.drafter, self.cache, state, counts, scores)
+            except Exception as error:
+                self._fail(dict.fromkeys(counts, error))
+        ready = [row for row in state.reading if state.unread(row) <= 0]
+        if ready:
+            state.start(ready)
+        return sum(counts.values())
+
+    def _step(self, read_tokens: int) -> None:
+        state, rows, began = self.state, self.state.rows, time.perf_counter()
+        before = [len(state.tokens[row]) for row in rows]
+        accepted: Accepted | None = None
+        try:
+            accepted = step(self.target, self.drafter, self.policy, self.cache, self.memory, state)
+        except Exception as error:
+            errors = dict(state.judge.errors)  # with those, the step is complete
+            self._fail(errors or dict.fromkeys(self._suspects(error), error))
+            if not errors:
+                return
+        seconds, timing = time.perf_counter() - began, state.timing
+        counts = [0] * len(rows) if accepted is None else accepted.counts
+        calls = [self._serving.get(row) for row in rows]
+        written = [len(state.tokens[row]) - was for row, was in zip(rows, before, strict=True)]
+        for call, count, nodes in zip(calls, counts, state.drafted, strict=False):
+            if call is not None:
+                call.steps, call.drafted, call.accepted = call.steps + 1, call.drafted + nodes, call.accepted + count
+        if accepted is not None:
+            self.telemetry.stepped(StepRecord(
+                [call for call in calls if call is not None], written, counts, state.drafted, state.reached, seconds,
+                timing.draft, timing.verify, timing.other, read_tokens, len(state.reading), len(self._waiting),
+            ))  # fmt: skip
+        if state.invalid > self._invalid:
+            self._invalid = state.invalid
+            self.telemetry.alarm("invalid_draft")
+        self._settle(counts)
+
+    def _suspects(self, error: Exception) -> Sequence[int]:
+        """Slots that may be the reason why a step failed before its commit: those with code or grammars of their
+        own, or else all."""
+        state = self.state
+        own = [row for row in state.rows if state.requests[row].sampling.forbids]
+        return own if own and isinstance(error, ConfigError) else list(state.rows)
+
+    def _fail(self, errors: Mapping[int, Exception]) -> None:
+        """End the calls in these slots with what the error says, where a client may read it."""
+        for row, error in errors.items():
+            if not isinstance(error, OutriderError):
+                log.error("a pass failed", exc_info=error)
+            self._end(
+                self._serving[row], "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL
+            )
+
+    # ── what callers are given ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _settle(self, accepted: Sequence[int] | None) -> None:
+        """Give every caller the tokens that are new, and free the slots of texts that ended."""
+        state, now = self.state, time.monotonic()
+        outputs, over = [], []
+        for b, row in enumerate(state.rows):
+            call, reason = self._serving[row], state.finished[row]
+            if reason is not None:
+                over.append(row)
+            tokens = state.tokens[row][len(call.request.prompt) + call.written :]
+            if not call.finished and (tokens or reason):
+                outputs.append((call, self._output(row, tokens, accepted[b] if accepted else 0)))
+                call.first, call.written = call.first or now, call.written + len(tokens)
+            if not call.finished and reason is not None:
+                self._ended(call, reason)
+        if outputs:
+            self.post(functools.partial(_deliver, outputs))
+        for row in over:
+            self._free(row)
+
+    def _output(self, row: int, tokens: list[int], drafted: int) -> Output:
+        judge: Any = self.state.judge
+        logprobs = tuple(judge.logprobs[row][-len(tokens) :]) if tokens and judge.logprobs[row] else ()
+        return Output(tokens, judge.new_text[row], min(drafted, len(tokens)), logprobs, self.state.finished[row])
+
+    def _free(self, row: int) -> None:
+        self.cache.free([row])
+        self.state.free(row)
+        del self._serving[row]
+        self.drafter.free(self.memory, [row])  # last, since it may not return
+
+    def _end(self, call: Call, reason: Ending, error: str = "") -> None:
+        """End a call that did not end by itself."""
+        row = next((row for row, other in self._serving.items() if other is call), None)
+        if row is not None:
+            self._free(row)
+        self.post(functools.partial(_deliver, [(call, Output(finish_reason=reason, error=error))]))
+        self._ended(call, reason)
+
+    def _ended(self, call: Call, reason: Ending) -> None:
+        call.finished = time.monotonic()
+        self.telemetry.ended(call, reason)
+
+    def _end_all(self, error: str) -> None:
+        with self._changed:
+            waiting = list(self._waiting)
+            for call in waiting:
+                self._waiting.remove(call)
+        for call in [*self._serving.values(), *waiting]:
+            self._end(call, "error", error)
+
+
+def _deliver(outputs: Sequence[tuple[Call, Output]]) -> None:
+    for call, output in outputs:
+        call.receive(output)

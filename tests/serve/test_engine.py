@@ -1,0 +1,321 @@
+"""The engine beside `generate`: calls that come, go, fail and are cancelled never change each other's texts."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import Case
+from torch import Tensor
+
+from outrider import generation
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import DataError
+from outrider.sampling.settings import Sampling
+from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls
+from outrider.serve.engine import INTERNAL, Engine
+from outrider.targets.transformers import TransformersTarget
+
+SECONDS = 60.0
+"""After which a test gives up waiting."""
+
+
+@dataclass
+class Caller:
+    """One call and what it was given."""
+
+    call: Call
+    outputs: list[Output] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    on_output: Callable[[Output], None] = lambda output: None
+
+    @classmethod
+    def of(cls, request: Request, **settings: Any) -> Caller:
+        caller = cls(Call(request, lambda output: caller.receive(output), **settings))
+        return caller
+
+    def receive(self, output: Output) -> None:
+        assert not self.over.is_set(), "an output after the last"
+        self.outputs.append(output)
+        self.on_output(output)
+        if output.finish_reason is not None:
+            self.over.set()
+
+    def wait(self) -> Caller:
+        assert self.over.wait(SECONDS), "the call did not end"
+        return self
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def reason(self) -> str | None:
+        return self.outputs[-1].finish_reason
+
+
+def request(prompt: Sequence[int], new: int, **settings: Any) -> Request:
+    own = {name: settings.pop(name) for name in list(settings) if name in Request.__dataclass_fields__}
+    return Request(list(prompt), new, Sampling(**settings), **own)
+
+
+def alone(target: TransformersTarget, asked: Request) -> list[int]:
+    """What `generate` writes for a request by itself, without a drafter."""
+    [only] = generation.generate(target, [asked.prompt], max_new_tokens=asked.max_new_tokens, sampling=asked.sampling)
+    return only.tokens
+
+
+def mixed(prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[Request]:
+    """Requests of unequal lengths, greedy and seeded, some without drafts."""
+    draw = random.Random(seed)
+    return [
+        request(
+            [*draw.choice(prompts), *(draw.randrange(64) for _ in range(draw.randrange(40)))], draw.randrange(1, 40),
+            **draw.choice([{}, {}, {"temperature": 0.8, "seed": n}, {"presence_penalty": 0.5}]),
+            max_draft=draw.choice([None, None, 0, 2]),
+        )
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ngram", "dspark", "eagle3", "recycle", "small_model"])
+def test_every_text_is_what_the_target_alone_writes(
+    target: TransformersTarget, prompts: list[list[int]], drafter_of: Callable[[Case], Drafter], kind: str
+) -> None:
+    asked = mixed(prompts, 24)
+    with Engine(target, drafter_of(Case(kind)), slots=4, length=128) as engine:
+        callers = []
+        for n, each in enumerate(asked):
+            callers.append(Caller.of(each, owner=str(n % 3)))
+            engine.submit(callers[-1].call)
+            time.sleep(0.002 * (n % 4))
+        for caller in callers:
+            caller.wait()
+    assert [caller.tokens for caller in callers] == [alone(target, each) for each in asked]
+    assert engine.running == engine.queued == 0
+    assert not engine.state.requests
+    assert sum(caller.call.accepted for caller in callers) > 0
+
+
+def test_a_slot_that_is_new_reads_its_prompt_beside_others(target: TransformersTarget) -> None:
+    first = Caller.of(request([1, 2, 3], 60))
+    long = Caller.of(request([n % 64 for n in range(180)], 4))
+    between: list[int] = []
+    with Engine(target, slots=2) as engine:
+        first.on_output = lambda output: (
+            between.append(engine.state.prefilled[1]) if len(first.outputs) > 2 else engine.submit(long.call)
+            if len(first.outputs) == 2 else None
+        )  # fmt: skip
+        engine.submit(first.call)
+        assert first.wait().tokens == alone(target, first.call.request)
+        assert long.wait().tokens == alone(target, long.call.request)
+    assert 128 in between  # after one piece, while the other slot went on
+    assert 179 in between
+
+
+def test_a_cancelled_call_leaves_its_slot_within_a_step(target: TransformersTarget) -> None:
+    endless, next_one = Caller.of(request([1, 2], 200)), Caller.of(request([3, 4], 5))
+    with Engine(target, slots=1) as engine:
+        endless.on_output = lambda output: engine.cancel(endless.call) if len(endless.outputs) == 3 else None
+        engine.submit(endless.call)
+        engine.submit(next_one.call)
+        assert endless.wait().reason == "cancelled"
+        assert len(endless.tokens) == 3  # cancelled in step 3, no step after it
+        assert next_one.wait().tokens == alone(target, next_one.call.request)
+        engine.cancel(next_one.call)  # has ended: nothing happens
+        waiting = [Caller.of(request([5], 150)), Caller.of(request([6], 3))]
+        for caller in waiting:
+            engine.submit(caller.call)
+        engine.cancel(waiting[1].call)
+        assert waiting[1].wait().reason == "cancelled"
+        engine.cancel(waiting[0].call)
+        waiting[0].wait()
+
+
+def test_a_deadline_ends_a_call_that_runs_and_one_that_waits(target: TransformersTarget) -> None:
+    with Engine(target, slots=1) as engine:
+        soon = time.monotonic() + 0.05
+        running = Caller.of(request([1, 2], 250), deadline=soon)
+        waiting = Caller.of(request([1, 2], 250), deadline=soon)
+        running.on_output = lambda output: time.sleep(0.01)
+        engine.submit(running.call)
+        engine.submit(waiting.call)
+        assert running.wait().reason == waiting.wait().reason == "deadline"
+        assert running.tokens
+        assert not waiting.tokens
+
+
+def test_a_full_queue_and_a_stopped_engine_refuse(target: TransformersTarget) -> None:
+    with Engine(target, slots=1, queue=2, length=100) as engine:
+        callers = [Caller.of(request([1], 90)) for _ in range(4)]
+        callers[0].on_output = lambda output: time.sleep(0.002)
+        engine.submit(callers[0].call)
+        while not callers[0].outputs:
+            time.sleep(0.001)
+        engine.submit(callers[1].call)
+        engine.submit(callers[2].call)
+        with pytest.raises(QueueFull, match="2 requests are waiting") as full:
+            engine.submit(callers[3].call)
+        assert full.value.retry_after_s >= 1
+        with pytest.raises(DataError, match="120 tokens, and a slot holds 100"):
+            engine.submit(Call(request(range(120), 1), print))
+        engine.stop(drain_s=SECONDS)
+        with pytest.raises(EngineStopped):
+            engine.submit(callers[3].call)
+        assert [len(caller.wait().tokens) for caller in callers[:3]] == [90, 90, 90]
+
+
+def test_what_does_not_end_while_draining_is_told_so(target: TransformersTarget) -> None:
+    with Engine(target, slots=1) as engine:
+        callers = [Caller.of(request([1], 200)), Caller.of(request([2], 200))]
+        callers[0].on_output = lambda output: time.sleep(0.01)
+        for caller in callers:
+            engine.submit(caller.call)
+        engine.stop(drain_s=0.05)
+        assert [caller.wait().reason for caller in callers] == ["error", "error"]
+        assert callers[0].outputs[-1].error == "the server is stopping"
+
+
+def test_owners_take_turns() -> None:
+    waiting = WaitingCalls(10)
+    calls = {name: [Call(request([1], 1), print, owner=name) for _ in range(count)] for name, count in
+             {"busy": 4, "calm": 2, "rare": 1}.items()}  # fmt: skip
+    for own in calls.values():
+        for call in own:
+            waiting.push(call)
+    assert waiting.remove(calls["busy"][1])
+    assert not waiting.remove(calls["busy"][1])
+    order = [waiting.pop() for _ in range(len(waiting))]
+    assert [call.owner for call in order] == ["busy", "calm", "rare", "busy", "calm", "busy"]
+    assert [call for call in order if call.owner == "busy"] == [calls["busy"][n] for n in (0, 2, 3)]
+
+
+# ── what goes wrong ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Broken(Drafter):
+    """Drafts token 1 three times, until the given call of one of its methods, in which it does `fault`."""
+
+    limit = 3
+
+    def __init__(self, method: str, at: int, fault: Callable[[], Any]):
+        self.method, self.at, self.fault, self.count = method, at, fault, 0
+
+    def _turn(self, method: str) -> Any:
+        self.count += method == self.method
+        return self.fault() if method == self.method and self.count == self.at else None
+
+    def admit(self, *_: Any) -> None:
+        self._turn("admit")
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        given = self._turn("propose")
+        tokens = torch.ones(len(state.rows), 3, dtype=torch.int64)
+        return Draft.chain(tokens, budget.clamp(max=3)) if given is None else given
+
+    def observe(self, *_: Any) -> None:
+        self._turn("observe")
+
+    def free(self, *_: Any) -> None:
+        self._turn("free")
+
+
+def raising() -> Any:
+    raise RuntimeError("a bug of the drafter")
+
+
+RELEASED = threading.Event()
+"""Lets drafters that hang return at the end."""
+
+
+def hanging() -> Any:
+    RELEASED.wait(SECONDS)
+
+
+@pytest.mark.parametrize("at", [1, 7])
+@pytest.mark.parametrize("method", ["admit", "propose", "observe", "free"])
+@pytest.mark.parametrize(
+    ("fault", "alarm"), [(raising, "drafter_raised"), (hanging, "drafter_hung"), (lambda: "no draft", "drafter_raised")]
+)
+def test_a_drafter_that_breaks_is_switched_off_and_texts_go_on(
+    target: TransformersTarget, prompts: list[list[int]], method: str, at: int, fault: Any, alarm: str
+) -> None:
+    if fault not in (raising, hanging) and method != "propose":
+        pytest.skip("only a draft is read")
+    RELEASED.clear()
+    asked, alarms = mixed(prompts, 12, seed=2), list[str]()
+    engine = Engine(target, Broken(method, at, fault), slots=3, length=128, drafter_timeout_s=0.2, policy="fixed")
+    engine.drafter.alarm = alarms.append
+    with engine:
+        callers = [Caller.of(each) for each in asked]
+        for caller in callers:
+            engine.submit(caller.call)
+        found = [caller.wait().tokens for caller in callers]
+        RELEASED.set()
+        again = Caller.of(asked[0])
+        engine.submit(again.call)
+        assert again.wait().tokens == found[0]
+    assert found == [alone(target, each) for each in asked]
+    assert engine.is_degraded
+    assert alarms == [alarm]
+
+
+def test_ids_outside_the_vocabulary_are_an_alarm_and_change_nothing(target: TransformersTarget) -> None:
+    wild = Broken("propose", 2, lambda: Draft.chain(torch.full((1, 3), 10**9), torch.tensor([3])))
+    engine, alarms = Engine(target, wild, slots=1, policy="fixed"), list[str]()
+    engine.telemetry.alarm = alarms.append  # type: ignore[method-assign]
+    with engine:
+        caller = Caller.of(request([1, 2, 3], 30))
+        engine.submit(caller.call)
+        assert caller.wait().tokens == alone(target, caller.call.request)
+    assert alarms == ["invalid_draft"]
+    assert not engine.is_degraded
+
+
+def test_a_request_that_leaves_no_token_fails_alone(target: TransformersTarget) -> None:
+    def nothing(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if ids.shape[1] < 8 else torch.full_like(scores, -torch.inf)
+
+    def raises(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if ids.shape[1] < 8 else raising()
+
+    asked = [request([1, 2, 3], 40), request([4, 5], 40, processors=[nothing]), request([6], 40, temperature=1, seed=3)]
+    for wrong in (nothing, raises):
+        asked[1] = request([4, 5], 40, processors=[wrong])
+        with Engine(target, slots=3) as engine:
+            callers = [Caller.of(each) for each in asked]
+            for caller in callers:
+                engine.submit(caller.call)
+            ends = [caller.wait().reason for caller in callers]
+        assert ends[1] == "error"
+        assert "leave no token possible" in callers[1].outputs[-1].error or callers[1].outputs[-1].error == INTERNAL
+        if wrong is nothing:
+            assert [callers[n].tokens for n in (0, 2)] == [alone(target, asked[n]) for n in (0, 2)]
+
+
+def test_log_probabilities_and_text_are_those_of_generate(talker: TransformersTarget) -> None:
+    wanted = generation.generate(
+        talker, ["say ab", "tell me"], max_new_tokens=20, sampling=Sampling(logprobs=2), stop=["zz"]
+    )
+    asked = generation.requests(talker, ["say ab", "tell me"], 20, Sampling(logprobs=2), ["zz"])
+    with Engine(talker, slots=2, length=64) as engine:
+        callers = [Caller.of(each) for each in asked]
+        for caller in callers:
+            engine.submit(caller.call)
+        for caller, want in zip(callers, wanted, strict=True):
+            assert caller.wait().text == want.text
+            found = [logprob for output in caller.outputs for logprob in output.logprobs]
+            assert [each.token for each in found] == want.tokens
+            assert [each.logprob for each in found] == pytest.approx([each.logprob for each in want.logprobs or ()])
