@@ -1,4 +1,4 @@
-"""Export: a trained checkpoint in the format that vLLM reads, read back and compared.
+"""Export: a trained checkpoint in the format that vLLM reads, read back and compared, with a model card.
 
     $ python examples/export.py [CHECKPOINT] [OUT]
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import outrider
+from outrider.engines.export import export
 from outrider.export.reading import import_folder
-from outrider.export.writing import export
 
 
 def main(checkpoint: str = "runs/train/checkpoint", out: str = "served") -> None:
     target = outrider.load_target("demo")
-    folder = export(checkpoint, "speculators", out, target)  # every weight is read back and compared before it appears
+    folder = export(checkpoint, "vllm", out, target)  # every weight is read back and compared before it appears
     for file in sorted(folder.iterdir()):
         print(f"{file}: {file.stat().st_size:,} bytes")
 

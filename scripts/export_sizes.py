@@ -20,7 +20,7 @@ from outrider.config import build
 from outrider.drafters import find
 from outrider.errors import ExportError
 from outrider.export.formats import find as find_format
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 from outrider.targets.transformers import TransformersTarget
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"
@@ -68,7 +68,7 @@ def _size(place: Path, format: str, kind: str, target: TransformersTarget, preci
     if layout is None or layout.config is None:
         return "–"
     try:
-        folder = export(place / "mine", format, place / f"{format}-{precision}", target, precision)
+        folder = export_folder(place / "mine", format, place / f"{format}-{precision}", target, precision)
     except ExportError:  # settings that the format can't say
         return "–"
     return f"{sum(path.stat().st_size for path in folder.iterdir() if path.suffix in ('.safetensors', '.gguf')):,}"

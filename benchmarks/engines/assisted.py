@@ -29,7 +29,7 @@ from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.engines.verify_transformers import continued, loaded, recorded  # noqa: E402
-from outrider.export.writing import export  # noqa: E402
+from outrider.export.writing import export_folder  # noqa: E402
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def written(target: Any, place: Path) -> tuple[Path, Path]:
     module = find("small_model")
     settings = build(module.Config, {"kind": "small_model", "length": LENGTH}, "drafter")
     save(place / "checkpoint", module.Model(settings, target))
-    return place / "checkpoint", export(place / "checkpoint", "transformers", place / "folder", target)
+    return place / "checkpoint", export_folder(place / "checkpoint", "transformers", place / "folder", target)
 
 
 def difference(

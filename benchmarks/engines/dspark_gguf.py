@@ -36,7 +36,7 @@ def written(checkpoint: Path, target: Any, source: Path, place: Path, kind: str)
     ExportError where the drafter can't be said.
     """
     from outrider.export import gguf
-    from outrider.export.writing import export
+    from outrider.export.writing import export_folder
 
     folder, path = place / "dspark", place / f"dspark-{kind}.gguf"
     if path.exists():
@@ -45,7 +45,7 @@ def written(checkpoint: Path, target: Any, source: Path, place: Path, kind: str)
         if not needed.exists():
             raise FileNotFoundError(f"no {needed}: {how}")
     if not folder.exists():
-        export(checkpoint, "deepspec", folder, target)
+        export_folder(checkpoint, "deepspec", folder, target)
     split = gguf.header(target.model, target.tokenizer, kind)["tokenizer.ggml.pre"]
     part = path.with_suffix(".part")
     command = [

@@ -39,7 +39,7 @@ from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.export import gguf  # noqa: E402
-from outrider.export.writing import export  # noqa: E402
+from outrider.export.writing import export_folder  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 LENGTH = 4
@@ -124,7 +124,8 @@ def written(target: Any, place: Path) -> tuple[dict[str, Path], Path]:
     settings = build(module.Config, {"kind": "small_model", "length": LENGTH}, "drafter")
     save(place / "checkpoint", module.Model(settings, target))
     files = {
-        name: export(place / "checkpoint", "gguf", place / name, target, name) / gguf.FILE for name in ("f32", "f16")
+        name: export_folder(place / "checkpoint", "gguf", place / name, target, name) / gguf.FILE
+        for name in ("f32", "f16")
     }
     lm = target.model
     gguf.write_file(place / "target.gguf", gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")

@@ -98,7 +98,7 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
     from outrider.checkpoint import load_model
     from outrider.engines.verify import verified
     from outrider.errors import OutriderError
-    from outrider.export.writing import export
+    from outrider.export.writing import export_folder
 
     how = ROWS[name]
     if "to" not in how:
@@ -106,7 +106,7 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
     checkpoint, place = how["checkpoint"] / "checkpoint", exports / name.replace(" ", "-")
     try:
         shutil.rmtree(place, ignore_errors=True)
-        export(checkpoint, how["to"], place, target)
+        export_folder(checkpoint, how["to"], place, target)
         model = load_model(checkpoint, target)
     except OutriderError as error:
         return {"row": name, "error": f"{type(error).__name__}: {error}"}

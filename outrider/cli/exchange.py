@@ -10,8 +10,8 @@ import typer
 from outrider.checkpoint import whole
 from outrider.cli.console import JsonTo, counted, place_of_json, present, quiet, say, sized, table, write_json
 from outrider.engines import card, names
-from outrider.errors import ConfigError, ExportError
-from outrider.export import reading, writing
+from outrider.engines import export as exporting
+from outrider.export import reading
 from outrider.loading import describe, find_folder
 from outrider.targets.load import load_target
 
@@ -47,15 +47,9 @@ def export(
     place_of_json(json_to)
     source = describe(checkpoint)
     chosen = names.chosen(to, source.kind)
-    place = target or source.target
-    if place is None:
-        raise ConfigError(f"{checkpoint} does not name its target; name it with --target")
-    if out.exists():
-        raise ExportError(f"{out} exists already; name a new folder, or delete it first")
     if chosen.engine is not None:
         say(f"export    {to} reads {source.kind} in the layout of {chosen.format}")
-    folder = writing.export(source.folder, chosen.format, out, load_target(place, compile=False), precision)
-    card.write(folder)
+    folder = exporting.export(source, to, out, target, precision)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
     own = whole(source.folder) / "model.safetensors"

@@ -24,7 +24,7 @@ from outrider.targets.transformers import TransformersTarget
 from outrider.weights import weights_of
 
 
-def export(
+def export_folder(
     folder: str | Path, to: str, out: str | Path, target: TransformersTarget, precision: str | None = None
 ) -> Path:  # fmt: skip
     """Write a drafter in a format, whole or not at all, read it back and compare every weight.  Returns the new folder.

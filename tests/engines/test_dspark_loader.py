@@ -20,7 +20,7 @@ from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.engines import readers
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("OUTRIDER_VLLM_PYTHON", ROOT / "benchmarks" / "engines" / ".venv" / "bin" / "python"))
@@ -45,7 +45,7 @@ def test_vllms_loader_fills_all_of_a_dspark_from_its_folder_and_reads_its_config
     model = module.Model(build(module.Config, {"kind": "dspark", **SETTINGS}, "drafter"), target).to(torch.float32)
     save(tmp_path / "checkpoint", randomise(model), {})
     sound = tmp_path / "sound"
-    export(tmp_path / "checkpoint", "speculators", sound, target)
+    export_folder(tmp_path / "checkpoint", "speculators", sound, target)
     written = load_file(sound / "model.safetensors")
     planted(sound, tmp_path / "few", {name: weight for name, weight in written.items() if name != "hidden_norm.weight"})
     tables = {

@@ -24,7 +24,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats, released
 from outrider.export.reading import import_folder
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 from outrider.loading import load_drafter
 from outrider.weights import weights_of
 
@@ -90,7 +90,7 @@ def fresh(kind: str, settings: dict[str, Any], target: Any, path: Path) -> Path:
 def test_what_is_written_reads_back_as_it_was(format, kind, target, made, tmp_path):
     """Catches a lost key, a setting that a format does not carry, a layer number that is shifted one way only."""
     checkpoint = made(format, kind)
-    export(checkpoint, format, tmp_path / "there", target)
+    export_folder(checkpoint, format, tmp_path / "there", target)
     import_folder(tmp_path / "there", tmp_path / "back", target)
     before, after = load_model(checkpoint, target), load_model(tmp_path / "back", target)
     assert manifest_of(tmp_path / "back")["config"] == manifest_of(checkpoint)["config"]
@@ -110,7 +110,7 @@ def test_what_is_written_reads_back_as_it_was(format, kind, target, made, tmp_pa
 @pytest.mark.parametrize(("format", "kind"), SETTINGS)
 def test_a_folder_from_elsewhere_needs_nothing_of_ours(format, kind, target, made, tmp_path):
     """Catches a reader that leans on outrider.json: released drafts have none.  Only what drafts is compared."""
-    export(made(format, kind), format, tmp_path / "there", target)
+    export_folder(made(format, kind), format, tmp_path / "there", target)
     (tmp_path / "there" / "outrider.json").unlink()
     import_folder(tmp_path / "there", tmp_path / "back", target, format)
     before, after = load_model(made(format, kind), target), load_model(tmp_path / "back", target)
@@ -165,7 +165,7 @@ KEYS = {
 @pytest.mark.parametrize(("format", "kind"), KEYS)
 def test_files_hold_the_formats_keys_and_no_others(format, kind, target, made, tmp_path):
     """Catches a prefix of ours that an engine would skip in silence."""
-    export(made(format, kind), format, tmp_path / "there", target)
+    export_folder(made(format, kind), format, tmp_path / "there", target)
     assert load_file(tmp_path / "there" / "model.safetensors").keys() == KEYS[format, kind]
 
 
@@ -187,7 +187,7 @@ WHERE = {
 @pytest.mark.parametrize(("format", "kind"), WHERE)
 def test_layers_are_counted_as_the_format_counts_them(format, kind, target, made, tmp_path):
     """The commonest fault between trainers and engines: off by one keeps 1 token where 50 were."""
-    export(made(format, kind), format, tmp_path / "there", target)
+    export_folder(made(format, kind), format, tmp_path / "there", target)
     found = json.loads((tmp_path / "there" / "config.json").read_text())
     path, shift = WHERE[format, kind]
     for key in path:
@@ -205,7 +205,7 @@ def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, t
         "rope_theta": 5e5,
         "rope_scaling": scaling,
     }
-    export(fresh(kind, settings, target, tmp_path / "checkpoint"), "speculators", tmp_path / "there", target)
+    export_folder(fresh(kind, settings, target, tmp_path / "checkpoint"), "speculators", tmp_path / "there", target)
     import_folder(tmp_path / "there", tmp_path / "back", target)
     assert manifest_of(tmp_path / "back")["config"]["partial_rotary_factor"] == 0.5
     layers = json.loads((tmp_path / "there" / "config.json").read_text())["transformer_layer_config"]
@@ -229,14 +229,14 @@ UNSERVED = [
 def test_what_an_engine_would_compute_otherwise_is_not_written(format, kind, change, said, target, tmp_path):
     checkpoint = fresh(kind, SETTINGS[format, kind] | change, target, tmp_path / "checkpoint")
     with pytest.raises(ExportError, match=said):
-        export(checkpoint, format, tmp_path / "there", target)
+        export_folder(checkpoint, format, tmp_path / "there", target)
     assert not (tmp_path / "there").exists()
 
 
 def test_a_folder_for_vllm_that_looks_like_the_authors_is_read_by_its_own_numbers(target, made, tmp_path):
     """Catches taps that are guessed although they are there: the folder has EAGLE-3's architecture and no
     eagle_config."""
-    export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
+    export_folder(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
     (tmp_path / "there" / "outrider.json").unlink()
     path = tmp_path / "there" / "config.json"
     config = json.loads(path.read_text())
@@ -248,10 +248,10 @@ def test_a_folder_for_vllm_that_looks_like_the_authors_is_read_by_its_own_number
 
 
 def test_notes_of_another_version_are_refused(target, made, tmp_path):
-    export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     path = tmp_path / "there" / "outrider.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
-    with pytest.raises(ExportError, match="is of version 99, this Outrider reads 1"):
+    with pytest.raises(ExportError, match="is of version 99, but this Outrider reads 1"):
         import_folder(tmp_path / "there", tmp_path / "back", target)
 
 
@@ -272,9 +272,9 @@ def test_a_pair_that_there_is_not_is_refused_by_name(format, kind, target, tmp_p
     checkpoint = {"version": 1, "kind": kind, "config": {}, "target": {}, "taps": []}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "outrider.json").write_text(json.dumps(checkpoint))
-    able = ", ".join(sorted(WRITTEN[format])) or "nothing"
+    able = ", ".join(sorted(WRITTEN[format])) or "none"
     with pytest.raises(ExportError, match=f"^{kind} can't be written as {format}; kinds that can: ") as caught:
-        export(tmp_path / "mine", format, tmp_path / "there", target)
+        export_folder(tmp_path / "mine", format, tmp_path / "there", target)
     assert sorted(str(caught.value).split("that can: ")[1].split(", ")) == able.split(", ")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -295,7 +295,7 @@ def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(
     """Catches an export that succeeds and can't be served, of which the user learns from an engine's traceback."""
     checkpoint = fresh(kind, SETTINGS[format, kind] | change, target, tmp_path / "checkpoint")
     caplog.clear()
-    export(checkpoint, format, tmp_path / "there", target)
+    export_folder(checkpoint, format, tmp_path / "there", target)
     notes = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [said in note for note in notes] == [True] if said else notes == []
 
@@ -326,7 +326,7 @@ def _no_mask(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("format", "kind"), MASKS)
 def test_a_mask_that_is_nowhere_is_not_made_up(format, kind, target, made, tmp_path):
     """Catches a mask of random numbers: the import succeeds, and twice gives two drafters."""
-    there = _changed(export(made(format, kind), format, tmp_path / "there", target), _no_mask)
+    there = _changed(export_folder(made(format, kind), format, tmp_path / "there", target), _no_mask)
     with pytest.raises(ExportError, match="mask_token_id is missing, and .* has no mask token"):
         import_folder(there, tmp_path / "back", target, format)
     masked = copy.copy(target)
@@ -337,7 +337,7 @@ def test_a_mask_that_is_nowhere_is_not_made_up(format, kind, target, made, tmp_p
 def test_weights_that_nothing_speaks_of_are_not_left_random(target, made, tmp_path):
     """Catches a setting in our notes whose weights are in no file: learnt queries would be drawn anew in every
     import."""
-    there = export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
+    there = export_folder(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
     _changed(there, lambda notes: notes["config"].update(aggregate="metaquery"), notes=True)
     with pytest.raises(ExportError, match="no values for metaquery.* would stay random"):
         import_folder(there, tmp_path / "back", target)
@@ -347,7 +347,7 @@ def test_weights_that_nothing_speaks_of_are_not_left_random(target, made, tmp_pa
 def test_a_copy_that_was_trained_along_is_refused(name, target, made, tmp_path):
     """Catches an embedding that moved by little everywhere and is taken for the target's: acceptance falls,
     unexplained."""
-    there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    there = export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     for away in (0.009, 1e-5):
         _edit(lambda w, away=away: w.update({name: formats.borrowed(target, name) + away}))(there)
         with pytest.raises(ExportError, match=f"has its own .* in {name}, but Outrider uses the target's"):
@@ -359,7 +359,7 @@ def test_a_copy_that_was_trained_along_is_refused(name, target, made, tmp_path):
 def test_a_copy_in_another_type_is_the_targets(dtype, loaded, folder, target, made, tmp_path):
     """Catches a comparison too strict for what is released: copies of 16 bits, a target that is itself rounded when
     loaded."""
-    there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    there = export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     _edit(lambda w: w.update({name: formats.borrowed(target, name).to(dtype) for name in BOTH}))(there)
     import_folder(there, tmp_path / "back", load_target(folder, dtype=loaded))
 
@@ -368,7 +368,7 @@ def test_a_copy_in_another_type_is_the_targets(dtype, loaded, folder, target, ma
 def test_an_embedding_that_was_trained_along_and_left_out_is_missed(kind, target, made, tmp_path):
     """Catches a file without the embedding that its config says was trained; P-EAGLE's library trains it unless told
     not to."""
-    there = export(made("speculators", kind), "speculators", tmp_path / "there", target)
+    there = export_folder(made("speculators", kind), "speculators", tmp_path / "there", target)
     _changed(there, lambda config: config.update(embed_requires_grad=True) if kind == "eagle3"
              else config.pop("embed_requires_grad"))  # fmt: skip
     with pytest.raises(ExportError, match="embedding was trained too"):
@@ -388,14 +388,14 @@ SILENT = {
 def test_a_key_that_is_missing_means_what_the_formats_own_library_says(key, target, made, tmp_path):
     """Catches a default of vLLM's reader taken for speculators': a block that is read one slot off."""
     kind, setting, value = SILENT[key]
-    there = export(made("speculators", kind), "speculators", tmp_path / "there", target)
+    there = export_folder(made("speculators", kind), "speculators", tmp_path / "there", target)
     model = import_folder(_changed(there, lambda config: config.pop(key) and None), tmp_path / "back", target)
     assert getattr(model.config, setting) is value
 
 
 def test_a_p_eagle_of_llamas_layers_is_refused_by_name(target, made, tmp_path):
     """Catches norms of queries and keys that are missed without a word of why."""
-    there = export(made("speculators", "peagle"), "speculators", tmp_path / "there", target)
+    there = export_folder(made("speculators", "peagle"), "speculators", tmp_path / "there", target)
     _changed(there, lambda config: config["transformer_layer_config"].update(model_type="llama"))
     with pytest.raises(ExportError, match="model_type 'llama'; Outrider's P-EAGLE has Qwen3"):
         import_folder(there, tmp_path / "back", target)
@@ -434,7 +434,7 @@ def test_eagle_is_read_as_its_authors_release_it(architecture, bias, said, targe
 
 def test_a_bias_that_the_config_speaks_of_is_missed(target, tmp_path):
     """Catches a torn file that is read as a head without bias."""
-    with pytest.raises(ExportError, match="lacks fc.bias"):
+    with pytest.raises(ExportError, match="lacks the weights fc.bias"):
         import_folder(_eagle(target, tmp_path, "LlamaForCausalLM", False, bias=True), tmp_path / "back", target)
 
 
@@ -443,7 +443,8 @@ def test_eagle3_without_numbers_reads_the_layers_that_its_authors_code_reads(tmp
     deep = load_target(make_folder(tmp_path / "deep", num_hidden_layers=10))
     checkpoint = fresh("eagle3", {**LAYER, "taps": [1, 4, 6], "vocabulary": 40}, deep, tmp_path / "checkpoint")
     there = _changed(
-        export(checkpoint, "sglang", tmp_path / "there", deep), lambda config: config.pop("eagle_config") and None
+        export_folder(checkpoint, "sglang", tmp_path / "there", deep),
+        lambda config: config.pop("eagle_config") and None,
     )
     model, own = import_folder(there, tmp_path / "back", deep), load_model(checkpoint, deep)
     assert (model.config.kind, model.taps, model.config.qk_norm) == ("eagle3", (1, 4, 6), False)
@@ -453,7 +454,7 @@ def test_eagle3_without_numbers_reads_the_layers_that_its_authors_code_reads(tmp
 def test_zlabs_dflash_drafts_one_token_less_than_its_block_and_counts_layers_as_we_do(target, made, tmp_path):
     """Catches vLLM's shift of layers laid over z-lab's numbers, and the anchor's slot taken for one that drafts."""
     there = _changed(
-        export(made("sglang", "dflash"), "sglang", tmp_path / "there", target),
+        export_folder(made("sglang", "dflash"), "sglang", tmp_path / "there", target),
         lambda config: config.update(block_size=4, dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 2]}),
     )
     model, own = (
@@ -472,16 +473,16 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling is .*linear"),
     "type, none at the old place": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": None}, "rope_scaling is "
-    "None"),
+    "both None"),
     "factor": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "rope_scaling is"),
     "share": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "rope_scaling": None}, "rotary_factor is "
-    "1.0"),
+    "both 1.0"),
     "share at the top": (
         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25},
-        "rotary_factor is 0.25",
+        "rotary_factor is both 0.25",
     ),
-    "base": ({"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "rope_theta is 1000000.0"),
+    "base": ({"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "rope_theta is both 1000000.0"),
 }  # fmt: skip
 AGREEING: dict[str, tuple[dict[str, Any], Any]] = {
     "new alone": ({"rope_parameters": {**PLAIN, **LINEAR}}, LINEAR),
@@ -506,7 +507,7 @@ def test_a_config_that_turns_heads_in_two_ways_is_refused(case, target, made, tm
     """Catches a draft that turns otherwise here than in the engine it was trained for: transformers lets the old key
     win."""
     values, said = CONTRADICTIONS[case]
-    there = _turned(export(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
+    there = _turned(export_folder(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
     with pytest.raises(ExportError, match=f"{said}.*contradicts itself"):
         import_folder(there, tmp_path / "back", target)
 
@@ -515,7 +516,7 @@ def test_a_config_that_turns_heads_in_two_ways_is_refused(case, target, made, tm
 def test_a_config_that_says_twice_the_same_is_read(case, target, made, tmp_path):
     """Catches a guard that keeps out what transformers itself has written in its versions."""
     values, scaling = AGREEING[case]
-    there = _turned(export(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
+    there = _turned(export_folder(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
     config = import_folder(there, tmp_path / "back", target).config
     assert (config.rope_scaling, config.rope_theta, config.partial_rotary_factor) == (scaling, 1e6, 1.0)
 
@@ -580,24 +581,24 @@ def _stale(weights: dict[str, Any]) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing key": (_edit(lambda w: w.pop("norm.weight")), "lacks norm.weight"),
+    "missing key": (_edit(lambda w: w.pop("norm.weight")), "lacks the weights norm.weight"),
     "wrong shape": (
         _edit(lambda w: w.update({"norm.weight": torch.ones(7)})),
-        r"norm.weight \(7,\) where \(32,\) belongs",
+        r"norm.weight \(7,\), wanted \(32,\)",
     ),
     "extra key": (
         _edit(lambda w: w.update({"midlayer.extra": torch.ones(7)})),
         "midlayer.extra .* this kind of drafter does not have",
     ),
     "pickle": (_pickled, "a pickle, which can run code"),
-    "unknown release": (_config(speculators_model_type="eagle9"), "none of"),
+    "unknown release": (_config(speculators_model_type="eagle9"), "matches no drafter of"),
     "path in an index": (_sharded("../elsewhere.safetensors"), "not a safetensors file of this folder"),
     "d2t out of range": (_edit(_far), "outside the target's"),
     "stale t2d": (_edit(_stale), "different tokens"),
     "NaN": (_edit(_not_a_number), "not finite in fc.weight"),
     "torn file": (_torn, "can't be read"),
     "other width": (_config(transformer_layer_config={"hidden_size": 48}), "hidden_size is 48"),
-    "no layer numbers": (_config(eagle_aux_hidden_state_layer_ids=None), "can't be guessed"),
+    "no layer numbers": (_config(eagle_aux_hidden_state_layer_ids=None), "_layer_ids is missing"),
     "a list for a config": (lambda folder: (folder / "config.json").write_text("[]") and None, "a mapping is wanted"),
 }
 
@@ -606,7 +607,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, target, made, tmp_path):
     """Each fault by its name; nothing executed, nothing half-written."""
     spoil, said = DAMAGE[damage]
-    export(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
+    export_folder(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
     (tmp_path / "there" / "outrider.json").unlink()
     spoil(tmp_path / "there")
     with pytest.raises(ExportError, match=said):
@@ -618,7 +619,7 @@ def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, target, made, t
 def test_a_draft_of_another_target_is_refused(target, made, tmp_path):
     """Catches a folder of the right shape that belongs to other weights: acceptance would be near 0, with no word
     said."""
-    export(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
+    export_folder(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
     other = load_target(make_folder(tmp_path / "other", seed=1))
     with pytest.raises(ExportError, match="weights_hash"):
         import_folder(tmp_path / "there", tmp_path / "back", other)
@@ -628,7 +629,7 @@ def test_a_folder_that_is_there_stays_as_it_is(target, made, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("mine")
     with pytest.raises(ExportError, match="exists already"):
-        export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+        export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
 
 
@@ -642,5 +643,5 @@ def test_what_reads_back_differently_is_not_kept(target, made, tmp_path, monkeyp
 
     monkeypatch.setattr(formats.folders, "write", careless)
     with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
-        export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+        export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import gguf, reading
 from outrider.export.formats import matrix
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 from outrider.weights import weights_of
 
 library = pytest.importorskip("gguf")
@@ -101,7 +101,7 @@ NAMES = {f"blk.0.{name}.weight" for name in LAYER} | {"token_embd.weight", "outp
 @pytest.mark.parametrize(("precision", "matrices"), [("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), (None, "F32")])
 def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, target, checkpoint, tmp_path):
     """Catches a weight that is skipped, and a norm that is rounded: llama.cpp wants vectors in float32."""
-    export(checkpoint, "gguf", tmp_path / "there", target, precision)
+    export_folder(checkpoint, "gguf", tmp_path / "there", target, precision)
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"model.gguf", "outrider.json"}
     found = {one.name: one for one in library.GGUFReader(tmp_path / "there" / "model.gguf").tensors}
     assert found.keys() == NAMES
@@ -131,7 +131,7 @@ WHERE |= {"lm_head.weight": "output.weight"}
 def test_weights_stand_under_their_names_rounded_and_no_further(precision, target, checkpoint, tmp_path):
     """Catches bytes of bfloat16 in the wrong order, and a weight under another's name of the same shape (gate and
     up)."""
-    export(checkpoint, "gguf", tmp_path / "there", target, precision)
+    export_folder(checkpoint, "gguf", tmp_path / "there", target, precision)
     own, back = weights_of(load_model(checkpoint, target)), gguf.read(tmp_path / "there")
     assert {f"lm.{name}" for name in back} == own.keys()
     for name, weight in back.items():
@@ -145,7 +145,7 @@ def test_weights_stand_under_their_names_rounded_and_no_further(precision, targe
 def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
     """Catches a key under a wrong name, which llama.cpp would replace by a default of its own, such as rotation by
     10000."""
-    export(checkpoint, "gguf", tmp_path / "there", target, "f16")
+    export_folder(checkpoint, "gguf", tmp_path / "there", target, "f16")
     said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
     shape = {
         "block_count": 1, "context_length": 256, "embedding_length": 16, "feed_forward_length": 24,
@@ -171,7 +171,7 @@ def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
 def test_every_token_stands_at_its_id_with_its_kind(target, checkpoint, tmp_path):
     """Catches a special token that llama.cpp would spell out letter by letter, and a head with more rows than
     tokens."""
-    export(checkpoint, "gguf", tmp_path / "there", target)
+    export_folder(checkpoint, "gguf", tmp_path / "there", target)
     said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
     tokens, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
     known = len(target.tokenizer)
@@ -277,7 +277,7 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(case, target
     make, said = STRANGE[case]
     monkeypatch.setattr(target, "tokenizer", make())
     with pytest.raises(ExportError, match=said):
-        export(checkpoint, "gguf", tmp_path / "there", target)
+        export_folder(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())
 
 
@@ -306,19 +306,19 @@ def test_a_weight_that_f16_cant_hold_is_refused_and_nothing_is_left(target, tmp_
         model.lm.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
     save(tmp_path / "mine", model, {})
     with pytest.raises(ExportError, match=r"up_proj.weight has values that f16 can't hold; choose bf16 or f32"):
-        export(tmp_path / "mine", "gguf", tmp_path / "there", target, "f16")
+        export_folder(tmp_path / "mine", "gguf", tmp_path / "there", target, "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_precision_that_there_is_not_is_refused_by_name(target, checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="'q4_0'; choose one of f32, f16, bf16"):
-        export(checkpoint, "gguf", tmp_path / "there", target, "q4_0")
+        export_folder(checkpoint, "gguf", tmp_path / "there", target, "q4_0")
     with pytest.raises(ConfigError, match="transformers can't be written in 'f16'; leave the precision out"):
-        export(checkpoint, "transformers", tmp_path / "there", target, "f16")
+        export_folder(checkpoint, "transformers", tmp_path / "there", target, "f16")
 
 
 def test_a_gguf_is_not_read(target, checkpoint, tmp_path):
-    export(checkpoint, "gguf", tmp_path / "there", target)
+    export_folder(checkpoint, "gguf", tmp_path / "there", target)
     with pytest.raises(ExportError):
         reading.import_folder(tmp_path / "there", tmp_path / "back", target)
     assert not (tmp_path / "back").exists()
@@ -329,7 +329,7 @@ def test_without_its_library_the_format_is_listed_and_says_what_to_install(targe
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert {"format": "gguf", "kind": "small_model", "export": True, "import": False, "shift": 0} in matrix()
     with pytest.raises(ExportError, match="pip install 'outrider"):
-        export(checkpoint, "gguf", tmp_path / "there", target)
+        export_folder(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())
 
 
@@ -342,5 +342,5 @@ def test_what_reads_back_differently_is_not_kept(target, checkpoint, tmp_path, m
 
     monkeypatch.setattr(gguf, "_reordered", careless)
     with pytest.raises(ExportError, match="reads back with other weights: lm.model.layers.0.mlp.up_proj.weight"):
-        export(checkpoint, "gguf", tmp_path / "there", target)
+        export_folder(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export.reading import import_folder
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 from outrider.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
@@ -52,7 +52,7 @@ def good(target: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         if kind == "eagle3":
             model.begin(torch.arange(target.spec.vocabulary))
         save(place / f"{kind}-checkpoint", randomise(model))
-        export(place / f"{kind}-checkpoint", format, place / kind, target)
+        export_folder(place / f"{kind}-checkpoint", format, place / kind, target)
     return {kind: place / kind for kind in SETTINGS}
 
 
@@ -148,9 +148,9 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "can't be read as eagle3",
     ),
     "a layer config that is a list": ("eagle3", _config(transformer_layer_config=[]), "can't be read as eagle3"),
-    "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "none of"),
-    "architectures that are a mapping": ("dflash", _config(architectures={"a": 1}), "none of"),
-    "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "none of"),
+    "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "matches no drafter of"),
+    "architectures that are a mapping": ("dflash", _config(architectures={"a": 1}), "matches no drafter of"),
+    "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "matches no drafter of"),
     "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
     "layers as text": ("dflash", _config(dflash_config__target_layer_ids="02"), "a list of whole numbers"),
     "layers as truths": ("dflash", _config(dflash_config__target_layer_ids=[False, 2]), "a list of whole numbers"),
@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "dflash", _manifest(unmapped={"backbone.norm.weight": [float("nan")] * 32}), "that this draft does not have",
     ),
     "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "format must be a text"),
-    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "as training, wanted a mapping"),
+    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "training must be a mapping"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from outrider import generate, load_drafter, load_target
 from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 
 PROMPTS = ["a text of some words", "another one", "1, 2, 3, "]
 NEW = 24
@@ -66,7 +66,7 @@ def test_assisted_generation_writes_the_targets_own_text(noise, folder, target, 
     module = find_drafter("small_model")
     model = module.Model(build(module.Config, {"kind": "small_model", "model": str(folder)}, "drafter"), target)
     save(tmp_path / "mine", randomise(model.double(), noise))
-    export(tmp_path / "mine", "transformers", tmp_path / "there", target)
+    export_folder(tmp_path / "mine", "transformers", tmp_path / "there", target)
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "there", dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assistant.generation_config.update(num_assistant_tokens=4, num_assistant_tokens_schedule="constant")

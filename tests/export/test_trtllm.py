@@ -21,7 +21,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats
 from outrider.export.reading import import_folder
-from outrider.export.writing import export
+from outrider.export.writing import export_folder
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel
 def test_folders_hold_the_loaders_keys_and_the_settings_beside_them(kind, target, made, tmp_path):
     """Catches a prefix that its loader would skip, and a settings file that names the folder as it was while it was
     written."""
-    export(made(kind), "trtllm", tmp_path / "there", target)
+    export_folder(made(kind), "trtllm", tmp_path / "there", target)
     assert load_file(tmp_path / "there" / "model.safetensors").keys() == KEYS[kind]
     assert json.loads((tmp_path / "there" / "config.json").read_text())["architectures"] == [ARCHITECTURES[kind]]
     said = yaml.safe_load((tmp_path / "there" / "llm_api.yaml").read_text())
@@ -103,13 +103,13 @@ def test_every_kind_that_is_written_is_tested_and_none_is_read():
 )
 def test_what_it_would_compute_otherwise_is_refused(kind, settings, said, target, made, tmp_path):
     with pytest.raises(ExportError, match=said):
-        export(made(kind, **settings), "trtllm", tmp_path / "there", target)
+        export_folder(made(kind, **settings), "trtllm", tmp_path / "there", target)
 
 
 def test_a_folder_of_it_without_our_notes_is_read_as_sglangs(target, made, tmp_path):
     """Catches a folder that only one reader takes although it is the same: EAGLE-3's and DFlash's are SGLang's to the
     byte."""
-    export(made("eagle3"), "trtllm", tmp_path / "there", target)
+    export_folder(made("eagle3"), "trtllm", tmp_path / "there", target)
     with pytest.raises(ExportError, match="trtllm, which Outrider writes but can't read"):
         import_folder(tmp_path / "there", tmp_path / "back", target)
     (tmp_path / "there" / "outrider.json").unlink()
@@ -126,5 +126,5 @@ def test_what_is_written_in_another_type_is_not_kept(target, made, tmp_path, mon
 
     monkeypatch.setattr(formats.folders, "write", careless)
     with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
-        export(checkpoint, "trtllm", tmp_path / "there", target)
+        export_folder(checkpoint, "trtllm", tmp_path / "there", target)
     assert not (tmp_path / "there").exists()
