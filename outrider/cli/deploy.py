@@ -104,7 +104,7 @@ def _translate(text: str, only_print: bool, json_to: str | None) -> None:
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
-        what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.folder} ({draft.format})"
+        what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.place} ({draft.format})"
         asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
         title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
         say(f"deploy    {what} for {draft.target}, with {title}")

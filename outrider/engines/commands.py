@@ -73,7 +73,8 @@ class Command:
         """The command as values for JSON, with the draft that it serves."""
         return {
             "engine": self.engine, "version": self.version, "version_is_assumed": self.is_assumed, "kind": draft.kind,
-            "format": draft.format, "target": draft.target, "command": self.shell, "words": list(self.words),
+            "format": draft.format, "draft": None if draft.folder is None else draft.place, "target": draft.target,
+            "command": self.shell, "words": list(self.words),
             "speculative": self.settings, "files": dict(self.files), "before": self.before, "notes": list(self.notes),
         }  # fmt: skip
 
@@ -96,15 +97,14 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
         raise ConfigError(
             f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(UNTRAINED)}"
         )
+    hub_id = None
     if not folder.is_dir():
         from outrider.loading import find_folder  # loads torch, which a folder here does not need
 
-        folder = find_folder(name)
+        hub_id, folder = name, find_folder(name)
     manifest = folders.read_manifest(folder)
     if manifest and "format" not in manifest:
-        raise ConfigError(
-            f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}"
-        )
+        raise ConfigError(f"{name} is a checkpoint, which engines don't read; {_export_first(name, manifest['kind'])}")
     config = folders.read_config(folder)
     if manifest:
         kind, format = manifest["kind"], manifest["format"]
@@ -112,14 +112,14 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
         kind, format = _recognised(folder, config, kind, format)
     if kind is None or format is None:
         raise ConfigError(
-            f"{folder} has no {MANIFEST} and its drafter is not recognised; name its kind and format with --kind and "
+            f"{name} has no {MANIFEST} and its drafter is not recognised; name its kind and format with --kind and "
             "--format"
         )
     settings, about = manifest.get("config") or {}, manifest.get("target") or {}
     taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
     length = folders.length(kind, format, settings, config)
     target = _target(target, about or {"name": folders.target_of(config)}, name)
-    return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"))
+    return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"), hub_id)
 
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
@@ -138,7 +138,7 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
     return (found[0][1], found[0][0]) if len(found) == 1 else (kind, format)
 
 
-def _export_first(folder: Path, kind: str) -> str:
+def _export_first(folder: str, kind: str) -> str:
     methods = {name: engine.methods[kind] for name, engine in ENGINES.items() if kind in engine.methods}
     written = {
         name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()
@@ -178,7 +178,7 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
         method, tokens = _method(name, engine, draft, version), _tokens(draft, wish)
         _check(name, method, draft, wish, tokens)
         settings = words.SETTINGS[name](method, draft, tokens, wish)
-        before = words.conversion(draft) if method.converted else None
+        before = words.preparation(name, method, draft)
         notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
     argv, files = words.WORDS[name](draft, wish, settings)
     return Command(name, version, is_assumed, (*argv, *wish.extra), settings, files, before, notes)
@@ -206,7 +206,7 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
         raise ConfigError(f"{title} needs no folder for {kind}; use `outrider deploy {kind} --to {name}`")
     why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
     reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
-    raise ConfigError(f"{draft.folder} is in format {draft.format}, but {reads}")
+    raise ConfigError(f"{draft.place} is in format {draft.format}, but {reads}")
 
 
 SHIFTED = (
@@ -231,8 +231,10 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, or 0 for no speculation, got {tokens}")
     if asks_more and (kind in BLOCKS or kind == "medusa"):
-        limit = f"this {kind} has {most} heads" if kind == "medusa" else f"this {kind} drafts one block of {most}"
-        raise ConfigError(f"--tokens {tokens} is too many: {limit} tokens; give at most {most}")
+        limit = (
+            f"this {kind} has {most} heads" if kind == "medusa" else f"this {kind} drafts one block of {most} tokens"
+        )
+        raise ConfigError(f"--tokens {tokens} is too many: {limit}; give at most {most}")
     if kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
         raise ConfigError(
             f"vLLM runs DSpark only with markov: vanilla, but this draft has {markov}; train one with markov: vanilla"

@@ -37,6 +37,13 @@ class Draft:
     """Layers of the target that it reads, counted from 0; () where the folder does not name them, or it reads none."""
     precision: str | None = None
     """Number type of the target it was trained with."""
+    hub_id: str | None = None
+    """Its Hugging Face id, where it was named by that; `folder` is then the copy in the hub's cache."""
+
+    @property
+    def place(self) -> str:
+        """What an engine is told of a trained draft: its Hugging Face id, or else its folder."""
+        return self.hub_id or str(self.folder)
 
 
 @dataclass(frozen=True, slots=True)

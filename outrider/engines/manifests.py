@@ -25,7 +25,7 @@ from outrider.engines import commands
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.template import rendered
-from outrider.engines.words import REPOSITORY
+from outrider.engines.words import REPOSITORY, downloaded
 from outrider.errors import ConfigError, DataError
 
 PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"
@@ -67,9 +67,16 @@ def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) ->
     mounted = mounted_target(draft)
     if mounted is not None and (Path(draft.target) / "model.gguf").exists() and engine == "llamacpp":
         mounted += "/model.gguf"
-    moved = replace(draft, folder=draft.folder and Path(MODELS) / "draft", target=mounted or draft.target)
+    moved = replace(draft, target=mounted or draft.target)
+    if draft.folder is not None and not _fetches(engine, draft):
+        moved = replace(moved, folder=Path(MODELS) / "draft", hub_id=None)
     command = commands.command(engine, moved, replace(wish, host="0.0.0.0", port=None, files=SETTINGS), version)
     return replace(command, words=(engine_of(engine).program or command.words[0], *command.words[1:]))
+
+
+def _fetches(engine: str, draft: Draft) -> bool:
+    """Whether the engine fetches the draft from the hub itself; llama.cpp reads files only."""
+    return draft.hub_id is not None and engine != "llamacpp"
 
 
 def mounted_target(draft: Draft) -> str | None:
@@ -88,15 +95,17 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
     files = dict(command.files)
     if engine == "triton":
         files = triton(place.name, mounted or draft.target, wish, command.settings)
-    volumes = ["hub:/models/hub"] if mounted is None else [f"{Path(draft.target).absolute()}:{mounted}:ro"]
-    if draft.folder is not None:
+    volumes = [] if mounted is None else [f"{Path(draft.target).absolute()}:{mounted}:ro"]
+    if uses_hub := mounted is None or _fetches(engine, draft):
+        volumes.append(f"hub:{MODELS}/hub")
+    if draft.folder is not None and not _fetches(engine, draft):
         # a converted draft is a file next to the folder
-        end = "" if command.before is None else ".gguf"
-        volumes.append(f"{draft.folder.absolute()}{end}:{MODELS}/draft{end}:ro")
+        end = ".gguf" if f"{MODELS}/draft.gguf" in command.words else ""
+        volumes.append(f"{downloaded(draft).absolute()}{end}:{MODELS}/draft{end}:ro")
     if files:
         volumes.append(f"./container:{SETTINGS}:ro")
     found = {f"container/{name}": text for name, text in files.items()}
-    values = {"command": command, "files": files, "mounted": mounted, "volumes": volumes}
+    values = {"command": command, "files": files, "uses_hub": uses_hub, "volumes": volumes}
     names = [*ALWAYS, *(WATCHING if engine in METRICS else ())]
     found |= {name: manifest(name, engine, place, **values) for name in names}
     if engine in METRICS:

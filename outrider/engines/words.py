@@ -46,7 +46,7 @@ def candidates(tokens: int, width: int) -> int:
 def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     found: Settings = {"method": method.name}
     if draft.folder is not None:
-        found["model"] = str(draft.folder)
+        found["model"] = draft.place
     found["num_speculative_tokens"] = tokens
     if method.name == "ngram":
         found["prompt_lookup_max"] = draft.settings.get("longest", 5)
@@ -68,7 +68,7 @@ def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     found: Settings = {"speculative-algorithm": method.name}
     if draft.folder is not None:
-        found["speculative-draft-model-path"] = str(draft.folder)
+        found["speculative-draft-model-path"] = draft.place
     if method.flag is not None:
         # without it the folder's own size counts; all but DSpark count the anchor's place too
         own = draft.folder is not None and tokens == draft.length
@@ -95,7 +95,7 @@ def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    place = {} if draft.folder is None else {"speculative_model": str(draft.folder)}
+    place = {} if draft.folder is None else {"speculative_model": draft.place}
     found: Settings = {"decoding_type": method.name, "max_draft_len": tokens, **place}
     own = draft.config.get("dflash_config") or draft.config
     known = {
@@ -106,7 +106,7 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
         key = LAYERS[str(draft.format), draft.kind][0]
         raise ConfigError(
-            f"{draft.folder} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
+            f"{draft.place} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )
     found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
     if wish.width > 1:
@@ -134,24 +134,35 @@ def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings
             "spec-ngram-simple-size-m": tokens,
         }
     if draft.folder is not None:
-        found["spec-draft-model"] = converted(draft.folder) if method.converted else str(draft.folder / "model.gguf")
+        found["spec-draft-model"] = converted(draft) if method.converted else str(downloaded(draft) / "model.gguf")
     found["spec-draft-n-max"] = tokens
     return found if wish.cutoff is None else found | {"spec-draft-p-min": wish.cutoff}
 
 
-def converted(folder: Path) -> str:
-    """The file that is made of a folder first."""
+def downloaded(draft: Draft) -> Path:
+    """The folder of a draft for an engine that reads files only: one of the hub is first downloaded to its own name."""
+    assert draft.folder is not None
+    return draft.folder if draft.hub_id is None else Path(draft.hub_id.rpartition("/")[2])
+
+
+def converted(draft: Draft) -> str:
+    """The file that is made of a draft first."""
+    folder = downloaded(draft)
     return str(folder.with_name(folder.name + ".gguf"))
 
 
-def conversion(draft: Draft) -> str:
-    """The command that converts the draft to what the engine reads."""
-    assert draft.folder is not None
-    argv = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
-    target = Path(draft.target)
-    return shlex.join(
-        [*argv, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)]
-    )
+def preparation(name: str, method: Method, draft: Draft) -> str | None:
+    """The command that makes what an engine reads of a draft; None where it reads the draft as it is."""
+    if name != "llamacpp" or draft.folder is None:
+        return None
+    lines, target = [], Path(draft.target)
+    if draft.hub_id is not None:
+        lines.append(["hf", "download", draft.hub_id, "--local-dir", str(downloaded(draft))])
+    if method.converted:
+        model = str(target.with_suffix("") if target.suffix == ".gguf" else target)
+        script = ["python", "convert_hf_to_gguf.py", str(downloaded(draft)), "--outfile", converted(draft)]
+        lines.append([*script, "--target-model-dir", model])
+    return " && ".join(map(shlex.join, lines)) or None
 
 
 def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -180,7 +191,7 @@ def _transformers(method: Method, draft: Draft, tokens: int, wish: Wish) -> Sett
     if draft.kind == "mtp":
         return {method.name: True}
     return {
-        method.name: str(draft.folder), "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
+        method.name: draft.place, "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
         # transformers' own default is 0.4, at which drafts are shorter than what was asked for
         "assistant_confidence_threshold": wish.cutoff or 0.0,
     }  # fmt: skip

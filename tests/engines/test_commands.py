@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 from verbs import outrider_with
 
-from outrider.engines import commands, flags
+from outrider.engines import commands, flags, manifests
 from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import ENGINES, Draft, Method, Wish
 from outrider.engines.tune import Range
@@ -137,7 +138,7 @@ def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "format", "said"),
     [
-        ("vllm", "medusa", "medusa", "only before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
+        ("vllm", "medusa", "medusa", "only in versions before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
         ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"),
         ("vllm", "mtp", "speculators", "no engine loads"),
         ("sglang", "suffix", None, "use ngram"), ("sglang", "medusa", "medusa", "EAGLE-3"),
@@ -173,7 +174,7 @@ def test_a_checkpoint_is_refused_with_the_formats_to_export_first(tmp_path: Path
     """Catches a folder that engines don't read, and advice that names no command."""
     with pytest.raises(ConfigError, match=r"outrider export .* --to speculators --out NEW` for vllm"):
         draft_of(folder_of(tmp_path, "eagle3", None))
-    with pytest.raises(ConfigError, match="no engine here runs deer"):
+    with pytest.raises(ConfigError, match="no engine runs deer"):
         draft_of(folder_of(tmp_path, "deer", None))
     (tmp_path / "bare").mkdir()
     with pytest.raises(ConfigError, match="name its kind and format with --kind"):
@@ -234,7 +235,7 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) ->
     from outrider.checkpoint import save
     from outrider.config import build
     from outrider.drafters import find
-    from outrider.export.writing import export
+    from outrider.export.writing import export_folder
 
     (tmp_path / "target").mkdir()
     target = load_target(make_folder(tmp_path / "target"))
@@ -246,7 +247,7 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) ->
         save(tmp_path / kind, model)
         with pytest.raises(ConfigError, match="is a checkpoint"):
             draft_of(tmp_path / kind)
-        folder = export(tmp_path / kind, format, tmp_path / f"{kind}-{format}", target)
+        folder = export_folder(tmp_path / kind, format, tmp_path / f"{kind}-{format}", target)
         found = draft_of(folder)
         assert (found.kind, found.format, found.target, found.length) == (kind, format, target.spec.name, 4)
         readers = [
@@ -267,6 +268,46 @@ def test_what_is_written_for_an_engine_it_is_deployed_in() -> None:
         for kind, layout in formats.find(name).layouts.items():
             if layout.config is not None:
                 assert name in ENGINES[name].methods[kind].formats, (name, kind)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_draft_of_the_hub_is_named_by_its_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a path in the hub's cache in a command or a deployment, which means nothing on another machine."""
+    kind = "small_model" if name == "transformers" else "eagle3"
+    cache = folder_of(tmp_path, kind, ENGINES[name].methods[kind].formats[0])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda id: str(cache))
+    target = "target.gguf" if name == "llamacpp" else "org/target"
+    out, printed = tmp_path / "out", tmp_path / "printed.json"
+    words = ("deploy", "org/draft", "--to", name, "--target", target, "--json", str(printed), "--out", str(out))
+    assert outrider_with(*words) == 0
+    said = json.loads(printed.read_text())
+    written = {path.name: path.read_text() for path in out.rglob("*") if path.is_file()}
+    everything = "".join([" ".join(capsys.readouterr().out.split()), printed.read_text(), *written.values()])
+    assert str(cache) not in everything
+    assert said["draft"] == "org/draft" and f"{kind} in org/draft" in everything
+    if name == "llamacpp":  # it reads files only: they are downloaded first, and mounted
+        assert said["before"].startswith(
+            "hf download org/draft --local-dir draft && python convert_hf_to_gguf.py draft "
+        )
+        assert ":/models/draft.gguf:ro" in written["compose.yaml"]
+    else:
+        assert said["before"] is None and "/models/draft" not in everything
+        assert "org/draft" in said["command"] + "".join(said["files"].values()) + "".join(written.values())
+
+
+def test_a_draft_of_the_hub_beside_a_target_of_the_disk_is_fetched_by_the_container(tmp_path: Path) -> None:
+    """Catches HF_HUB_OFFLINE in a container that has to fetch its draft."""
+    target = tmp_path / "target"
+    target.mkdir()
+    held = draft_of(folder_of(tmp_path, "eagle3", "speculators"), str(target))
+    for given, is_offline in ((held, True), (replace(held, hub_id="org/draft"), False)):
+        files = manifests.files_of("vllm", given, Wish(), manifests.Place())
+        assert ('HF_HUB_OFFLINE: "1"' in files["compose.yaml"]) == is_offline
+        assert ("HF_HUB_OFFLINE" in files["kubernetes.yaml"]) == is_offline
+        volumes = yaml.safe_load(files["compose.yaml"])["services"]["engine"]["volumes"]
+        assert any(volume.startswith("hub:") for volume in volumes) != is_offline
 
 
 @pytest.mark.parametrize("width", range(2, 9))

@@ -145,7 +145,7 @@ def test_what_was_not_measured_is_said() -> None:
     notes = " ".join(tune.choose(points).notes)
     for part in ("no speculation was not measured", "beyond 64", "measured once", "longest draft"):
         assert part in notes
-    with pytest.raises(DataError, match="not measured: 7 tokens at 64"):
+    with pytest.raises(DataError, match="not measured yet: 7 tokens at 64"):
         tune.choose(points[:-1])
 
 
