@@ -15,8 +15,8 @@ from published import LAYOUTS, Published, Sizes
 from tiny import make_folder
 from verbs import outrider_with
 
-from outrider import generate, load_drafter, load_target
-from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError
+from outrider import checkpoint, generate, load_drafter, load_target
+from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError, TrainingError
 from outrider.export.reading import import_folder
 from outrider.loading import describe, draft_model
 from outrider.targets.transformers import TransformersTarget
@@ -100,14 +100,14 @@ REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
     "was"),
     "a vocabulary": ("zlab_dflash", _config(vocab_size=300), "vocab_size is 300, .* has 261; load the target it was "
     "trained"),
-    "a vocabulary without a map": ("speculators_eagle3", _without("d2t"), "lacks d2t"),
+    "a vocabulary without a map": ("speculators_eagle3", _without("d2t"), "lacks the weights d2t"),
     "an architecture": (
         "zlab_dflash", _config(architectures=["HydraModel"], dflash_config=None),
         r"has architectures \['HydraModel'\] in config.json, and matches no drafter of .*; name its format and kind",
     ),
     "a pickle": ("safeailab_eagle", _pickled, "pytorch_model.bin, a pickle, .*; convert it to safetensors"),
-    "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks "
-    "layers.1.mlp.up_proj.weight"),
+    "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks the "
+    "weights layers.1.mlp.up_proj.weight"),
     "no config.json": (
         "medusa_heads", lambda folder, made: (folder / "config.json").unlink(), "neither outrider.json nor config.json",
     ),
@@ -116,8 +116,8 @@ REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
     "Gemma's layers": ("deepspec_dflash", _config(architectures=["Gemma4DSparkModel"]), "Gemma layers"),
     "a sliding window": ("zlab_dflash", _config(layer_types=["full_attention", "sliding_attention"]), "full attention "
     "only"),
-    "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\) where \(32, "
-    r"32\)"),
+    "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\), wanted "
+    r"\(32, 32\)"),
 }  # fmt: skip
 
 
@@ -205,10 +205,15 @@ def test_an_import_of_a_checkpoint_says_that_it_is_one(verifier: TransformersTar
         import_folder(tmp_path / "checkpoint", tmp_path / "again", verifier)
 
 
+def full_disk(*_: Any) -> None:
+    raise TrainingError("the disk is full")
+
+
 def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a published folder that is changed, and one that needs `outrider import` first."""
+    """Catches a published folder that is changed, one that needs `outrider import` first, and a new checkpoint that
+    stays after a failure."""
     monkeypatch.setattr(calibrate, "MIN_DRAFTS", 10)
     target = make_folder(tmp_path / "target", num_hidden_layers=8)
     made = LAYOUTS["deepspec_dspark"](Sizes(load_target(target)))
@@ -230,9 +235,19 @@ def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(
     assert "is published, and is not changed: name a new checkpoint with --out" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert outrider_with(*words, "--target", str(target), "--out", str(tmp_path / "scaled")) == 0, (
-        capsys.readouterr().err
-    )
+    there = sorted(path.name for path in tmp_path.iterdir())
+    writing = (*words, "--target", str(target), "--out", str(tmp_path / "scaled"))
+    with monkeypatch.context() as patched:  # too few drafts, and a disk that is full when the scaling is written
+        patched.setattr(calibrate, "MIN_DRAFTS", 10_000)
+        assert outrider_with(*writing) == 1
+        patched.setattr(calibrate, "MIN_DRAFTS", 10)
+        patched.setattr(checkpoint, "amend", full_disk)
+        assert outrider_with(*writing) == 1
+        assert "the disk is full" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert outrider_with(*writing) == 0, capsys.readouterr().err
+    assert outrider_with(*writing) == 1
+    assert "exists already" in capsys.readouterr().err
     assert "calibration" in describe(tmp_path / "scaled").manifest and not (folder / "outrider.json").exists()
 
 

@@ -22,8 +22,7 @@ from outrider.cli.console import (
     write_json,
 )  # fmt: skip
 from outrider.cli.stages import Printer
-from outrider.errors import ConfigError
-from outrider.export.reading import import_folder
+from outrider.errors import ConfigError, ExportError
 from outrider.loading import describe
 from outrider.measure import tasks
 from outrider.runs import stages
@@ -117,12 +116,11 @@ def calibrate(
     if (source.format is None) != (out is None):
         wanted = "changed itself: leave out --out" if out else "not changed: name a new checkpoint with --out"
         raise ConfigError(f"{checkpoint} is {'a checkpoint' if out else 'published'}, and is {wanted}")
+    if out is not None and out.exists():
+        raise ExportError(f"{out} exists already; name a new folder, or delete it first")
     drawn = list(tasks.prompts(prompts, count, seed=1))
-    loaded = load_target(name)
-    if out is not None:
-        import_folder(source.folder, out, loaded, source.format, source.kind)
     found = stages.calibrate(
-        out or source.folder, loaded, prompts, drawn, max_new_tokens=max_new_tokens, temperature=temperature,
-        shifting=shifts, reporter=Printer(),
+        checkpoint, load_target(name), prompts, drawn, out=out, max_new_tokens=max_new_tokens,
+        temperature=temperature, shifting=shifts, reporter=Printer(),
     )  # fmt: skip
     write_json(json_to, asdict(found))

@@ -213,18 +213,18 @@ def _probe(
 
 
 def calibrate(
-    checkpoint: Path, target: TransformersTarget, task: str, drawn: Iterable[Prompt], *, max_new_tokens: int = 96,
-    temperature: float = 1.0, shifting: bool = True, seed: int = 1, reporter: Reporter,
+    drafter: str | Path, target: TransformersTarget, task: str, drawn: Iterable[Prompt], *, out: Path | None = None,
+    max_new_tokens: int = 96, temperature: float = 1.0, shifting: bool = True, seed: int = 1, reporter: Reporter,
 ) -> calibration.Calibration:  # fmt: skip
-    """Scale a checkpoint's confidences on prompts drawn of a task; see `outrider.training.calibrate`."""
+    """Scale a drafter's confidences on prompts drawn of a task; see `outrider.training.calibrate`."""
+    checkpoint = out or Path(drafter)
     texts = [as_tokens(target, prompt) for prompt in drawn]
     most = len(texts) * max_new_tokens
     plan = events.Calibrating(total=len(texts), checkpoint=checkpoint, task=task, tokens=most, temperature=temperature)
     with reporter.working(plan) as update:
         found = calibration.calibrate(
-            checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting,
-            seed=seed,
-            on_prompt=update,
+            drafter, target, texts, out=out, max_new_tokens=max_new_tokens, temperature=temperature,
+            shifting=shifting, seed=seed, on_prompt=update,
         )  # fmt: skip
     reporter.finished(events.Calibrated(checkpoint, found))
     return found

@@ -3,13 +3,14 @@
 Half of the prompts are scaled on, the other half are judged on.  M drafts, K slots of a block.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider import checkpoint
@@ -18,12 +19,14 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import CheckpointError, DataError
+from outrider.export.reading import import_folder
 from outrider.generation import serve
-from outrider.loading import load_drafter
+from outrider.loading import find_folder, load_drafter
 from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
+from outrider.targets.transformers import TransformersTarget
 from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
 
 MIN_DRAFTS = 20 * BINS
@@ -112,12 +115,15 @@ class Calibration:
 
 
 def calibrate(
-    folder: str | Path, target: Target, prompts: Sequence[list[int]], *, max_new_tokens: int = 96,
-    temperature: float = 1.0,
-    shifting: bool = True, seed: int = 0, slots: int = 16, on_prompt: Callable[[int], None] | None = None,
+    folder: str | Path, target: TransformersTarget, prompts: Sequence[list[int]], *, out: Path | None = None,
+    max_new_tokens: int = 96, temperature: float = 1.0, shifting: bool = True, seed: int = 0, slots: int = 16,
+    on_prompt: Callable[[int], None] | None = None,
 ) -> Calibration:  # fmt: skip
     """Scale the confidences of the checkpoint in `folder` on every second prompt, judge them on the others, and write
     them.
+
+    out: a new checkpoint that is written instead, whole or not at all; `folder` is then a published drafter, by its
+    folder or Hugging Face id, which stays as it is.
 
     The checkpoint is rewritten whole or not at all, and only its scaling and `calibration` in its manifest change.
     Raises CheckpointError where it has no confidence head, DataError where the prompts give too few drafts.
@@ -146,8 +152,23 @@ def calibrate(
         temperature=temperature,
     )  # fmt: skip
     weights = {f"{name}.{key}": value.float() for key, value in own._asdict().items()}
-    checkpoint.amend(folder, weights, {"calibration": asdict(found)})
+    _write(folder, out, target, weights, {"calibration": asdict(found)})
     return found
+
+
+def _write(
+    folder: str | Path, out: Path | None, target: TransformersTarget, weights: dict[str, Tensor], facts: dict[str, Any]
+) -> None:  # fmt: skip
+    """Change a checkpoint, or make one of a published drafter."""
+    if out is None:
+        checkpoint.amend(folder, weights, facts)
+        return
+    import_folder(find_folder(folder), out, target)
+    try:
+        checkpoint.amend(out, weights, facts)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)  # it would be taken for a calibrated one
+        raise
 
 
 def head_of(drafter: Any, folder: str | Path) -> tuple[str, ConfidenceHead]:
