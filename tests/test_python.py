@@ -134,7 +134,7 @@ def test_settings_by_themselves_are_those_of_sampling(target: TransformersTarget
             "temperature and seed and sampling are both given; set",
         ),
         ({"top_p": 0.9}, "top_p has no effect without a temperature; give temperature too"),
-        ({"top_k": 5, "seed": 1}, "top_k without a temperature"),
+        ({"top_k": 5, "seed": 1}, "top_k has no effect without a temperature"),
         ({"temperature": -1}, "temperature must be a number of at least 0"),
     ],
 )

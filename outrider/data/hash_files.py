@@ -197,13 +197,14 @@ def read(one: Named) -> NgramHashes:
     if not path.exists():
         raise DataError(f"{path} is missing, but its manifest names it; copy that file there")
     try:
-        if not is_whole(one):
-            raise DataError(
-                f"{path} has another content than its manifest says; copy it again, run `outrider prepare` again, or "
-                "build the corpus again"
-            )
-        return NgramHashes(load_file(path), facts)
+        found = NgramHashes(load_file(path), facts) if is_whole(one) else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path} can't be read ({error}); run `outrider prepare` again, or build the corpus again"
         ) from None
+    if found is None:
+        raise DataError(
+            f"{path} has another content than its manifest says; copy it again, run `outrider prepare` again, or build "
+            "the corpus again"
+        )
+    return found

@@ -348,7 +348,9 @@ def test_what_the_template_refuses_is_a_data_error(template: str) -> None:
     tokenizer = make_tokenizer(template)
     messages = TALKS["a system"]
     for call in (lambda: prompt_tokens(tokenizer, messages[:2]), lambda: render(tokenizer, messages, 99)):
-        with pytest.raises(DataError, match=r"the target's chat template refuses these messages \(.+\); mend the row"):
+        with pytest.raises(
+            DataError, match=r"the target's chat template refuses these messages \(.+\); correct the row"
+        ):
             call()
 
 

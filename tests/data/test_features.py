@@ -93,7 +93,7 @@ def test_texts_with_too_little_to_learn_are_left_out_and_counted(talker: Transfo
     assert features.left_out == 2
     assert features.manifest.texts == 1
     assert features.manifest.tokens == 16
-    with pytest.raises(DataError, match="none of 2 answers has 4 tokens to learn within 16 tokens"):
+    with pytest.raises(DataError, match="none of the 2 answers has 4 tokens to learn within 16 tokens"):
         source(talker, [short, late], length=16)
 
 

@@ -256,7 +256,7 @@ def test_a_file_that_is_not_the_one_its_manifest_names_is_refused(harm: Callable
     facts = collected.save(tmp_path / "g")
     assert read(Named(tmp_path / "g", facts)).holding(QUESTION)
     harm(tmp_path / "g")
-    with pytest.raises(DataError, match=r"manifest names|missing"):
+    with pytest.raises(DataError, match=r"manifest says|missing"):
         read(Named(tmp_path / "g", facts))
 
 

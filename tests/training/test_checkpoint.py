@@ -354,11 +354,12 @@ DAMAGES = {
     "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is not a checkpoint manifest"),
     "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is not a checkpoint "
     "manifest"),
-    "next version": (change_manifest(lambda m: m.update(version=2)), "is of version 2, this Outrider reads 1"),
+    "next version": (change_manifest(lambda m: m.update(version=2)), "has version 2, but this Outrider reads "
+    "version 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
     "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
     "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden was 33, is 32"),
-    "target's weights": (change_manifest(lambda m: m["target"].update(weights_hash="0")), "weights_hash 0 against"),
+    "target's weights": (change_manifest(lambda m: m["target"].update(weights_hash="0")), "weights_hash was 0, is"),
     "no binding": (change_manifest(lambda m: m.update(target={})), "was trained for target None"),
     "other taps": (change_manifest(lambda m: m.update(taps=[2])), "taps"),
     "other block": (change_manifest(lambda m: m["config"].update(layers=2)), "lacks weights"),
@@ -366,16 +367,16 @@ DAMAGES = {
     "extra weight": (change_weights(lambda w: w.update(lm_head=torch.zeros(2))), "has unknown weights: lm_head"),
     "misshapen weight": (
         change_weights(lambda w: w.update({"backbone.norm.weight": torch.zeros(2)})),
-        "has misshapen weights: backbone.norm.weight",
+        "has wrongly shaped weights: backbone.norm.weight",
     ),
     "NaN weight": (change_weights(spoil), "has non-finite weights: backbone.norm.weight"),
     "truncated weights": (truncate, "can't be read"),
     "no weights": (lambda folder: (folder / checkpoint.WEIGHTS).unlink(), "can't be read"),
     "empty weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_bytes(b""), "can't be read"),
-    "version is true": (change_manifest(lambda m: m.update(version=True)), "its version is of type bool, not int"),
-    "kind is a list": (change_manifest(lambda m: m.update(kind=["dspark"])), "its kind is of type list, not str"),
-    "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts is of type list, not dict"),
-    "training is text": (change_manifest(lambda m: m.update(training="x")), "its training is of type str, not dict"),
+    "version is true": (change_manifest(lambda m: m.update(version=True)), "its version must be of type int, got bool"),
+    "kind is a list": (change_manifest(lambda m: m.update(kind=["dspark"])), "its kind must be of type str, got list"),
+    "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts must be of type dict, got list"),
+    "training is text": (change_manifest(lambda m: m.update(training="x")), "its training must be of type dict"),
     "deep nesting": (deep, "nested too deeply"),
     "a key that is in it twice": (
         lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'),
@@ -440,7 +441,7 @@ def test_values_that_the_targets_type_cannot_hold_are_refused(folder: Path, tmp_
     checkpoint.save(tmp_path / "c", make_model(halves))
     load_drafter(tmp_path / "c", halves)
     change_weights(lambda w: w["backbone.norm.weight"].fill_(1e6))(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="float16 can't hold backbone.norm.weight"):
+    with pytest.raises(CheckpointError, match="values in backbone.norm.weight that float16 can't hold"):
         load_drafter(tmp_path / "c", halves)
 
 
@@ -468,7 +469,7 @@ def test_a_manifest_of_no_known_drafter_is_refused(
     [
         ({"seed": 1}, "weights_hash"),
         ({"vocab_size": 300}, "vocabulary was 261, is 300"),
-        ({"num_hidden_layers": 5}, "layers 4 against 5"),
+        ({"num_hidden_layers": 5}, "layers was 4, is 5"),
     ],
 )
 def test_another_target_is_refused(sizes: dict[str, int], said: str, saved: Path, tmp_path: Path) -> None:

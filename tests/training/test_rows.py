@@ -110,7 +110,7 @@ def test_the_loss_hangs_not_on_the_size_of_the_chunks(
         ({"powr": 0.8}, "unknown position weight 'powr'; did you mean 'power'?"),
         ({"power": 1.2}, "power: 1.2 must be above 0 and at most 1"),
         ({"exp": 0.0}, "exp: 0.0 must be above 0"),
-        ({"exp": 4.0, "power": 0.8}, "names 2 weights (exp, power); choose one"),
+        ({"exp": 4.0, "power": 0.8}, "must have one weight, got 2 (exp, power); choose one"),
     ],
 )
 def test_a_wrong_weight_is_refused(position: dict[str, float], said: str) -> None:
@@ -180,7 +180,7 @@ def test_a_selection_and_its_reference_belong_together(settings: dict[str, Any])
 
 def test_a_selection_without_its_model_is_refused_before_training(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a run that trains on all rows although it was asked for a share."""
-    with pytest.raises(ConfigError, match="elsewhere, loaded"):
+    with pytest.raises(ConfigError, match="needs the reference elsewhere"):
         fit(tmp_path, talker, select=0.4, reference="elsewhere")
     assert not (tmp_path / "checkpoint").exists()
 

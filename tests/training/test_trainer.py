@@ -499,7 +499,7 @@ def test_epochs_are_passes_over_the_texts(talker: TransformersTarget, tmp_path: 
     fit(tmp_path, talker)  # and 6 steps are the same training
     assert step_of(tmp_path) == 6
     for wrong in ({"epochs": 2}, {"steps": None}):
-        with pytest.raises(ValueError, match="give one of them"):
+        with pytest.raises(ValueError, match="leave one out"):
             Config(**(SETTINGS | wrong))
 
 
