@@ -1,0 +1,298 @@
+"""What the parts of `serving.py` share: requests whose answers are known, servers that take turns, and figures."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.engines.server_process import Server, running
+from benchmarks.replay import spread
+from benchmarks.serving_clients import Due
+from outrider import demo, generate
+from outrider.errors import OutriderError
+from outrider.report.bootstrap import ratio_of_rates
+
+CANNOT = (OSError, OutriderError, MemoryError, SystemExit, ValueError)
+"""What says that a server can't be had here, or can't be asked so."""
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def at_most(what: str, most: float, found: float) -> dict[str, Any]:
+    """One line of `promises`, for what should be at most so much."""
+    return {"promise": what, "wanted": most, "found": found, "holds": found <= most}
+
+
+def leave_out(left_out: list[dict[str, Any]], way: str, error: BaseException) -> None:
+    tell(f"left out: {way}: {error}")
+    left_out.append({"way": way, "why": str(error)[:400]})
+
+
+# ── requests whose answers are known ──────────────────────────────────────────────────────────────────────────────────
+
+
+def known(
+    target: Any, count: int, longest: Sequence[int], sizes: Sequence[int] = (600,), has_all: bool = False
+) -> list[Due]:  # fmt: skip
+    """Requests over the demo's held-out prompts, with what `generate` answers.
+
+    longest: most tokens of an answer, by turns; sizes: characters of a prompt, by turns.  has_all: one of four is a
+    chat, and one of five is drawn with a seed.
+    """
+    texts = [list(demo.prompts("held_out", -(-count // len(sizes)), characters=size)) for size in sizes]
+    prompts = [text for _, text in islice((one for row in zip(*texts, strict=False) for one in row), count)]
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for number in range(len(prompts)):
+        groups.setdefault((longest[number % len(longest)], has_all and number % 7 == 6), []).append(number)
+    found: dict[int, Due] = {}
+    for (new, is_drawn), numbers in groups.items():
+        drawn = {"temperature": 0.8, "seed": new} if is_drawn else {}
+        asked = [asking(prompts[number], has_all and number % 4 == 3) for number in numbers]
+        given = [body["messages"] if "messages" in body else body["prompt"] for _, body in asked]
+        answers = generate(target, given, max_new_tokens=new, **drawn)
+        for number, (path, body), answer in zip(numbers, asked, answers, strict=True):
+            body |= {"max_tokens": new, "temperature": 0, "stream": True, **drawn}
+            body |= {"stream_options": {"include_usage": True}}
+            reason = "stop" if answer.finish_reason == "stop" else "length"
+            found[number] = Due(path, body, answer.text, answer.tokens, reason)
+    return [found[number] for number in range(len(prompts))]
+
+
+def asking(prompt: str, is_chat: bool) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request."""
+    if is_chat:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+    return "/v1/completions", {"prompt": prompt}
+
+
+def with_body(pool: Sequence[Due], **more: Any) -> list[Due]:
+    return [due._replace(body=due.body | more) for due in pool]
+
+
+def audit(target: Any, due: Due, text: str) -> dict[str, Any] | None:
+    """Where a greedy text parts from the known one, and by what margin the target prefers its own token there.
+
+    `difference` is the most that passes of other shapes move a logit there.  None where no token goes on as the text
+    does: that is no tie.
+    """
+    decode = target.detokenizer.decode
+    at = max(n for n in range(len(due.tokens) + 1) if text.startswith(decode(due.tokens[:n]).removesuffix("\ufffd")))
+    rest = text[len(decode(due.tokens[:at]).removesuffix("\ufffd")) :]
+    if at == len(due.tokens):
+        return None
+    pieces = {token: decode([token]) for token in range(target.spec.vocabulary)}
+    fits = [token for token, piece in pieces.items() if piece and (rest.startswith(piece) or piece.startswith(rest))]
+    others = [token for token in (fits if rest else target.ends) if token != due.tokens[at]]
+    if not others:
+        return None
+    prompt = target.encode(due.body.get("messages") or due.body["prompt"])
+    logits, difference = spread(target, [*prompt, *due.tokens[:at]], len(prompt))
+    margin = float(logits[due.tokens[at]] - logits[others].max())
+    return {"at": at, "margin": margin, "difference": difference}
+
+
+def audited(target: Any, pool: Sequence[Due], partings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each answer that is not the known one: whether it parts at a tie, as greedy answers may."""
+    found = []
+    for one in partings:
+        due = pool[one["due"]]
+        is_text = one["kind"] in ("lost", "repeated", "other") and not due.body["temperature"]
+        margin = audit(target, due, one["text"]) if is_text else None
+        is_tie = margin is not None and margin["margin"] <= 4 * margin["difference"]
+        found.append({**one, "wanted": due.text, "parted": margin, "is_tie": is_tie})
+    return found
+
+
+# ── clients and servers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Turn(NamedTuple):
+    """What one way did in one turn."""
+
+    tokens: int
+    seconds: float
+    cpu: float
+    """Share of a core that the clients took."""
+    rows: list[dict[str, Any]]
+    """Of the answers."""
+    numbers: list[int]
+    """Of the requests in the pool."""
+
+
+class Clients:
+    """The process of the clients."""
+
+    def __enter__(self) -> Clients:
+        command = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def ask(self, **plan: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(plan), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("the clients' process ended; what it said is above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def turn(self, server: Server, pool: Sequence[Due], numbers: Sequence[int], clients: int) -> Turn:
+        """Requests of the pool by so many clients.  Raises ValueError where one is not answered."""
+        requests = [[pool[number].path, pool[number].body] for number in numbers]
+        found = self.ask(do="turn", port=server.port, clients=clients, requests=requests)
+        bad = next((row for row in found["rows"] if row["status"] != 200 or row["error"]), None)
+        if bad is not None:
+            raise ValueError(f"{server.name} answered {bad['status']}: {bad['error']} {bad['body']}")
+        for number, row in zip(numbers, found["rows"], strict=True):
+            row["is_equal"] = row["text"] == pool[number].text
+            # servers count differently what ends a text: here equal texts have equal counts
+            row["tokens"] = len(pool[number].tokens) if row["is_equal"] else row["counted"] or 1 + len(row["gaps_s"])
+        tokens = sum(row["tokens"] for row in found["rows"])
+        return Turn(tokens, found["seconds"], found["cpu"], found["rows"], list(numbers))
+
+
+def outrider_serve(
+    port: int, *, slots: int, length: int, drafter: str | None = None, policy: str | None = None,
+    dtype: str | None = None, prefix_bytes: int = 0, more: Sequence[object] = (),
+) -> list[object]:  # fmt: skip
+    """The command of a server of ours, compiled unless a type is given; it shares no beginnings of prompts."""
+    command = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--port", port, "--slots", slots]
+    command += ["--length", length, f"serve.prefix_bytes={prefix_bytes}"]
+    for option, value in {"--drafter": drafter, "--policy": policy}.items():
+        command += [] if value is None else [option, value]
+    return [*command, *(["--compile"] if dtype is None else ["--no-compile", f"target.dtype={dtype}"]), *more]
+
+
+def started(given: Mapping[str, Any], name: str) -> Any:
+    """A server of ours."""
+    return running(name, partial(outrider_serve, **given))
+
+
+@contextmanager
+def asleep(
+    starts: Mapping[str, Callable[[str], Any]], left_out: list[dict[str, Any]], warm: Callable[[Server], None]
+) -> Iterator[dict[str, Server]]:
+    """Servers by name, started one after the other, warm, and standing still; those that can't be had are left out."""
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name, start in starts.items():
+            with ExitStack() as own:
+                try:
+                    server = own.enter_context(start(name))
+                    warm(server)
+                    tell(f"{name}: started, {server.resident_bytes() >> 20} MiB")
+                    server.pause()
+                except CANNOT as error:
+                    leave_out(left_out, name, error)
+                else:
+                    servers[name] = server
+                    stack.enter_context(own.pop_all())
+        yield servers
+
+
+def warmed(clients: Clients, server: Server, pool: Sequence[Due]) -> None:
+    """Ask a server of ours for some answers, so that all its code has run."""
+    clients.turn(server, pool, list(range(min(8, len(pool)))), 4)
+
+
+def numbers_of(turn: int, count: int, pool: int) -> list[int]:
+    """The requests of a turn: others in each, the same in all ways."""
+    begin = turn * count % pool
+    return list(islice(cycle(range(pool)), begin, begin + count))
+
+
+def by_turns(
+    ways: Sequence[str], turns: int, ask: Callable[[str, int], Turn], left_out: list[dict[str, Any]]
+) -> dict[str, list[Turn]]:
+    """Every way's turns, the ways one after the other, in each turn from another one on.  The first is a warm-up."""
+    found: dict[str, list[Turn]] = {way: [] for way in ways}
+    for number in range(turns + 1):
+        begin = number % len(ways)
+        for way in [*ways[begin:], *ways[:begin]]:
+            if way not in found:
+                continue
+            try:
+                done = ask(way, number)
+            except CANNOT as error:
+                leave_out(left_out, way, error)
+                del found[way]
+                continue
+            if number:
+                found[way].append(done)
+    return found
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rate(turns: Sequence[Turn]) -> float:
+    """Tokens per second."""
+    return sum(turn.tokens for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def ratio(one: Sequence[Turn], other: Sequence[Turn]) -> dict[str, Any]:
+    """One's tokens/s over the other's, turn beside turn, with the 95 % interval."""
+    found = ratio_of_rates([(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(one, other, strict=True)])
+    return {"ratio": found.center, "interval": [found.low, found.high]}
+
+
+def best_by_halves(ways: Mapping[str, Sequence[Turn]]) -> tuple[list[Turn], list[str]]:
+    """Turns of the fastest way, and its names: for even turns the fastest of the odd ones, and the other way round."""
+    names = []
+    for half in (0, 1):
+        rates = {name: rate(turns[1 - half :: 2] or turns) for name, turns in ways.items()}
+        names.append(max(rates, key=rates.__getitem__))
+    count = min(map(len, ways.values()))
+    return [ways[names[n % 2]][n] for n in range(count)], list(dict.fromkeys(names))
+
+
+def first_s(turns: Sequence[Turn]) -> list[float]:
+    return [row["first_s"] for turn in turns for row in turn.rows]
+
+
+def per_token_s(turns: Sequence[Turn]) -> list[float]:
+    """Of each answer of two tokens or more, the mean time of those after the first."""
+    rows = [row for turn in turns for row in turn.rows if row["tokens"] > 1]
+    return [(row["whole_s"] - row["first_s"]) / (row["tokens"] - 1) for row in rows]
+
+
+def quantiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
+    return {f"p{share}": scale * float(np.quantile(values, share / 100)) for share in (50, 99)} if values else {}
+
+
+def figures(turns: Sequence[Turn]) -> dict[str, Any]:
+    """One way at one concurrency.  A gap is the time between two pieces, each of one step's tokens."""
+    rows = [row for turn in turns for row in turn.rows]
+    gaps = [gap for row in rows for gap in row["gaps_s"]]
+    return {
+        "tokens_per_s": rate(turns), "tokens": sum(turn.tokens for turn in turns),
+        "seconds": sum(turn.seconds for turn in turns), "texts": len(rows),
+        "texts_equal": sum(row["is_equal"] for row in rows), "first_ms": quantiles(first_s(turns)),
+        "per_token_ms": quantiles(per_token_s(turns)), "gap_ms": quantiles(gaps),
+        "clients_cpu": statistics.mean(turn.cpu for turn in turns),
+    }  # fmt: skip
+
+
+def goodput(turns: Sequence[Turn], first: float, per_token: float) -> float:
+    """Share of the answers whose first token took at most `first` seconds and the others at most `per_token` each."""
+    rows = [row for turn in turns for row in turn.rows]
+    good = [
+        row["first_s"] <= first and row["whole_s"] - row["first_s"] <= per_token * (row["tokens"] - 1) for row in rows
+    ]
+    return sum(good) / len(rows)
