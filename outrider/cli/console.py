@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import sys
 import textwrap
@@ -44,13 +45,29 @@ SkipBad = Annotated[
 
 
 def say(line: str, style: str | None = None) -> None:
-    """Print a line as it is, however long."""
-    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line: as it is, however long, into a file or a pipe; between words and indented on a terminal."""
+    out.print(_wrapped(line, out), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def remark(line: str, style: str | None = None) -> None:
     """Print a line on standard error, for what is not a result."""
-    note.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    note.print(_wrapped(line, note), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _wrapped(text: str, console: Console, indent: int | None = None) -> str:
+    """Text whose lines fit a terminal, but for words that are longer; as it is for a file or a pipe.
+
+    indent: of the lines that a line is broken into; as far as its words after the verb's name unless given.
+    """
+    if not console.is_terminal:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        head = re.match(r"\S*\s{2,}", line)
+        after = " " * (indent if indent is not None else len(head[0]) if head else 0)
+        is_long = cell_len(line) > console.width
+        lines.append(textwrap.fill(line, console.width, subsequent_indent=after, **_WHOLE_WORDS) if is_long else line)
+    return "\n".join(lines)
 
 
 def present(json_to: str | None, value: Any, *shown: "FittedTable | Table | str") -> None:
@@ -360,4 +377,6 @@ def sized(size_bytes: float) -> str:
 
 
 def fail(message: str) -> None:
-    note.print(Text.assemble(("error", "bold red"), f" {message}"), highlight=False, soft_wrap=True)
+    text = Text(_wrapped(f"error {message}", note, indent=6))
+    text.stylize("bold red", 0, len("error"))
+    note.print(text, highlight=False, soft_wrap=True)

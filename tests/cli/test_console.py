@@ -106,6 +106,25 @@ def test_no_word_of_a_table_is_broken_at_60_80_and_100_columns(
         assert "…" not in narrow.replace(" … ", " ")
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_long_line_is_broken_between_words_on_a_terminal_alone(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a sentence that a terminal breaks within a word, a line of a log that is cut in two, and a path
+    that can't be pasted."""
+    sentence = f"export    the drafter was written to {PATH} and every weight of it reads back equal"
+    for say, indent in ((console.say, 10), (console.remark, 10), (console.fail, 6)):
+        broken, whole = io.StringIO(), io.StringIO()
+        for is_terminal, file in ((True, broken), (False, whole)):
+            made = Console(width=width, file=file, force_terminal=is_terminal, color_system=None)
+            monkeypatch.setattr(console, "out", made)
+            monkeypatch.setattr(console, "note", made)
+            say(sentence)
+        first, *rest = broken.getvalue().splitlines()
+        assert all(len(line) <= width or line.split() == [PATH] for line in (first, *rest))
+        assert rest and all(line[:indent] == " " * indent and line[indent] != " " for line in rest)
+        assert broken.getvalue().split() == whole.getvalue().split()
+        assert len(whole.getvalue().splitlines()) == 1
+
+
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
 def test_a_table_takes_the_width_there_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches lines beyond the edge; only a word that is longer than a line may reach over it."""
