@@ -26,6 +26,7 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.serve.calls import Call, Ending, EngineStopped, Output, QueueFull, WaitingCalls
 from outrider.serve.guard import Abandoned, GuardedDrafter
+from outrider.serve.memory import slot_length
 from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.prediction import Predicted
 from outrider.serve.prefixes import PrefixStore
@@ -45,7 +46,8 @@ Post = Callable[[Callable[[], None]], None]
 class Engine:
     """Continues calls over `slots` slots of at most `length` tokens, prompt and answer; their memory is fixed.
 
-    policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
+    length: the target's context unless given, or less where that takes more than memory_bytes, which is half of what is
+    free unless given.  policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
     queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
     post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step.
     drafter_timeout_s: seconds after which a drafter that does not return is given up.
@@ -53,9 +55,9 @@ class Engine:
 
     def __init__(
         self, target: Target, drafter: Drafter | None = None, *, slots: int = 16, length: int | None = None,
-        queue: int = 256, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
-        prefix_bytes: int = 0, telemetry: Telemetry | None = None, post: Post = lambda run: run(),
-        drafter_timeout_s: float = 10.0,
+        memory_bytes: int | None = None, queue: int = 256, policy: str | Policy | None = None,
+        verification: str | SamplingJudge = "standard", prefix_bytes: int = 0, telemetry: Telemetry | None = None,
+        post: Post = lambda run: run(), drafter_timeout_s: float = 10.0,
     ):  # fmt: skip
         self.target, self.post = target, post
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
@@ -66,9 +68,7 @@ class Engine:
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
-        self.slots, self.length = slots, min(length or target.spec.context, target.spec.context)
-        if self.length < 2:
-            raise ConfigError(f"length must be at least 2 tokens, a prompt's and an answer's, got {self.length}")
+        self.slots, self.length = slots, slot_length(target, slots, length, memory_bytes)
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
         self.cache = target.allocate(slots, self.length + max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows)
@@ -102,6 +102,7 @@ class Engine:
         return self.drafter.is_off
 
     def start(self) -> Engine:
+        self._warm_up()
         self._decode_in_a_thread()
         if self._limit:
             threading.Thread(target=self._watch, name="outrider-watch", daemon=True).start()
@@ -175,6 +176,13 @@ class Engine:
             self.error = f"{type(error).__name__}: {error}"
             self._end_all(INTERNAL)
         self._over.set()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Have the slots' memory allocated before the first call."""
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
+        self.target.prefill(self.cache, [0], nothing, [1], self.drafter.taps)
+        self.cache.free([0])
 
     def _watch(self) -> None:
         """Gives decoding to another thread where the drafter hangs."""
