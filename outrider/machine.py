@@ -166,8 +166,9 @@ def describe(device: torch.device | str = "cpu") -> str:
     other = next(name for name in ("bfloat16", "float32") if name != trains)
     factor = table.ms[other][TRAINING] / table.ms[trains][TRAINING]
     gflops = 2 * LAYERS * WIDTH**2 * ROWS[-1] / table.ms["float32"][str(ROWS[-1])] / 1e6
+    threads = torch.get_num_threads()
     return (
-        f"{cpu_name()}, {torch.get_num_threads()} threads, {gflops:.0f} GFLOP/s in float32; training in {trains} "
+        f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}, {gflops:.0f} GFLOP/s in float32; training in {trains} "
         f"({other} takes {factor:.1f} times as long)"
     )
 

@@ -149,7 +149,7 @@ def measure(
     """
     config, folder = evaluation.config, evaluation.folder
     refuse_fuller(evaluation)
-    shard = _launched() or Shard(0, config.processes)
+    shard = launched() or Shard(0, config.processes)
     _share_processors(shard)
     found = _load(evaluation, target, drawn, reporter)
     if shard.rank > 0:
@@ -263,7 +263,7 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _launched() -> Shard | None:
+def launched() -> Shard | None:
     """This process's share by a launcher's variables, as torchrun and accelerate set them; None where none did."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     return Shard(int(os.environ.get("RANK", "0")), count) if count > 1 else None
@@ -285,7 +285,7 @@ def _device(evaluation: Evaluation, shard: Shard) -> str | None:
 def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]]:
     """The other processes, started and ended here unless a launcher started them.  Gives a check that they are
     alive."""
-    if shard.count == 1 or _launched():
+    if shard.count == 1 or launched():
         yield lambda: None
         return
     context = multiprocessing.get_context("spawn")

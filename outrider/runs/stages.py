@@ -93,7 +93,14 @@ def _chosen(
     for stage in stages or ():
         if sections[stage] is None:
             raise ConfigError(f"{file} has no `{stage}:` section; add one, at least `{stage}: {{}}`")
-    return settings, [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
+    chosen = [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
+    alone = [stage for stage in chosen if stage != "evaluate"]
+    if alone and (shard := evaluation.launched()):
+        raise ConfigError(
+            f"{' and '.join(alone)} must run in one process, but a launcher started {shard.count} (WORLD_SIZE); start "
+            "`outrider` without it, and share out `outrider evaluate` alone"
+        )
+    return settings, chosen
 
 
 def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:

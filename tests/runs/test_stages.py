@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import write_run_file
@@ -88,3 +89,13 @@ def test_a_stage_that_is_named_must_be_in_the_file(
     with pytest.raises(ConfigError, match="tiny.yaml has no `train:` section"):
         outrider.run(file, stages=["prepare", "train"])
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("stages", [["prepare"], ["train"], None])
+def test_what_one_process_does_is_refused_under_a_launcher_of_several(
+    stages: list[Any] | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches two processes that answer the same prompts, and a lock that ends both after the target has loaded."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="must run in one process, but a launcher started 2"):
+        outrider.run(write_run_file(tmp_path / "tiny.yaml", folder), stages=stages)
