@@ -167,7 +167,7 @@ FAULTS = [
     Fault(
         "penalties ignore the tokens drafted before a node on its path",
         [Edit(PREFIX, "for token, more in Counter(path).items()", "for token, more in Counter(path[:0]).items()")],
-        ["tests/sampling/test_penalties.py::test_every_row_is_what_it_is_by_hand"],
+        ["tests/sampling/test_prefix.py::test_every_row_is_what_it_is_by_hand"],
     ),
     Fault(
         "a grammar's state is not advanced by committed tokens",
@@ -192,7 +192,7 @@ FAULTS = [
     Fault(
         "min_new_tokens counts from the beginning of the prompt",
         [Edit(PREFIX, "if len(self.tokens) - self.start + len(path) <", "if len(self.tokens) + len(path) <")],
-        ["tests/sampling/test_penalties.py::test_every_row_is_what_it_is_by_hand"],
+        ["tests/sampling/test_prefix.py::test_every_row_is_what_it_is_by_hand"],
     ),
 ]
 
