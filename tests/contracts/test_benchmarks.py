@@ -30,6 +30,7 @@ def soaked(cases: int) -> soak.Outcome:
     return total.found
 
 
+@pytest.mark.slow
 def test_a_soak_finds_nothing_where_nothing_is_wrong(two_families):
     """Catches settings that can't be drawn or told; and that a case is its number's alone."""
     found = soaked(6)

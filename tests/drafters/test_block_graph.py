@@ -17,33 +17,26 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
+CASES = (
+    Case("dspark"), Case("dflash"), Case("dspark", {"siblings": (2, 1)}), Case("dspark", {"markov": "rnn"}),
+    Case("dflash", {"anchor_predicts": False}), Case("domino"),
+)  # fmt: skip
+SAMPLINGS = {"greedy": Sampling(), "drawn": Sampling(0.8), "seeded": Sampling(0.8, seed=11)}
+FAST = [(Case("dspark"), 1, "greedy"), (Case("dspark"), 3, "seeded")]
+ALL = [
+    pytest.param(*one, marks=[] if one in FAST else [pytest.mark.slow], id="-".join(map(str, one)))
+    for one in itertools.product(CASES, (1, 3), SAMPLINGS)
+]
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"]
-)
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case == Case("dspark") else [pytest.mark.slow], id=str(case))
-        for case in (
-            Case("dspark"),
-            Case("dflash"),
-            Case("dspark", {"siblings": (2, 1)}),
-            Case("dspark", {"markov": "rnn"}),
-            Case("dflash", {"anchor_predicts": False}),
-            Case("domino"),
-        )
-    ],
-)
+
+@pytest.mark.parametrize(("case", "slots", "chosen"), ALL)
 def test_a_compiled_block_is_the_plain_one(
-    case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: TransformersTarget,
-    prompts: list[list[int]],
+    case: Case, slots: int, chosen: str, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is
     kept."""
-    found, calls = [], 0
+    found, calls, sampling = [], 0, SAMPLINGS[chosen]
     for is_compiled in (False, True):
         drafter, drafts = workshop.build(case, target), []
         if is_compiled:

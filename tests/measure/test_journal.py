@@ -61,8 +61,15 @@ def figures(report: Report | None) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["fixed", "by_confidence"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "policy"),
+    [
+        (1, "fixed"),
+        (2, "by_confidence"),
+        pytest.param(1, "by_confidence", marks=pytest.mark.slow),
+        pytest.param(2, "fixed", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_learnt_before_a_stop_is_known_after_it(
     talker: TransformersTarget, quiz: str, tmp_path: Path, policy: str, batch: int
 ) -> None:

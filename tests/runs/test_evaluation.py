@@ -139,6 +139,7 @@ def test_an_evaluation_killed_twice_ends_as_one_that_was_not(
     assert rows(out) == rows(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(whole: Path, folder: Path, quiz: Path, tmp_path: Path) -> None:
     """Catches a share that is not merged, prompts in another order, and times of processes that shared cores
     unmarked."""
