@@ -203,7 +203,7 @@ def test_files_of_answers_that_can_not_be_compared_are_refused(tmp_path: Path) -
     """Catches answers that are left out in silence."""
     ours = answers(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
     for rows, message in (
-        ([{"id": "z", "text": "one"}], "answers 'x' and"),
+        ([{"id": "z", "text": "one"}], "has an answer to 'x', but"),
         ([{"id": "x", "prompt": "one"}], "line 1 has no answer"),
         ([{"id": "x", "text": "a"}, {"id": "x", "text": "b"}], "line 2: id 'x' occurs a second time"),
         ([], "has no answer in it"),

@@ -404,7 +404,7 @@ def test_reports_of_other_machines_are_refused_or_judged_without_times() -> None
     ("change", "message"),
     [
         (lambda new: new["rows"].pop(), "lacks the baseline's row of ngram on chat"),
-        (lambda new: new.update(target="another/model"), "drafts for another/model, baseline for demo"),
+        (lambda new: new.update(target="another/model"), "has target another/model, the baseline demo"),
         (lambda new: [p.update(id=f"x{p['id']}") for p in new["rows"][0]["per_prompt"][:6]], "share 18 of 24 prompts"),
         (lambda new: [p.update(tokens=64) for p in new["rows"][0]["per_prompt"][:6]], "of 6 the length differs"),
         (lambda new: new["rows"].append(new["rows"][0]), "two rows of ngram on math"),

@@ -416,8 +416,8 @@ def test_a_prompt_too_long_for_the_context_loses_its_beginning(
     ("tasks", "said"),
     [
         (("stdlib", "gsm8k", "stdlib"), "evaluate.tasks: stdlib is named twice"),
-        (("a/quiz.jsonl", "b/quiz.txt"), "evaluate.tasks: a/quiz.jsonl and b/quiz.txt are both 'quiz' in the report"),
-        (("gsm8k", "mine/gsm8k.jsonl"), "evaluate.tasks: gsm8k and mine/gsm8k.jsonl are both 'gsm8k'"),
+        (("a/quiz.jsonl", "b/quiz.txt"), "evaluate.tasks: a/quiz.jsonl and b/quiz.txt have one name, 'quiz'"),
+        (("gsm8k", "mine/gsm8k.jsonl"), "evaluate.tasks: gsm8k and mine/gsm8k.jsonl have one name, 'gsm8k'"),
     ],
 )
 def test_two_tasks_of_one_name_are_refused(tasks: tuple[str, ...], said: str) -> None:
@@ -844,7 +844,7 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
     }
     assert len(draw("gsm8k", config).prompts) == 8
     wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
-    with pytest.raises(DataError, match="not the pinned"):
+    with pytest.raises(DataError, match="but sha256:0123 is pinned"):
         evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
 
 

@@ -85,7 +85,7 @@ def test_nothing_is_left_when_it_is_done_or_out_of_time(seconds: float, tmp_path
     """Catches code that has no end, and processes that outlive the evaluation."""
     work = functools.partial(lingering, tmp_path / "mark", seconds)
     if seconds:
-        with pytest.raises(DataError, match="no end after 6 s"):
+        with pytest.raises(DataError, match="did not end within 6 s"):
             sandbox.run_in_subprocess(work, 6)
     else:
         sandbox.run_in_subprocess(work, 60)

@@ -424,7 +424,7 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
         real(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingError, match=r"(?i)the disk is full.*make room and run again"):
+    with pytest.raises(TrainingError, match=r"(?i)the disk is full.*free some space and run again"):
         fit(tmp_path, talker)
     assert step_of(tmp_path) == 2
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint"]
@@ -560,5 +560,5 @@ def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_pat
 
 def test_a_weight_of_no_term_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a typo in `extra` that leaves the term it meant at weight 1."""
-    with pytest.raises(ConfigError, match="no term 'confidance'; did you mean 'confidence'"):
+    with pytest.raises(ConfigError, match="no extra loss 'confidance'; did you mean 'confidence'"):
         fit(tmp_path, talker, extra={"confidance": 0.0}, steps=2)
