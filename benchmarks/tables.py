@@ -61,7 +61,8 @@ def glance(found: dict[str, Any]) -> str:
                 f"; {len(short) - 2} more" if len(short) > 2 else ""
             )
             held = f"{len(promises) - len(short)} of {len(promises)}"
-            lines.append(_line(name, worst and f"short: {worst}", f"{len(promises)} promises", held, not short))
+            wanted = "1 promise" if len(promises) == 1 else f"{len(promises)} promises"
+            lines.append(_line(name, worst and f"short: {worst}", wanted, held, not short))
     lines.append(
         _line("methods", f"orders of the papers; the other way round here: {'; '.join(pairs)}", f"{len(orders)} orders",
               f"{sum(one['holds'] for one in orders)} of {len(orders)}", not against)
