@@ -232,7 +232,7 @@ def test_a_published_drafter_is_calibrated_into_a_new_checkpoint(
     assert outrider_with(*words) == 2
     assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
     assert outrider_with(*words, "--target", str(target)) == 2
-    assert "is published, and is not changed: name a new checkpoint with --out" in " ".join(
+    assert "is a published drafter, which stays as it is; name a new checkpoint with --out" in " ".join(
         capsys.readouterr().err.split()
     )
     there = sorted(path.name for path in tmp_path.iterdir())

@@ -114,8 +114,11 @@ def calibrate(
     if (name := target or source.target) is None:
         raise ConfigError(f"{checkpoint} does not name its target; name it with --target")
     if (source.format is None) != (out is None):
-        wanted = "changed itself: leave out --out" if out else "not changed: name a new checkpoint with --out"
-        raise ConfigError(f"{checkpoint} is {'a checkpoint' if out else 'published'}, and is {wanted}")
+        if out is not None:
+            raise ConfigError(f"{checkpoint} is a checkpoint, which is calibrated in place; leave out --out")
+        raise ConfigError(
+            f"{checkpoint} is a published drafter, which stays as it is; name a new checkpoint with --out"
+        )
     if out is not None and out.exists():
         raise ExportError(f"{out} exists already; name a new folder, or delete it first")
     drawn = list(tasks.prompts(prompts, count, seed=1))
