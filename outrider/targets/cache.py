@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,18 @@ SHARED_MASK_WIDTH = 64
 """Tokens a row up to which passes share one mask."""
 VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
+
+
+class Buffer(NamedTuple):
+    """What a layer stores of all slots: [slots, heads, length, size]."""
+
+    layer: int
+    holds: Literal["keys", "values", "index"]
+    """`index`: keys of a sparse attention's index."""
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class SlotCache:
@@ -49,8 +62,13 @@ class SlotCache:
         self._gathered: Sequence[int] | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexers: dict[int, Tensor] = {}
+        self.layout: tuple[Buffer, ...] = ()
+        """Every buffer, in the order in which they were made; empty before the first pass."""
         self._stacks: list[Tensor] = []
-        self._spare: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._used: list[int] = []
+        """How many buffers of each stack are some layer's, from the first on."""
+        self._spare: dict[tuple[int, int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        """By shape and type: buffers that are no layer's yet, and which stack they are in."""
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
@@ -99,9 +117,16 @@ class SlotCache:
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
         """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
-        for layer in other.layers:
-            keys, values = other._layers[layer]
-            self._layers[layer] = self._buffer(keys), self._buffer(values)
+        return self.laid_out(other.layout)
+
+    def laid_out(self, layout: Sequence[Buffer]) -> SlotCache:
+        """This cache with these buffers, before any pass."""
+        made = {(buffer.layer, buffer.holds): self._make(buffer) for buffer in layout}
+        for layer, holds in made:
+            if holds == "index":
+                self._indexers[layer] = made[layer, holds]
+            elif holds == "keys":
+                self._layers[layer] = made[layer, holds], made[layer, "values"]
         return self
 
     def gather(self, rows: Sequence[int]) -> None:
@@ -157,7 +182,7 @@ class SlotCache:
         """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end,
         d]."""
         if layer_idx not in self._layers:
-            self._layers[layer_idx] = self._buffer(keys), self._buffer(values)
+            self._layers[layer_idx] = self._buffer(layer_idx, "keys", keys), self._buffer(layer_idx, "values", values)
         buffers = self._layers[layer_idx]
         return self._write(buffers[0], keys), self._write(buffers[1], values)
 
@@ -166,7 +191,7 @@ class SlotCache:
         d]."""
         keys = keys.unsqueeze(1)
         if layer_idx not in self._indexers:
-            self._indexers[layer_idx] = self._buffer(keys)
+            self._indexers[layer_idx] = self._buffer(layer_idx, "index", keys)
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -304,6 +329,39 @@ class SlotCache:
             self.lengths[row] = 0
             self.states.remembered.pop(row, None)
 
+    # ── columns of a slot, copied ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one column of a slot, all layers together."""
+        return sum(buffer.heads * buffer.size * buffer.dtype.itemsize for buffer in self.layout)
+
+    @property
+    def stores_columns_alone(self) -> bool:
+        """Whether equal beginnings of texts have equal columns, and nothing else is stored of a text; known after the
+        first pass."""
+        return not (self.states.stored or self.states.work or any(self.texts))
+
+    @torch.inference_mode()
+    def copy_out(self, row: int, begin: int, end: int) -> list[Tensor]:
+        """Copies of a slot's columns from `begin` to before `end`: for each stack of n buffers [n, h, end - begin, d].
+
+        `copy_in` takes them, in this cache or in one of the same `layout` and number of `layers`.
+        """
+        assert end <= self.lengths[row], f"columns up to {end} of a slot that has {self.lengths[row]}"
+        at = self.buffer_rows[row]
+        return [stack[:used, at, :, begin:end].clone() for stack, used in zip(self._stacks, self._used, strict=True)]
+
+    @torch.inference_mode()
+    def copy_in(self, row: int, columns: Sequence[Tensor]) -> None:
+        """Append columns to what a slot holds, which must be as much as there was before them where they come from."""
+        begin, at = self.lengths[row], self.buffer_rows[row]
+        end = begin + columns[0].shape[2]
+        assert end <= self.length, f"columns up to {end} in a cache of {self.length}"
+        for stack, used, own in zip(self._stacks, self._used, columns, strict=True):
+            stack[:used, at, :, begin:end] = own
+        self.lengths[row] = end
+
     # ── recurrent layers, as transformers' Cache has them ─────────────────────────────────────────────────────────────
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -349,16 +407,24 @@ class SlotCache:
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _buffer(self, states: Tensor) -> Tensor:
-        """A layer's keys or values, [slots, h, length, d]: part of a stack, so that a path is moved in all layers at
-        once."""
-        key = states.shape[1], states.shape[3], states.dtype
+    def _buffer(self, layer: int, holds: Literal["keys", "values", "index"], states: Tensor) -> Tensor:
+        """A new buffer for states [R, h, n, d] like these."""
+        return self._make(Buffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device))
+
+    def _make(self, buffer: Buffer) -> Tensor:
+        """[slots, h, length, d]: part of a stack, so that a path is moved in all layers at once."""
+        key = buffer.heads, buffer.size, buffer.dtype
         if not self._spare.get(key):
-            shape = self.stacked, self.slots, key[0], self.length, key[1]
+            shape = self.stacked, self.slots, buffer.heads, self.length, buffer.size
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
-            self._stacks.append(torch.zeros(shape, dtype=key[2], device=states.device))
-            self._spare[key] = list(self._stacks[-1])
-        return self._spare[key].pop(0)
+            stack = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
+            self._spare[key] = [(len(self._stacks), part) for part in stack]
+            self._stacks.append(stack)
+            self._used.append(0)
+        number, part = self._spare[key].pop(0)
+        self._used[number] += 1
+        self.layout += (buffer,)
+        return part
 
     @torch.inference_mode()
     def _move(self, row: int, columns: Sequence[int], to: int) -> None:

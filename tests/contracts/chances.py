@@ -47,10 +47,12 @@ def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
 def emitted(
     target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,),
     rule: Rule | None = None, sampling: dict | None = None, seeded: bool = False, shared_noise: bool = True,
+    predictions: Sequence[Sequence[int]] = ((),),
 ) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
     """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
 
-    The noise is fixed either way; `seeded` requests ask for it, and draft with the target's own.
+    The noise is fixed either way; `seeded` requests ask for it, and draft with the target's own.  Slots have these
+    predictions by turns.
 
     `advance` would admit slot after slot; here all stand up at once, and the loop is the package's own `step`.
     """
@@ -60,7 +62,8 @@ def emitted(
     # every admission would look at all slots again: once is enough
     state._select = lambda: None
     for seed in range(slots):
-        state.admit(seed, Request(list(prompt), 500, Sampling(**settings, seed=seed if seeded else None)))
+        own = Sampling(**settings, seed=seed if seeded else None)
+        state.admit(seed, Request(list(prompt), 500, own, prediction=predictions[seed % len(predictions)]))
         state.seeds[seed] = seed
     del state._select
     state._select()

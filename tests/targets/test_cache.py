@@ -154,3 +154,83 @@ def test_a_kept_path_may_come_after_passes_in_inference_mode(target):
     wanted = target.head(target.read(torch.tensor([[5, 2, 3, 9], [6, 2, 9, 0]]))[0])
     torch.testing.assert_close(after.logits[0, 0], wanted[0, 3], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(after.logits[1, 0], wanted[1, 2], rtol=1e-9, atol=1e-9)
+
+
+# ── columns, copied ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def filled(slots: int, lengths: list[int], seed: int) -> SlotCache:
+    """Three layers of two shapes and an index in stacks of two, noise everywhere, the first slot in another row."""
+    cache, noise = SlotCache(slots, LENGTH, layers=2), torch.Generator().manual_seed(seed)
+    cache.open(range(slots), LENGTH)
+    for layer, heads in ((0, HEADS), (1, 1), (2, HEADS)):
+        keys, values = (torch.randn(slots, heads, LENGTH, SIZE, generator=noise) for _ in range(2))
+        cache.update(keys, values, layer)
+    cache.update_indexer(torch.randn(slots, LENGTH, SIZE, generator=noise), 1)
+    cache.append(lengths)
+    if slots > 1:
+        cache.gather([slots - 1, 0])
+        assert cache.buffer_rows[0] != 0
+    return cache
+
+
+def held(cache: SlotCache, row: int) -> list[torch.Tensor]:
+    """All that a slot's columns hold, layer by layer."""
+    at, length = cache.buffer_rows[row], cache.lengths[row]
+    buffers = [*(buffer for layer in cache.layers for buffer in cache._layers[layer]), *cache._indexers.values()]
+    return [buffer[at, :, :length].clone() for buffer in buffers]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["a cache before its first pass", "one after it"])
+def test_columns_are_copied_into_another_cache(is_new):
+    """Catches columns of another layer, slot or position, and a spare buffer that is copied or written."""
+    cache = filled(3, [20, 7, 13], 1)
+    other = SlotCache(2, LENGTH, layers=2).shaped_as(cache) if is_new else filled(2, [9, 0], 2)
+    assert other.layout == cache.layout and len(cache.layout) == 7
+    untouched = held(other, 0)
+    parts = [cache.copy_out(0, 0, 8), cache.copy_out(0, 8, 12)]
+    assert sum(part.numel() * part.itemsize for part in parts[1]) == 4 * cache.column_bytes
+    for part in parts:
+        other.copy_in(1, part)
+    assert other.lengths[1] == 12
+    assert equal(held(other, 1), [buffer[:, :12] for buffer in held(cache, 0)])
+    assert is_new or equal(held(other, 0), untouched)
+    # a copy: what the first slot reads later is not in it
+    wanted = held(other, 1)
+    for stack in cache._stacks:
+        stack.zero_()
+    assert equal(held(other, 1), wanted)
+
+
+@torch.inference_mode()
+def test_one_wrong_column_is_found():
+    """Planted fault: the check above sees a single column of one layer that is another's."""
+    cache, other = filled(3, [20, 7, 13], 1), filled(2, [9, 0], 2)
+    part = cache.copy_out(0, 0, 8)
+    part[-1][0, :, 5] = part[-1][0, :, 4]
+    other.copy_in(1, part)
+    assert not equal(held(other, 1), [buffer[:, :8] for buffer in held(cache, 0)])
+
+
+def test_views_of_buffers_show_copied_columns():
+    """Catches a compiled step that reads buffers in which nothing was copied."""
+    cache = SlotCache(2, LENGTH, layers=2).shaped_as(filled(3, [20, 7, 13], 1))
+    cache.open([1], 1)
+    views = cache.buffers
+    columns = filled(3, [20, 7, 13], 1).copy_out(0, 0, 8)
+    cache.copy_in(1, columns)
+    assert cache.buffers is views
+    assert all(bool(view[0, :, :8].all()) for view in views)
+
+
+def test_columns_beyond_a_slot_are_our_own_mistake():
+    """Catches columns that were never read, and a slot written over its end."""
+    cache = filled(3, [20, 7, 13], 1)
+    with pytest.raises(AssertionError, match="up to 8 of a slot that has 7"):
+        cache.copy_out(1, 0, 8)
+    with pytest.raises(AssertionError, match="cache of 24"):
+        cache.copy_in(0, cache.copy_out(0, 0, 8))

@@ -1,0 +1,264 @@
+"""Beginnings of prompts that several requests share, such as a system prompt or a chat so far, are computed once.
+
+A beginning is stored in blocks of some tokens each: the keys and values of all layers, and what a drafter reads of the
+target's pass, its taps and hidden states.  A later prompt that begins with the same blocks gets them copied into its
+slot; its drafter is given them as if the target had just read them.
+
+A block is found by the block before it and by its own token ids.  The ids themselves are compared, so that no hash can
+confuse two texts.  Blocks belong to a tenant: how long a prompt takes would tell others what was asked before.
+
+Blocks as units of sharing are PagedAttention's (Kwon et al. 2309.06180); the tree of beginnings, of which the least
+recently used leaf is removed first, is RadixAttention's (Zheng et al. 2312.07104).  What differs: a slot's columns lie
+side by side, so blocks are copied into it, and no block is in use by a slot.
+
+n tokens, T taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.generate import PREFILL_CHUNK
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Request, Scores
+from outrider.targets.cache import Buffer, SlotCache
+from outrider.targets.protocol import Target, TargetSpec
+from outrider.targets.transformers import TransformersTarget
+
+BLOCK = 64
+"""Tokens of a block.  Smaller ones share more of a beginning's end, and take more copies."""
+
+Key = tuple[int | str, bytes]
+"""The number of the block before, or for a first block its tenant; and the block's token ids."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Block:
+    """What the target computed for some tokens of a prompt."""
+
+    number: int
+    """Of this block alone, for ever."""
+    columns: list[Tensor]
+    """Keys and values as `SlotCache.copy_out` gives them."""
+    hidden: Tensor
+    """[n, H] after the final norm."""
+    taps: Tensor | None
+    """[n, T, H]."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(_bytes, self.columns)) + _bytes(self.hidden) + _bytes(self.taps)
+
+
+class Source(NamedTuple):
+    """What blocks are computed by and copied from: they fit no other."""
+
+    target: TargetSpec
+    taps: tuple[int, ...]
+    stacked: int
+    layout: tuple[Buffer, ...]
+
+
+class PrefixStore:
+    """Blocks of prompts' beginnings; the least recently used is removed first.  For one thread.
+
+    budget_bytes: most memory of all blocks, on the target's device; 0 stores nothing.
+    is_shared: all tenants share blocks; no: a tenant, who is `Request.tenant`, has its own.
+    block: tokens of a block.  Whole blocks are stored, so that the rest of a beginning is read again.
+
+    It serves one target and drafter; another of another shape clears it.
+    """
+
+    def __init__(self, budget_bytes: int, is_shared: bool = False, block: int = BLOCK):
+        self.budget_bytes, self.is_shared, self.block = budget_bytes, is_shared, block
+        self.bytes = 0
+        """Memory of all blocks."""
+        self._blocks: OrderedDict[Key, Block] = OrderedDict()
+        """The least recently used first.  A block comes before the one that it continues, so the first is a leaf."""
+        self._numbers = count()
+        self._reading: dict[int, tuple[Request, list[Key]]] = {}
+        """By slot whose prompt is being read: its request, and the blocks of its prompt so far."""
+        self._source: Source | None = None
+        self._warned: set[str] = set()
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return len(self._blocks)
+
+    def supports(self, target: Target, cache: Any) -> bool:
+        """Whether keys and values by column are all that this cache stores of a prompt's beginning; if not, a warning
+        says why, once."""
+        why = _reason_against(target, cache)
+        if why:
+            self._warn(f"beginnings of prompts are not stored for {target.spec.name}: {why}")
+        return not why
+
+    def take(
+        self, target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int,
+        most: int | None = None,
+    ) -> int:  # fmt: skip
+        """Copy what is known of a slot's prompt, after what the slot has read of it, into the cache; give it to the
+        drafter, and count it as read in `state.prefilled`.
+
+        Returns how many tokens that is: a multiple of `block`, at most `most`, never the prompt's last token, which is
+        the anchor.  Called before each chunk is read, it finds what other slots have read in the meantime.
+        """
+        if not self.budget_bytes or not self.supports(target, cache):
+            return 0
+        begin, end = state.prefilled[row], len(state.tokens[row]) - 1
+        if begin % self.block or begin >= end:
+            return 0
+        if not cache.layout and self._source is not None:  # a cache makes its buffers in the first pass
+            cache.laid_out(self._source.layout)
+        self._fit(target, drafter, cache)
+        keys = self._known(row, state, end)
+        found = keys[begin // self.block :][: None if most is None else most // self.block]
+        self._use(keys)
+        step = max(1, PREFILL_CHUNK // self.block)
+        for at in range(0, len(found), step):
+            blocks = [self._blocks[key] for key in found[at : at + step]]
+            for block in blocks:
+                cache.copy_in(row, block.columns)
+            state.prefilled[row] += len(blocks) * self.block
+            drafter.admit(memory, [row], state, _scores(target, blocks), [len(blocks) * self.block])
+        self._over(row, state)
+        return len(found) * self.block
+
+    def put(
+        self, target: Target, drafter: Drafter, cache: Any, state: DecodeState, counts: Mapping[int, int],
+        scores: Scores,
+    ) -> None:  # fmt: skip
+        """Store the blocks that one pass over the next counts[row] prompt tokens of each slot has computed; `scores` is
+        its result, and `state.prefilled` counts it in.
+
+        A block is stored where one pass has read all of it: read prompts in multiples of `block` tokens.  A prompt
+        whose beginning is not stored, or was removed, is not stored either.
+        """
+        if not self.budget_bytes or not self.supports(target, cache):
+            return
+        self._fit(target, drafter, cache)
+        for b, (row, length) in enumerate(counts.items()):
+            begin = state.prefilled[row] - length
+            keys = self._known(row, state, begin)
+            if len(keys) * self.block >= begin:
+                taps = None if scores.taps is None else scores.taps[b, :length]
+                self._put(keys, cache, state, row, scores.hidden[b, :length], taps)
+            self._over(row, state)
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self._blocks.clear()
+        self._reading.clear()
+        self.bytes = 0
+
+    # ── blocks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fit(self, target: Target, drafter: Drafter, cache: SlotCache) -> None:
+        source = Source(target.spec, drafter.taps, cache.stacked, cache.layout)
+        if source != self._source:
+            self.clear()
+            self._source = source
+
+    def _known(self, row: int, state: DecodeState, end: int) -> list[Key]:
+        """The blocks with which the first `end` tokens of a slot's prompt begin; more where they were found before."""
+        request, tokens = state.requests[row], state.tokens[row]
+        read, keys = self._reading.get(row, (request, []))
+        if read is not request or (keys and keys[-1] not in self._blocks):  # another's, or removed since
+            keys = []
+        while (len(keys) + 1) * self.block <= end:
+            key = self._key(request, keys, tokens)
+            if key not in self._blocks:
+                break
+            keys.append(key)
+        self._reading[row] = request, keys
+        return keys
+
+    def _over(self, row: int, state: DecodeState) -> None:
+        if state.prefilled[row] >= len(state.tokens[row]) - 1:
+            self._reading.pop(row, None)
+
+    def _key(self, request: Request, keys: Sequence[Key], tokens: Sequence[int]) -> Key:
+        """Of the block of a prompt's tokens that comes after `keys`."""
+        first = "" if self.is_shared else request.tenant
+        own = tokens[len(keys) * self.block : (len(keys) + 1) * self.block]
+        return self._blocks[keys[-1]].number if keys else first, array("q", own).tobytes()
+
+    def _use(self, keys: Sequence[Key]) -> None:
+        """Blocks of one beginning were used now, each a little before the one that it continues."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+
+    def _put(
+        self, keys: list[Key], cache: SlotCache, state: DecodeState, row: int, hidden: Tensor, taps: Tensor | None
+    ) -> None:  # fmt: skip
+        """Add a slot's whole blocks after `keys`, which grow.  hidden [n, H] and taps [n, T, H] of the tokens read
+        last."""
+        self._use(keys)
+        read = state.prefilled[row]
+        begin = read - len(hidden)
+        size = self.block * (cache.column_bytes + _bytes(hidden[:1]) + _bytes(None if taps is None else taps[:1]))
+        while (at := len(keys) * self.block) + self.block <= read:
+            key = self._key(state.requests[row], keys, state.tokens[row])
+            if key not in self._blocks:
+                if not self._make_room(size, keys):
+                    break
+                own = slice(at - begin, at - begin + self.block)
+                columns, tapped = cache.copy_out(row, at, at + self.block), None if taps is None else taps[own].clone()
+                # copies: slices would keep the whole pass in memory
+                self._blocks[key] = Block(next(self._numbers), columns, hidden[own].clone(), tapped)
+                self.bytes += size
+            keys.append(key)
+            self._use(keys)
+
+    def _make_room(self, size: int, keys: Sequence[Key]) -> bool:
+        """Remove blocks until there is room for so many bytes; False where only those of this beginning are left."""
+        if size > self.budget_bytes:
+            self._warn(
+                f"a block of {self.block} tokens takes {size} bytes, and all may take {self.budget_bytes}; no "
+                "beginning of a prompt is stored, raise that limit"
+            )
+            return False
+        while self.bytes + size > self.budget_bytes:
+            oldest = next(iter(self._blocks))
+            if keys and oldest == keys[-1]:
+                return False
+            self.bytes -= self._blocks.pop(oldest).size_bytes
+        return True
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logging.getLogger(__name__).warning(message)
+
+
+def _reason_against(target: Target, cache: Any) -> str:
+    """Why equal beginnings can't share columns; "" where they can."""
+    if not isinstance(cache, SlotCache):
+        return "it has a cache of its own kind, not keys and values by slot"
+    family = target.family if isinstance(target, TransformersTarget) else None
+    if family is not None and family.rotary is not None:
+        return "its rotary factors depend on the length of the whole prompt"
+    if (family is not None and family.is_recurrent) or not cache.stores_columns_alone:
+        return "it stores more of a text than keys and values"
+    return ""
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.itemsize
+
+
+@torch.inference_mode()
+def _scores(target: Target, blocks: Sequence[Block]) -> Scores:
+    """What the target's pass over these blocks gave, as one slot's chunk.  A copy, which a drafter may keep."""
+    hidden = torch.cat([block.hidden for block in blocks])
+    tapped = [block.taps for block in blocks if block.taps is not None]
+    return Scores(target.head(hidden[None, -1:]), hidden[None], torch.cat(tapped)[None] if tapped else None)

@@ -1,0 +1,492 @@
+"""A beginning that was stored changes no text and no draft; what is stored is what was computed, within the budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import Case, cases, tiny_model
+from contracts.parties import TableTarget
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.families import CAUSAL, built, tiny
+from outrider.decoding.generate import read
+from outrider.decoding.loop import step
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Request, Scores
+from outrider.generation import batch
+from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
+from outrider.serve.prefixes import PrefixStore
+from outrider.targets.cache import SlotCache
+from outrider.targets.load import load_target
+from outrider.targets.miniature import enlivened
+from outrider.targets.transformers import TransformersTarget
+
+EVERY = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
+)
+"""Every kind; further variants of it only where there is time."""
+BLOCK = 8
+
+
+class Trace(NamedTuple):
+    """One request's text, and how it came about."""
+
+    tokens: list[int]
+    drafts: list[tuple[list[int], tuple[int, ...]]]
+    """Tokens and parents, step by step."""
+    accepted: list[int]
+    cached: int
+
+
+def decoded(
+    target: Any, drafter: Drafter, requests: Sequence[Request], store: PrefixStore, slots: int = 2, chunk: int = 16
+) -> list[Trace]:
+    """Serve these requests over slots as the engine does: prompts in chunks, several in one pass."""
+    state = batch(target, slots)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    cache = target.allocate(slots, longest + max(drafter.limit, 1) + 1 + drafter.probe_rows)
+    memory = drafter.allocate(cache)
+    noted = copy.copy(drafter)
+    traces = [Trace([], [], [], 0) for _ in requests]
+    waiting, serving = list(enumerate(requests)), dict[int, int]()
+
+    def propose(memory: Any, state: DecodeState, budget: Tensor) -> Any:
+        draft = drafter.propose(memory, state, budget)
+        for b, row in enumerate(state.rows):
+            size = draft.live[b]
+            traces[serving[row]].drafts.append((draft.ids[b][:size], draft.tree[b][:size]))
+        return draft
+
+    noted.propose = propose
+    while waiting or serving:
+        new = [row for row in range(slots) if row not in serving][: len(waiting)]
+        for row in new:
+            serving[row], request = waiting.pop(0)
+            state.admit(row, request)
+            found = store.take(target, drafter, cache, memory, state, row)
+            assert state.prefilled[row] == found <= len(request.prompt) - 1
+            traces[serving[row]] = traces[serving[row]]._replace(cached=found)
+        while counts := {row: min(chunk, state.unread(row)) for row in new if state.unread(row)}:
+            scores = read(target, drafter, cache, memory, state, counts)
+            store.put(target, drafter, cache, state, counts, scores)
+        rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
+        accepted = step(target, noted, Fixed(drafter.limit), cache, memory, state)
+        for b, row in enumerate(rows):
+            trace = traces[serving[row]]
+            trace.tokens.extend(state.tokens[row][before[b] :])
+            trace.accepted.append(len(accepted.paths[b]))
+        for row in [row for row in rows if state.finished[row]]:
+            drafter.free(memory, [row])
+            cache.free([row])
+            state.free(row)
+            del serving[row]
+    return traces
+
+
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """Two whole blocks are shared by all, two more by most; two prompts are equal, one has nothing but blocks and an
+    anchor, one is new."""
+    noise = torch.Generator().manual_seed(3)
+    draw = lambda count: torch.randint(vocabulary, (count,), generator=noise).tolist()
+    shared, other = draw(4 * BLOCK), draw(4 * BLOCK)
+    return [
+        shared + draw(9), shared + draw(3), shared[: 2 * BLOCK] + draw(20), shared + draw(1), other + draw(2),
+        shared + draw(30), other + draw(2), shared[: 2 * BLOCK - 1] + draw(5),
+    ]  # fmt: skip
+
+
+CACHED = [0, 0, 2, 4, 0, 4, 4, 1]
+"""Blocks that each of these finds, where two slots are admitted at a time and the first two read the same at once."""
+
+
+def requests_of(vocabulary: int, count: int = 16) -> list[Request]:
+    """Greedy ones and sampled ones with a seed."""
+    kinds = [Sampling() if n % 2 == 0 else Sampling(1.0, seed=n) for n in range(len(CACHED))]
+    return [Request(prompt, count, sampling) for prompt, sampling in zip(prompts_of(vocabulary), kinds, strict=True)]
+
+
+def agree(target: Any, make: Callable[[], Drafter], count: int = 16, **options: Any) -> list[Trace]:
+    """Texts, drafts and what was accepted of them are the same with the store as without; returns the traces."""
+    requests = requests_of(target.spec.vocabulary, count)
+    without = decoded(target, make(), requests, PrefixStore(0), **options)
+    with_store = decoded(target, make(), requests, PrefixStore(2**30, block=BLOCK), **options)
+    assert [trace.cached for trace in without] == [0] * len(requests)
+    for one, other in zip(without, with_store, strict=True):
+        assert other.tokens == one.tokens and len(one.tokens) == count
+        assert (other.drafts, other.accepted) == (one.drafts, one.accepted)
+    return with_store
+
+
+@EVERY
+def test_a_stored_beginning_changes_no_text_and_no_draft(case, target, workshop, drafter_of):
+    """Catches keys, values, taps or hidden states of other tokens, and a drafter that has not read what was copied.
+
+    In float64; a tie within its rounding has odds below 1e-9.
+    """
+    make = lambda: drafter_of(case) if case.trains else workshop.build(case, target)
+    found = agree(target, make)
+    assert [trace.cached // BLOCK for trace in found] == CACHED
+    assert sum(sum(trace.accepted) for trace in found) > 0
+
+
+def test_plain_decoding_and_chunks_that_end_between_blocks(target):
+    """Catches columns of a block that two passes read, of which the store saw half."""
+    assert [trace.cached // BLOCK for trace in agree(target, Drafter)] == CACHED
+    found = agree(target, Drafter, chunk=13)
+    # the first pass of each prompt has one whole block; later ones continue in the middle of one
+    assert [trace.cached // BLOCK for trace in found] == [0, 0, 1, 1, 0, 2, 1, 1]
+    agree(target, Drafter, chunk=100, slots=1)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama4-chunks", "deepseek-v3", "gpt2", "bloom"])
+def test_families_with_windows_chunks_and_other_keys(family):
+    """Catches layers of several shapes copied into each other's place, and windows that a copied beginning leaves."""
+    found = agree(load_target(tiny(family)), Drafter)
+    assert [trace.cached // BLOCK for trace in found] == CACHED
+
+
+def noisy(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(1))
+
+
+def spoilt(target: TransformersTarget, drafter: Drafter, spoil: Callable[[PrefixStore], None]) -> tuple[Any, Any]:
+    """Traces of a prompt that finds four blocks, as they are and after `spoil`."""
+    shared, _, _, again, *_ = requests_of(target.spec.vocabulary, 24)
+    store = PrefixStore(2**30, block=BLOCK)
+    decoded(target, drafter, [shared], store)
+    [good] = decoded(target, drafter, [Request(again.prompt, 24, Sampling())], store)
+    spoil(store)
+    [bad] = decoded(target, drafter, [Request(again.prompt, 24, Sampling())], store)
+    assert good.cached == bad.cached == 4 * BLOCK
+    return good, bad
+
+
+def test_one_wrong_column_is_found(target):
+    """Planted fault: the comparison above sees one column of one block that is another's."""
+
+    @torch.inference_mode()
+    def spoil(store: PrefixStore) -> None:
+        block = list(store._blocks.values())[-1]
+        for part in block.columns:
+            part[:, :, 3] = noisy(part[:, :, 3])
+
+    good, bad = spoilt(target, Drafter(), spoil)
+    assert good.tokens != bad.tokens
+
+
+def test_one_wrong_feature_is_found(target, drafter_of):
+    """Planted fault: the comparison above sees taps that the drafter should not have got; the text stays as it is."""
+
+    @torch.inference_mode()
+    def spoil(store: PrefixStore) -> None:
+        for block in store._blocks.values():
+            block.taps.copy_(noisy(block.taps))
+
+    good, bad = spoilt(target, drafter_of(Case("dspark", {"markov": "vanilla"})), spoil)
+    assert good.tokens == bad.tokens and good.drafts != bad.drafts
+
+
+def test_buffers_may_be_there_before_the_first_pass(target, monkeypatch):
+    """Catches a store that makes a cache's buffers a second time: a compiled target's are there from the start."""
+    target.prefill(cache := target.allocate(1, 8), [0], torch.tensor([[1, 2]]), [2])
+    monkeypatch.setattr(target.step, "shapes", SlotCache(1, 1, layers=cache.stacked).shaped_as(cache))
+    assert target.allocate(1, 8).layers == cache.layers != []
+    assert [trace.cached // BLOCK for trace in agree(target, Drafter)] == CACHED
+
+
+@pytest.mark.slow
+def test_a_compiled_target_reads_copied_columns():
+    """Catches views of buffers that were taken before columns were copied."""
+    model = tiny_model(21, num_hidden_layers=2)
+    slow, fast = load_target(model, compile=False), load_target(copy.deepcopy(model))
+    assert fast.compile() > 0
+    assert fast.allocate(1, 8).layers == [0, 1]
+    found = agree(fast, Drafter)
+    assert [trace.cached // BLOCK for trace in found] == CACHED
+    assert [trace.tokens for trace in agree(slow, Drafter)] == [trace.tokens for trace in found]
+
+
+# ── what is stored ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TABLE = TableTarget.random(3)
+HIDDEN = TABLE.spec.hidden
+SLOTS, LENGTH = 3, 80
+
+
+def value(tokens: Sequence[int]) -> list[float]:
+    """A number for each beginning of these tokens, that of no other."""
+    found, state = [], 1
+    for token in tokens:
+        state = (state * 31 + token + 7) % 1_000_003
+        found.append(float(state))
+    return found
+
+
+def scores_of(tokens: Sequence[int], begin: int) -> tuple[Tensor, Tensor]:
+    """Hidden states [n, H] and taps [n, 2, H] of the tokens from `begin` on."""
+    values = torch.tensor(value(tokens)[begin:], dtype=torch.float64)[:, None]
+    hidden = values + torch.arange(HIDDEN)
+    return hidden, torch.stack([-hidden, 2 * hidden], 1)
+
+
+class Reader(Drafter):
+    """Notes what it is given of every slot, and compares it with what it should be."""
+
+    taps = (0, 2)
+
+    def __init__(self) -> None:
+        self.given: list[Scores] = []
+
+    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]):
+        self.given.append(scores)
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            read = state.prefilled[row]
+            hidden, taps = scores_of(state.tokens[row][:read], read - length)
+            assert torch.equal(scores.hidden[b, :length], hidden) and torch.equal(scores.taps[b, :length], taps)
+            assert torch.equal(scores.logits[b], TABLE.head(hidden[-1:]))
+
+
+class Bench:
+    """A store, and slots whose keys, values and features follow from the tokens read; no model."""
+
+    def __init__(self, store: PrefixStore):
+        self.store, self.drafter = store, Reader()
+        self.cache, self.state = SlotCache(SLOTS, LENGTH, layers=2), DecodeState(SLOTS, LENGTH + 1)
+
+    def read(self, prompt: list[int], row: int = 0, chunk: int = 12, tenant: str = "", keep: bool = False) -> int:
+        """Read a prompt into a slot; returns how much was found."""
+        state, cache = self.state, self.cache
+        state.admit(row, Request(prompt, 1, Sampling(), tenant=tenant), is_live=False)
+        found = self.store.take(TABLE, self.drafter, cache, None, state, row)
+        while state.unread(row):
+            count = min(chunk, state.unread(row))
+            self._pass(row, count)
+            hidden, taps = scores_of(prompt[: state.prefilled[row]], state.prefilled[row] - count)
+            scores = Scores(TABLE.head(hidden[None, -1:]), hidden[None], taps[None])
+            self.drafter.admit(None, [row], state, scores, [count])
+            self.store.put(TABLE, self.drafter, cache, state, {row: count}, scores)
+        if cache.lengths[row]:
+            for layer in range(3):
+                keys, values = cache.cached(layer, [row])
+                wanted = torch.tensor(value(prompt[:-1]), dtype=torch.float64)[None, None, :, None] + layer
+                assert torch.equal(keys, wanted.expand_as(keys)) and torch.equal(values, -keys)
+        cache.free([row])
+        state.free(row)
+        return found
+
+    def _pass(self, row: int, count: int) -> None:
+        prompt, begin = self.state.tokens[row], self.state.prefilled[row]
+        self.cache.open([row], count)
+        for layer, heads in enumerate((2, 1, 2)):
+            own = torch.tensor(value(prompt[: begin + count])[begin:], dtype=torch.float64) + layer
+            keys = own[None, None, :, None].expand(1, heads, -1, 3)
+            self.cache.update(keys, -keys, layer)
+        self.cache.append([count])
+        self.state.prefilled[row] += count
+
+    @property
+    def measured(self) -> int:
+        """Bytes that the tensors of all blocks hold, each memory once."""
+        tensors = [
+            tensor for block in self.store._blocks.values() for tensor in (*block.columns, block.hidden, block.taps)
+        ]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def random_prompts(count: int, seed: int) -> list[tuple[str, list[int]]]:
+    """Tenants and prompts; most begin as an earlier one does."""
+    draw, prompts = random.Random(seed), [[1]]
+    for _ in range(count):
+        begin = draw.choice(prompts[-60:])
+        begin = begin[: draw.randint(0, len(begin))]
+        prompts.append((begin + [draw.randrange(3) for _ in range(draw.randint(1, 40))])[:LENGTH])
+    return [(draw.choice("ab"), prompt) for prompt in prompts[1:]]
+
+
+@pytest.mark.parametrize("budget_blocks", [1, 3, 10, 40])
+def test_memory_stays_within_the_budget_and_all_that_is_stored_is_right(budget_blocks):
+    """Catches a block that holds its whole pass in memory, one that is counted twice or never, one that can't be found
+    again, and one that belongs to other tokens or to another tenant.
+    """
+    bench = Bench(PrefixStore(1, block=4))
+    bench.read([0, 1, 2, 0, 1, 2])
+    size = 4 * (bench.cache.column_bytes + 3 * HIDDEN * 8)
+    store = bench.store = PrefixStore(budget_blocks * size + size // 2, block=4)
+    draw, hits = random.Random(budget_blocks), 0
+    for tenant, prompt in random_prompts(1000, seed=budget_blocks):
+        bench.cache.gather(draw.sample(range(SLOTS), 2))
+        hits += bench.read(prompt, draw.randrange(SLOTS), draw.choice([4, 8, 12, 13, 80]), tenant)
+        assert bench.measured == store.bytes == len(store) * size <= store.budget_bytes
+        numbers = {block.number for block in store._blocks.values()}
+        assert all(before in numbers or before in ("a", "b") for before, _ in store._blocks)
+    assert len(store) == budget_blocks and hits > 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_longest_known_beginning_is_found(is_shared):
+    """Catches a block that is not found, or one of another tenant that is, where nothing had to be removed."""
+    bench = Bench(PrefixStore(2**30, is_shared, block=4))
+    known: set[tuple[str, tuple[int, ...]]] = set()
+    for tenant, prompt in random_prompts(400, seed=7):
+        owner = "" if is_shared else tenant
+        beginnings = [prompt[:at] for at in range(4, len(prompt), 4)]
+        longest = max((len(part) for part in beginnings if (owner, tuple(part)) in known), default=0)
+        assert bench.read(prompt, tenant=tenant) == longest
+        known |= {(owner, tuple(part)) for part in beginnings}
+
+
+def test_the_least_recently_used_is_removed_and_never_a_beginning_before_its_end():
+    """Catches a store that removes what is asked for most, or blocks whose beginning is gone."""
+    bench = Bench(PrefixStore(1, block=4))
+    bench.read([0] * 9)
+    size = 4 * (bench.cache.column_bytes + 3 * HIDDEN * 8)
+    bench.store = PrefixStore(6 * size, block=4)
+    one, two, three = ([n] * 13 for n in range(3))
+    assert [bench.read(prompt) for prompt in (one, two, one)] == [0, 0, 12]
+    bench.read(three)  # in place of `two`, which was used before `one`
+    assert [bench.read(prompt) for prompt in (one, three)] == [12, 12]
+    assert bench.read([*two[:4], 0, 0]) == 0
+    # that took the place of the last block of `one`, and the next takes that of the last of `three`
+    assert bench.read([*one[:12], 2]) == 8 and bench.read(three) == 8
+    # a prompt longer than all that may be stored keeps its own beginning
+    bench.store = PrefixStore(2 * size, block=4)
+    assert [bench.read(prompt) for prompt in (one, one, two, two)] == [0, 8, 0, 8]
+
+
+@torch.inference_mode()
+def test_what_a_drafter_was_given_outlives_the_blocks():
+    """Catches a drafter that reads the store's own memory: blocks could not be removed, or would change under it."""
+    bench = Bench(PrefixStore(1, block=4))
+    bench.read([0] * 9)
+    bench.store = PrefixStore(4 * 4 * (bench.cache.column_bytes + 3 * HIDDEN * 8), block=4)
+    prompt = [0, 1, 2, 0] * 3
+    bench.read(prompt)
+    bench.drafter.given.clear()
+    assert bench.read(prompt) == 8
+    given = bench.drafter.given[0]
+    blocks = list(bench.store._blocks.values())
+    own = {tensor.untyped_storage().data_ptr() for block in blocks for tensor in (block.hidden, block.taps)}
+    assert not own & {x.untyped_storage().data_ptr() for x in (given.hidden, given.taps)}
+    for n in range(3):
+        bench.read([n] * 20)
+    assert not any(block in bench.store._blocks.values() for block in blocks)
+    for block in blocks:  # as memory that is given to others would be
+        for tensor in (*block.columns, block.hidden, block.taps):
+            tensor.fill_(9)
+    hidden, taps = scores_of(prompt[:8], 0)
+    assert torch.equal(given.hidden[0], hidden) and torch.equal(given.taps[0], taps)
+
+
+def read_on(bench: Bench, row: int, count: int) -> None:
+    """Read some tokens more of a slot's prompt."""
+    state = bench.state
+    bench._pass(row, count)
+    hidden, taps = scores_of(state.tokens[row][: state.prefilled[row]], state.prefilled[row] - count)
+    scores = Scores(TABLE.head(hidden[None, -1:]), hidden[None], taps[None])
+    bench.store.put(TABLE, bench.drafter, bench.cache, state, {row: count}, scores)
+
+
+def test_a_block_that_was_removed_while_its_prompt_was_read_ends_the_storing():
+    """Catches a prompt that goes on storing blocks after one that is gone, which nobody could find."""
+    bench = Bench(PrefixStore(1, block=4))
+    bench.read([0] * 9)
+    store = bench.store = PrefixStore(3 * 4 * (bench.cache.column_bytes + 3 * HIDDEN * 8), block=4)
+    bench.state.admit(1, Request([0, 1] * 10, 1, Sampling()), is_live=False)
+    assert store.take(TABLE, bench.drafter, bench.cache, None, bench.state, 1) == 0
+    read_on(bench, 1, 8)
+    assert len(store) == 2
+    bench.read([2] * 13)  # takes all the room
+    read_on(bench, 1, 8)
+    assert len(store) == 3 and bench.read([2] * 13, row=2) == 12
+
+
+def test_a_slot_finds_what_another_has_read_in_the_meantime():
+    """Catches equal prompts that come together and are all read, and a slot that is given a part twice or not at all.
+
+    The reader compares all that it is given with what it should be.
+    """
+    bench, prompt = Bench(PrefixStore(2**30, block=4)), [0, 1, 2, 2, 1] * 5
+    store, state = bench.store, bench.state
+    take = lambda row, most=None: store.take(TABLE, bench.drafter, bench.cache, None, state, row, most)
+    for row in range(3):
+        state.admit(row, Request(prompt, 1, Sampling()), is_live=False)
+        assert take(row) == 0
+    read_on(bench, 0, 12)
+    assert [take(1, 9), take(1, 3), take(1), take(1)] == [8, 0, 4, 0]
+    read_on(bench, 1, 5)  # ends in the middle of a block
+    assert take(1) == 0 and (state.prefilled[1], bench.cache.lengths[1]) == (17, 17)
+    assert take(0) == 4 and len(store) == 4
+    read_on(bench, 0, 8)
+    assert take(2) == 24 and state.unread(2) == 0 and take(2) == 0
+    assert len(store) == 6 and not store._reading.keys() - {1}
+
+
+def test_another_drafter_or_cache_begins_anew():
+    """Catches taps of one drafter given to another, and columns of other layers."""
+    bench = Bench(PrefixStore(2**30, block=4))
+    prompt = [0, 1, 2] * 5
+    assert (bench.read(prompt), bench.read(prompt)) == (0, 12)
+    bench.cache = SlotCache(SLOTS, LENGTH, layers=2)
+    assert bench.read(prompt) == 12  # before the cache's first pass
+    bench.cache = SlotCache(SLOTS, LENGTH, layers=3)
+    assert bench.read(prompt) == 0
+    one, other = SlotCache(1, LENGTH, layers=2), bench.drafter
+    other.taps = (0,)
+    bench.state.admit(0, Request(prompt, 1, Sampling()), is_live=False)
+    assert bench.store.take(TABLE, other, one, None, bench.state, 0) == 0 and len(bench.store) == 0
+
+
+def unlike(name: str) -> TransformersTarget:
+    if name == "a cache of its own":
+        return load_target(built("rwkv", CAUSAL))
+    if name == "a recurrent state":
+        return load_target(tiny("qwen3-next"))
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 24,
+    }  # fmt: skip
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    config = AutoConfig.for_model("llama", **sizes, **heads, eos_token_id=None, rope_parameters=rope)
+    torch.manual_seed(1)
+    return load_target(enlivened(AutoModelForCausalLM.from_config(config)).double().eval())
+
+
+UNLIKE = {
+    "a cache of its own": "cache of its own kind", "a recurrent state": "more of a text than keys and values",
+    "rotary factors by length": "rotary factors",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_target_that_stores_more_is_left_alone_and_said_so_once(name, caplog):
+    """Catches a text that goes on from keys without the state that belongs to them."""
+    target = unlike(name)
+    store = PrefixStore(2**30, block=BLOCK)
+    requests = requests_of(target.spec.vocabulary, 6)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        found = decoded(target, Drafter(), requests, store)
+    assert [trace.cached for trace in found] == [0] * len(requests) and len(store) == 0
+    assert [trace.tokens for trace in found] == [
+        trace.tokens for trace in decoded(target, Drafter(), requests, PrefixStore(0))
+    ]
+    [said] = [record.getMessage() for record in caplog.records if "beginnings of prompts" in record.getMessage()]
+    assert UNLIKE[name] in said and target.spec.name in said
+
+
+def test_a_budget_below_one_block_is_said_once(target, caplog):
+    """Catches a store that removes all it has for a block that never fits, or one that is silent."""
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        found = decoded(target, Drafter(), requests_of(64, 4), store := PrefixStore(1000, block=BLOCK))
+    assert [trace.cached for trace in found] == [0] * len(found) and (len(store), store.bytes) == (0, 0)
+    [said] = [record.getMessage() for record in caplog.records if "takes" in record.getMessage()]
+    assert "1000" in said and "raise" in said
