@@ -97,7 +97,7 @@ def test_a_judge_serves_one_batch_at_a_time(target, prompts):
     judge = named.judge("standard")
     first = stream(target, prompts[0], max_new_tokens=8, verification=judge)
     next(first)
-    with pytest.raises(ConfigError, match="serves another batch"):
+    with pytest.raises(ConfigError, match="belongs to another batch"):
         next(stream(target, prompts[1], max_new_tokens=8, verification=judge))
     first.close()
     del first
