@@ -70,7 +70,7 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
     declared = [] if field is None or field.is_required() else [*get_args(field.annotation), field.default]
     if declared and set(declared) == {kind}:
         return
-    given = next((repr(own) for own in declared if own != kind), "missing, or has no default")
+    given = next((repr(own) for own in declared if own != kind), "none, or one without a default")
     raise ConfigError(f"{place}: Config.kind must be the {named}'s name, {kind!r}, got {given}")
 
 

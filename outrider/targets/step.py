@@ -51,10 +51,8 @@ class CompiledStep(Compiled):
         family = self.target.family
         if family.masks == "none" or family.follows_one_path:
             raise NotCompiled(
-                f"{self.target.spec.name}'s family has no attention masks, or a recurrent state or cache of its own; "
-                "its "
-                "steps "
-                "stay plain"
+                f"{self.target.spec.name}'s family has no attention masks, or has a recurrent state or a cache of its "
+                "own; its steps stay plain"
             )
         if family.rotary is not None:
             raise NotCompiled(

@@ -290,5 +290,5 @@ def test_weights_of_another_width_are_refused(target, workshop, tmp_path):
     from outrider.errors import CheckpointError
 
     save(tmp_path / "checkpoint", workshop.model(Case("eagle3", {"taps": (0, 1, 2)}), target))
-    with pytest.raises(CheckpointError, match="misshapen"):
+    with pytest.raises(CheckpointError, match="wrongly shaped"):
         load_weights(tmp_path / "checkpoint", workshop.model(Case("eagle3"), target))
