@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from contracts.parties import Oracle, Proposer
 from benchmarks.families import tiny
 from outrider import compiled, machine, prepacked
 from outrider.compiled import NotCompiled, compile_passes
+from outrider.compiled import package as package_module
 from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
@@ -282,6 +284,54 @@ def test_a_second_load_finds_the_package(fast, monkeypatch):
         assert target.step.path == fast.step.path
         assert target.compile() == 0
     assert load_target(model_of(), compile=False).step.graph is None
+
+
+def test_torchs_own_call_of_a_package_is_the_same(fast, slow, monkeypatch, caplog):
+    """Where there is no compiler that could make our call, which gives the interpreter's lock back."""
+    prompts, ours = prompts_of(V), fast.step.graph.package
+    assert ours._operators is not None
+    monkeypatch.setattr(package_module, "operators", lambda: None)
+    target = load_target(model_of())
+    assert target.step.graph.package._operators is None
+    assert sorted(target.step.graph.package.names) == sorted(ours.names)
+    assert target.step.graph.package.has_weights == ours.has_weights
+    found = [generate(each, prompts, max_new_tokens=9) for each in (fast, target, slow)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_other_threads_go_on_during_a_pass(fast):
+    """Catches a call that holds the interpreter's lock for the whole pass."""
+    turns, over, inside = [0], threading.Event(), 0
+
+    def count() -> None:
+        while not over.is_set():
+            turns[0] += 1
+
+    slots, nodes = 16, 60  # a pass of milliseconds
+    cache, tokens = fast.allocate(slots, nodes + 2), torch.randint(V, (slots, nodes + 1))
+    draft = Draft.chain(tokens[:, 1:], torch.full((slots,), nodes))
+    thread = threading.Thread(target=count)
+    with counted(fast) as passes:
+        graph, run = fast.step.graph.package, fast.step.graph.package.run
+
+        def watched(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+            nonlocal inside
+            before = turns[0]
+            found = run(arguments)
+            inside += turns[0] > before
+            return found
+
+        graph.run = watched
+        thread.start()
+        try:
+            for _ in range(10):
+                fast.verify(cache, range(slots), tokens[:, 0], draft, ())
+        finally:
+            over.set()
+            thread.join()
+            del graph.run
+    assert len(passes) == 10
+    assert inside > 5
 
 
 def test_another_process_finds_the_package(fast, slow):
