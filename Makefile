@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-short test test-all lint wheel install clean
+.PHONY: demo demo-short test test-all lint audit wheel install clean
 
 demo: install  ## train a drafter for the demo target and prove it
 	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
@@ -27,6 +27,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: install  ## known weaknesses of the packages that are installed; needs a network, so CI does not run it
+	@if $(BIN)/python -c "import pip_audit" 2> /dev/null; then $(BIN)/python -m pip_audit; \
+	else echo "pip-audit is not installed, and it needs a network: $(BIN)/pip install pip-audit, then make audit"; fi
 
 wheel: install  ## build the wheel, and run the first example of README from it, on every Python there is, without a compiler
 	$(BIN)/python scripts/wheel.py

@@ -33,7 +33,7 @@ ALLOWED = {
     "turn": dict.fromkeys(("data", "demo", "measure", "traffic"), "a turn of a conversation"),
     "turns": dict.fromkeys(("data", "measure"), "turns of a conversation"),
     "verdict": {"gate": "what a gate decides", "cli": "what a gate decides"},
-    "waiting": {"traffic": "requests in a server's queue", "cli": "requests in a server's queue"},
+    "waiting": dict.fromkeys(("traffic", "cli", "serve"), "requests in a server's queue"),
 }  # fmt: skip
 """Where an old word is the field's own: room, or all of them, and why."""
 

@@ -36,6 +36,7 @@ VERBS = {
         "gate": ("gate", "May this draft ship?  Compare with a baseline's report"),
     },
     "Servers": {
+        "serve": ("serve", "Serve a target and its drafter to OpenAI's clients"),
         "tune": ("tune", "Find which draft length pays at which load"),
         "replay": ("replay", "Send recorded traffic to servers, and time the answers"),
         "watch": ("watch", "Warn when a server's acceptance leaves its release's"),
@@ -56,6 +57,13 @@ CORPUS = {
         "stats": ("corpus", "What a corpus holds, and of which files it was made"),
         "remove": ("corpus", "Delete a corpus"),
         "verify": ("corpus", "Read a whole corpus and compare it with its checksums"),
+    },
+}
+KEYS = {
+    "Commands": {
+        "add": ("keys", "Make a key, and print it once"),
+        "list": ("keys", "The names that have a key"),
+        "revoke": ("keys", "Remove a key"),
     },
 }
 
@@ -124,6 +132,9 @@ app.add_command(
         rich_help_panel="Data and weights",
     )
 )  # fmt: skip
+app.add_command(
+    Verbs("keys", KEYS, prefix="keys_", help="API keys of a server: add, list, revoke.", rich_help_panel="Servers")
+)
 
 
 def main() -> None:

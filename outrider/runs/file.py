@@ -13,6 +13,7 @@ from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs.start import settings_from
+from outrider.serve.config import Config as ServeConfig
 from outrider.training.config import Config as TrainConfig
 
 
@@ -52,6 +53,8 @@ class RunConfig(Base):
     """How the draft model is trained; without this section nothing is."""
     evaluate: EvaluateConfig | None = None
     """What is measured; without this section nothing is."""
+    serve: ServeConfig | None = None
+    """How `outrider serve` serves it; the section's defaults unless given."""
     usual_minutes: dict[Literal["prepare", "train", "evaluate"], PositiveFloat] = Field(default={})
     """Minutes of each stage where the file was tried; a stage that will take three times as long says why."""
 

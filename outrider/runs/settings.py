@@ -14,7 +14,7 @@ from outrider.drafters import kinds
 from outrider.errors import ConfigError
 
 SCHEMA = Path(__file__).with_name("schema.json")
-SECTIONS = ("run", "target", "prepare", "train", "evaluate")
+SECTIONS = ("run", "target", "prepare", "train", "evaluate", "serve")
 """What `section` knows besides the kinds of drafters; `run` is the file itself."""
 
 IN_WORDS = ("required", "not set", "from the target", "its defaults", "the file's name")

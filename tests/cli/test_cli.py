@@ -341,8 +341,10 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
 
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     """Catches a verb whose options can't be built, and -h that is unknown."""
-    verbs = [[verb] for verb in cli.app.commands] + [["corpus", verb] for verb in cli.CORPUS["Commands"]]
-    assert len(verbs) == 29
+    verbs = [[verb] for verb in cli.app.commands]
+    for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS)):
+        verbs += [[group, verb] for verb in table["Commands"]]
+    assert len(verbs) == 34
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err

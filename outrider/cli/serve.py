@@ -1,0 +1,262 @@
+"""`outrider serve`: an OpenAI-compatible server, or answers to a file of requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+import yaml
+
+from outrider import checkpoint, machine
+from outrider import config as configs
+from outrider.cli import console
+from outrider.cli.console import bar, say, sized
+from outrider.cli.stages import Printer
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.drafters import kinds
+from outrider.drafters.mix import Mix
+from outrider.errors import ConfigError
+from outrider.loading import describe, load_drafter
+from outrider.policies import named, step_rates
+from outrider.policies.by_load import ByLoad
+from outrider.runs import file as runs
+from outrider.runs.baselines import Choice, compile_drafter, parted
+from outrider.runs.file import TargetConfig
+from outrider.serve import batch, server
+from outrider.serve.api import make_app
+from outrider.serve.config import Config
+from outrider.serve.door import Door
+from outrider.serve.engine import Engine
+from outrider.serve.keys import KeyRing
+from outrider.serve.metrics import Telemetry
+from outrider.serve.request_log import RequestLog
+from outrider.serve.service import Post, Service
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+RUN_FILES = (".yaml", ".yml")
+
+
+class Served(NamedTuple):
+    """What is served, and how."""
+
+    target: TargetConfig
+    drafter: Choice | None
+    config: Config
+
+
+def serve(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUNFILE KEY=VALUE",
+            show_default=False,
+            help="A run file, whose target and trained drafter are served; and settings, such as serve.queue=64.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="`demo`, a folder, or a Hugging Face id; the drafter's own unless given.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 unless given; 0 takes a free one.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; the target's unless given.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Texts that are continued at the same time; 16.")] = None,
+    length: Annotated[int | None, typer.Option(help="Most tokens of a prompt with its answer.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
+    ] = None,
+    verification: Annotated[
+        str | None, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
+    ] = None,
+    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights.")] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."
+        ),
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(metavar="FILE", help="API keys, one of which every request must have.")
+    ] = None,
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Let other machines ask without a key.")
+    ] = False,
+    drain: Annotated[
+        float | None, typer.Option(help="Seconds that running requests have to end in after SIGTERM; 30.")
+    ] = None,
+    request_log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Add a JSON line a request; `outrider replay` reads it.")
+    ] = None,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="With prompts and answers.")] = False,
+    batch_in: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answer the requests of a JSONL file instead of clients'.")
+    ] = None,
+    batch_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Gets the answers; those it has are not asked again.")
+    ] = None,
+) -> None:
+    """Serve a target and its drafter to OpenAI's clients."""
+    options = {
+        "host": host, "port": port, "name": name, "slots": slots, "length": length, "policy": policy,
+        "verification": verification, "allow_lossy": allow_lossy or None, "keys": keys,
+        "allow_anonymous": allow_anonymous or None, "drain_s": drain, "request_log": request_log,
+        "log_prompts": log_prompts or None,
+    }  # fmt: skip
+    overrides = [f"serve.{key}={_yaml(value)}" for key, value in options.items() if value is not None]
+    more = {"name": target, "quantize": quantize, "compile": compile}
+    overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
+    served = _served(what or (), overrides, drafter, settings or ())
+    if (batch_in is None) != (batch_out is None):
+        raise ConfigError("--batch-in and --batch-out belong together: the requests, and the file of the answers")
+    named.check_verification(served.config.verification, served.config.allow_lossy)
+    if batch_in is not None and batch_out is not None:
+        _answer_file(served, batch_in, batch_out)
+    else:
+        _answer_clients(served)
+
+
+def _answer_clients(served: Served) -> None:
+    config = served.config
+    sock = server.bound(config)  # first of all: a port that is taken is said before minutes of loading
+    keys = None if config.keys is None else KeyRing(config.keys)
+    with _service(served) as (service, post), sock:
+        telemetry = service.engine.telemetry
+        app = make_app(service, telemetry, lambda: door.is_closed)
+        door = Door(app, config, keys, telemetry)
+        what = "the keys of " + str(config.keys) if keys else "no key is asked for"
+        say(f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops")
+        server.run(server.Server(door, service, post, lambda line: console.remark(f"          {line}")), sock)
+    say("          stopped; all requests that ran have ended")
+
+
+def _answer_file(served: Served, given: Path, to: Path) -> None:
+    total, before = batch.check(given, to)
+    say(f"batch     {total} requests of {given}, {before} answered before; answers in {to}")
+    if before == total:
+        return
+    with _service(served) as (service, post), bar("requests", total, before) as update:
+        tell = lambda done, refused: update(before + done, f"{refused} refused" if refused else "")
+        refused = batch.run(service, post, given, to, tell)
+    say(f"          {total - before} answered, {refused} of them with a refusal; {to}")
+
+
+@contextmanager
+def _service(served: Served) -> Iterator[tuple[Service, Post]]:
+    """The service over a running engine; what it is made of is said."""
+    config, printer = served.config, Printer()
+    log = RequestLog(None if config.request_log is None else Path(config.request_log), log_prompts=config.log_prompts)
+    with log:
+        machine.set_up_process()
+        printer.loading(served.target)
+        target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
+        printer.loaded(target)
+        drafter, label, names = _drafter(served, target, printer)
+        name, post = config.name or _name_of(target.spec.name), Post()
+        telemetry = Telemetry(name, config.slots, drafter=label)
+        memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
+        engine = Engine(
+            target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
+            policy=_policy(config, target, drafter),
+            verification=named.judge(config.verification, config.allow_lossy), prefix_bytes=config.prefix_bytes,
+            telemetry=telemetry, post=post, drafter_timeout_s=config.drafter_timeout_s,
+        )  # fmt: skip
+        telemetry.length = engine.length
+        with engine:
+            _say_engine(engine, config)
+            yield Service(engine, target, config, name=name, drafters=names, log=log), post
+
+
+def _drafter(served: Served, target: TransformersTarget, printer: Printer) -> tuple[Drafter | None, str, list[str]]:
+    """The drafter, what it is called, and the names that a request may ask for."""
+    if served.drafter is None:
+        say("drafter   none: texts are decoded plainly, or drafted from a request's prediction")
+        return None, "", []
+    kind, own = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
+    drafter = load_drafter(kind, target, **own)
+    if served.target.compile:
+        compile_drafter(drafter, printer)
+    names = list(drafter.names) if isinstance(drafter, Mix) else [str(kind)]
+    of = f" of {', '.join(names)}" if isinstance(drafter, Mix) else ""
+    say(f"drafter   {kind}{of}: at most {drafter.limit} tokens a step")
+    return drafter, str(kind), names
+
+
+def _policy(config: Config, target: TransformersTarget, drafter: Drafter | None) -> str | Policy:
+    if config.policy != "by_load" or drafter is None:
+        return "adaptive" if config.policy == "by_load" else config.policy
+    say(f"policy    by_load: timing the target's steps for up to {config.slots} slots ...")
+    return ByLoad(drafter.limit, step_rates.measured(target, drafter, config.slots))
+
+
+def _name_of(target: str) -> str:
+    """A target's name for clients: of a folder its last part, since where it lies is nobody's business."""
+    return Path(target).resolve().name if Path(target).exists() else target
+
+
+def _say_engine(engine: Engine, config: Config) -> None:
+    held = engine.slots * engine.length * engine.cache.column_bytes
+    size = f", {sized(held)} of keys and values" if held else ""
+    shared = f"{sized(config.prefix_bytes)} for shared beginnings" if config.prefix_bytes else "no shared beginnings"
+    lossy = f", verification {config.verification}" if config.verification != "standard" else ""
+    say(
+        f"engine    {engine.slots} slots of {engine.length:,} tokens{size}; {shared}; {config.queue} more texts may "
+        f"wait; policy {config.policy}{lossy}"
+    )
+
+
+# ── what is served ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _served(what: Sequence[str], options: Sequence[str], drafter: str | None, settings: Sequence[str]) -> Served:
+    """Target, drafter and settings, by a run file or by names.  Raises ConfigError."""
+    words = [word for word in what if not re.match(r"[A-Za-z_][\w.]*=", word)]
+    overrides = [*(word for word in what if word not in words), *options]
+    if len(words) > 1 or any(not word.endswith(RUN_FILES) for word in words):
+        raise ConfigError(
+            f"{words[-1]!r} is no run file (.yaml) and no setting (key=value); name a target with --target, and a "
+            "drafter with --drafter"
+        )
+    if settings and not drafter:
+        raise ConfigError(f"--set {settings[0]} needs a drafter; name one with --drafter")
+    own: Choice | None = drafter
+    if drafter and settings:
+        own = {"kind": drafter, **configs.override({}, settings)}
+    return _of_file(words[0], overrides, own) if words else _by_names(overrides, own)
+
+
+def _of_file(path: str, overrides: Sequence[str], drafter: Choice | None) -> Served:
+    run, _ = runs.load(path, overrides)
+    config = run.serve or Config()
+    if drafter is not None:
+        return Served(run.target, drafter, config)
+    if run.train is None:
+        return Served(run.target, run.drafter.get("from", run.drafter), config)
+    trained = run.folder / "checkpoint"
+    if not (checkpoint.whole(trained) / checkpoint.MANIFEST).exists():
+        raise ConfigError(f"no checkpoint in {trained}; run `outrider train {path}` first, or name one with --drafter")
+    return Served(run.target, str(trained), config)
+
+
+def _by_names(overrides: Sequence[str], drafter: Choice | None) -> Served:
+    values = configs.override({}, overrides)
+    if others := sorted(values.keys() - {"serve", "target"}):
+        raise ConfigError(f"{others[0]}: settings begin with serve. or target., such as serve.queue=64")
+    name = drafter if isinstance(drafter, str) or drafter is None else drafter["kind"]
+    trained = None if name is None or name in kinds() else describe(name)
+    asked = {"name": (trained and trained.target) or "demo", **values.get("target", {})}
+    config = configs.build(Config, values.get("serve", {}), "serve")
+    return Served(configs.build(TargetConfig, asked, "target"), drafter, config)
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else yaml.safe_dump(value).removesuffix("\n...\n").strip()

@@ -1,0 +1,153 @@
+"""Requests from a file, without HTTP: OpenAI's batch format, one JSON object a line, and answers in another file.
+
+A line of the answers is written when its request has ended.  A run that was stopped goes on: requests whose custom_id
+has an answer are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+from uuid import uuid4
+
+from outrider.errors import ConfigError, DataError
+from outrider.serve.refusals import Refusal, invalid
+from outrider.serve.schema import read
+from outrider.serve.service import Kind, Post, Service
+
+URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+AHEAD = 2
+"""Requests at once for each slot: one runs, the other is ready when it ends."""
+
+Update = Callable[[int, int], None]
+"""Called with the numbers of requests that are answered, and of those that were refused."""
+
+
+class Line(NamedTuple):
+    """A request of the file."""
+
+    custom_id: str
+    kind: Kind
+    body: Any
+    size: int
+    """In bytes."""
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """The requests of a file.  Raises DataError, with the number of the line, for one that can't be read."""
+    known: set[str] = set()
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield _line(text, f"{path}, line {number}", known)
+    except OSError as error:
+        raise DataError(f"can't read {path}: {error.strerror}; give a JSONL file") from None
+
+
+def _line(text: bytes, where: str, known: set[str]) -> Line:
+    try:
+        row = read(text, where)
+    except Refusal as refusal:
+        raise DataError(refusal.message) from None
+    if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
+        raise DataError(f"{where} must be an object with custom_id, a text, and body, an object")
+    if row.get("method", "POST") != "POST" or row.get("url") not in URLS:
+        raise DataError(
+            f"{where} asks for {row.get('method', 'POST')} {row.get('url')!r}; wanted POST and {' or '.join(URLS)}"
+        )
+    if row["custom_id"] in known:
+        raise DataError(f"{where}: custom_id {row['custom_id']!r} was there before; each must be another")
+    known.add(row["custom_id"])
+    return Line(row["custom_id"], URLS[row["url"]], row["body"], len(text))
+
+
+def answered(path: Path) -> set[str]:
+    """The custom_ids that have an answer; a last line that was cut short is taken away.  Raises DataError for a file of
+    something else."""
+    if not path.exists():
+        return set()
+    found: set[str] = set()
+    with path.open("r+b") as file:
+        end = 0
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                file.truncate(end)
+                break
+            end += len(text)
+            try:
+                found.add(json.loads(text)["custom_id"])
+            except (ValueError, LookupError, TypeError):
+                raise DataError(f"{path}, line {number}, is no answer of a batch; name another file") from None
+    return found
+
+
+def check(given: Path, to: Path) -> tuple[int, int]:
+    """Number of requests, and of those answered before.  Raises DataError or ConfigError, before any weight loads."""
+    if to.exists() and given.exists() and given.samefile(to):
+        raise ConfigError(f"answers would overwrite {given}; name another file with --batch-out")
+    if not to.parent.is_dir():
+        raise ConfigError(f"there is no folder {to.parent}; make it first")
+    before = answered(to)
+    ids = [line.custom_id for line in lines_of(given)]
+    return len(ids), len(before.intersection(ids))
+
+
+def run(service: Service, post: Post, given: Path, to: Path, update: Update = lambda done, refused: None) -> int:
+    """Answer the requests of a file that have no answer yet; returns how many were refused."""
+    before = answered(to)
+    waiting = (line for line in lines_of(given) if line.custom_id not in before)
+
+    async def main() -> int:
+        post.loop = asyncio.get_running_loop()
+        with to.open("a", encoding="utf-8") as out:
+            work = Work(service, out, update)
+            several = min(AHEAD * service.engine.slots, service.config.queue)
+            await asyncio.gather(*(work.run(waiting) for _ in range(several)))
+            return work.refused
+
+    return asyncio.run(main())
+
+
+class Work:
+    """Answers requests one after another, in as many tasks as `run` is called in."""
+
+    def __init__(self, service: Service, out: IO[str], update: Update):
+        self.service, self.out, self.update = service, out, update
+        self.done = self.refused = 0
+
+    async def run(self, waiting: Iterator[Line]) -> None:
+        for line in waiting:
+            status, body = await self._answer(line)
+            response = {"status_code": status, "request_id": body.get("id") or f"req-{uuid4().hex}", "body": body}
+            row = {
+                "id": f"batch_req_{uuid4().hex}",
+                "custom_id": line.custom_id,
+                "response": response,
+                "error": None,
+            }
+            self.out.write(json.dumps(row) + "\n")
+            self.out.flush()
+            self.done, self.refused = self.done + 1, self.refused + (status != 200)
+            self.update(self.done, self.refused)
+
+    async def _answer(self, line: Line) -> tuple[int, dict[str, Any]]:
+        while True:
+            try:
+                if line.body.get("stream"):
+                    raise invalid("stream has no effect in a batch; leave it out", "stream")
+                job = await self.service.start(line.kind, line.body, line.size)
+                try:
+                    return 200, await self.service.whole(job)
+                finally:
+                    self.service.finish(job)
+            except Refusal as refusal:
+                if refusal.status == 503 or self.service.engine.error:
+                    raise DataError("the engine ended; what was answered stays, the same command goes on") from None
+                if refusal.status == 429:
+                    await asyncio.sleep(0.1)
+                    continue
+                return refusal.status, refusal.body

@@ -1,0 +1,146 @@
+"""What answers look like, for the OpenAPI document; `answers` makes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length"]
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorFacts(Reply):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Reply):
+    """OpenAI's error object."""
+
+    error: ErrorFacts
+
+
+class Model(Reply):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    """Most tokens of a prompt with its answer."""
+
+
+class Models(Reply):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class CachedTokens(Reply):
+    cached_tokens: int
+    """Tokens of the prompt that an earlier request had brought."""
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Drafts(Reply):
+    """Of all choices together, in their order."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    drafted_tokens: list[bool]
+    """Of each token of the answer: whether it was drafted."""
+    pieces: list[tuple[str, bool]]
+    """The text in parts that were drafted and parts that were not."""
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+
+
+class Completion(Reply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    outrider: Drafts | None = None
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(Reply):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Reply):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    outrider: Drafts | None = None
+
+
+class Tokens(Reply):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizedText(Reply):
+    prompt: str
+
+
+class Health(Reply):
+    status: Literal["ok", "degraded", "stopping", "failed"]
+    """degraded: the drafter was switched off, and answers are decoded plainly."""
+
+
+Stats = dict[str, Any]

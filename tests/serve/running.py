@@ -1,0 +1,84 @@
+"""A real server in a thread of this process, on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from openai import OpenAI
+
+from outrider.decoding.protocols import Drafter
+from outrider.serve import server
+from outrider.serve.api import make_app
+from outrider.serve.config import Config
+from outrider.serve.door import Door
+from outrider.serve.engine import Engine
+from outrider.serve.keys import KeyRing
+from outrider.serve.metrics import Telemetry
+from outrider.serve.request_log import RequestLog
+from outrider.serve.service import Post, Service
+from outrider.targets.transformers import TransformersTarget
+
+MODEL = "tiny"
+
+
+@dataclass
+class Running:
+    url: str
+    service: Service
+    door: Door
+    server: server.Server
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    def client(self, key: str = "none", **settings: Any) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **settings)
+
+    def settled(self, is_so: Callable[[], bool], seconds: float = 10.0) -> bool:
+        """Whether it becomes so in time."""
+        until = time.monotonic() + seconds
+        while not is_so() and time.monotonic() < until:
+            time.sleep(0.01)
+        return is_so()
+
+
+@contextmanager
+def engine_of(target: TransformersTarget, drafter: Drafter | None, config: Config) -> Iterator[tuple[Engine, Post]]:
+    post = Post()
+    telemetry = Telemetry(MODEL, config.slots)
+    with Engine(
+        target, drafter, slots=config.slots, length=config.length, queue=config.queue, policy="fixed",
+        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post,
+    ) as engine:  # fmt: skip
+        yield engine, post
+
+
+@contextmanager
+def running(
+    target: TransformersTarget, drafter: Drafter | None = None, drafters: tuple[str, ...] = (),
+    log: RequestLog | None = None, **settings: Any,
+) -> Iterator[Running]:  # fmt: skip
+    """A server at 127.0.0.1; settings: of its Config."""
+    config = Config(**({"port": 0, "slots": 4, "prefix_bytes": 0, "drain_s": 5.0} | settings))
+    with engine_of(target, drafter, config) as (engine, post), server.bound(config) as sock:
+        service = Service(engine, target, config, name=MODEL, drafters=drafters, log=log)
+        app = make_app(service, engine.telemetry, lambda: door.is_closed)
+        door = Door(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
+        own = server.Server(door, service, post)
+        thread = threading.Thread(target=lambda: asyncio.run(own.serve([sock])), daemon=True)
+        thread.start()
+        found = Running(server.address_of(sock), service, door, own)
+        assert found.settled(lambda: own.started)
+        try:
+            yield found
+        finally:
+            own.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,429 @@
+"""What the server does not answer: each refusal is OpenAI's error object, says what to do, and tells no internals."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AuthenticationError
+from tiny import make_folder
+
+from outrider.serve import keys
+from outrider.serve.api import make_app
+from outrider.serve.document import document
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+from serve.running import MODEL, Running, running
+
+TEXT = {"prompt": "abc"}
+CHAT = {"messages": [{"role": "user", "content": "abc"}]}
+
+
+@pytest.fixture(scope="module")
+def server(talker: TransformersTarget) -> Iterator[Running]:
+    with running(talker, n=4, texts=6, body_bytes=200_000, prompt_tokens=200, max_tokens=100) as found:
+        yield found
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error object, whose form is OpenAI's."""
+    body = answer.json()
+    assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}, body
+    message = body["error"]["message"]
+    assert 10 < len(message) <= 600
+    for secret in ("Traceback", "/outrider/", "site-packages", "pydantic", "0x7f"):
+        assert secret not in message
+    return body["error"]
+
+
+def ask(server: Running, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=30)
+
+
+def nested(depth: int) -> Any:
+    found: Any = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
+MALFORMED: dict[str, tuple[str, Any, str]] = {
+    "no JSON": ("completions", b"{", "not JSON"),
+    "nothing": ("completions", b"", "not JSON"),
+    "a list": ("completions", [TEXT], "send one JSON object"),
+    "a number": ("chat/completions", 5, "send one JSON object"),
+    "null": ("completions", None, "send one JSON object"),
+    "no UTF-8": ("completions", b'{"prompt": "\xff"}', "not JSON"),
+    "half a surrogate": ("completions", b'{"prompt": "\\ud800"}', "not JSON"),
+    "NaN": ("completions", b'{"prompt": "a", "temperature": NaN}', "not JSON"),
+    "infinity": ("completions", b'{"prompt": "a", "temperature": 1e999}', "temperature must be 0 or a number"),
+    "deep": ("chat/completions", b'{"messages": ' + b"[" * 50_000, "not JSON"),
+    "deep schema": (
+        "chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(150)}}},
+        "",
+    ),
+    "a huge number": ("completions", b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", "many digits"),
+    "an endless number": ("completions", b'{"prompt": "a", "n": ' + b"9" * 9000 + b"}", "not JSON"),
+    "no prompt": ("completions", {}, "prompt is missing; add it"),
+    "no messages": ("chat/completions", {}, "messages is missing; add it"),
+    "an empty prompt": ("completions", {"prompt": ""}, "the prompt is empty"),
+    "no prompts": ("completions", {"prompt": []}, "empty"),
+    "no token ids": ("completions", {"prompt": [[]]}, "empty"),
+    "no message": ("chat/completions", {"messages": []}, "messages must have at least 1 item"),
+    "a prompt of numbers": ("completions", {"prompt": 5}, "prompt must be a text, token ids, or a list"),
+    "mixed prompts": ("completions", {"prompt": ["a", 5]}, "prompt must be"),
+    "fractions of tokens": ("completions", {"prompt": [1.5]}, "prompt must be"),
+    "negative tokens": ("completions", {"prompt": [-1]}, "prompt must be"),
+    "true for a token": ("completions", {"prompt": [True]}, "prompt must be"),
+    "tokens of another model": ("completions", {"prompt": [261]}, "outside the target's vocabulary of 261"),
+    "too long": ("completions", {"prompt": "a" * 201}, "201 tokens, and this server takes at most 200"),
+    "no room": ("completions", {"prompt": "a" * 180, "max_tokens": 90}, "there is room for 76"),
+    "too many tokens": ("completions", TEXT | {"max_tokens": 101}, "max_tokens must be at most 100"),
+    "too many tokens of a chat": ("chat/completions", CHAT | {"max_completion_tokens": 101}, "at most 100"),
+    "no tokens": ("completions", TEXT | {"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
+    "a text for a number": ("completions", TEXT | {"max_tokens": "5"}, "must be a valid integer (given: '5')"),
+    "true for a number": ("completions", TEXT | {"max_tokens": True}, "max_tokens must be a valid integer"),
+    "a fraction for a whole number": ("completions", TEXT | {"n": 1.5}, "n must be"),
+    "n of 0": ("completions", TEXT | {"n": 0}, "n must be greater"),
+    "many answers": ("completions", TEXT | {"n": 5}, "n must be at most 4, got 5"),
+    "many texts": ("completions", {"prompt": ["a"] * 4, "n": 2}, "8 texts, and a request may have 6"),
+    "hot": ("completions", TEXT | {"temperature": 2.5}, "temperature must be 0 or a number from 0.01 to 2"),
+    "cold": ("completions", TEXT | {"temperature": -1}, "temperature must be"),
+    "nearly cold": ("completions", TEXT | {"temperature": 1e-30}, "temperature must be 0 or at least 0.01"),
+    "top_p of 0": ("completions", TEXT | {"top_p": 0}, "top_p must be greater than 0"),
+    "top_k below -1": ("completions", TEXT | {"top_k": -2}, "top_k must be"),
+    "a large seed": ("completions", TEXT | {"seed": 2**63}, "seed must be less than"),
+    "a bias without a token": ("completions", TEXT | {"logit_bias": {"a": 1}}, "logit_bias must be an object"),
+    "a bias of another model": ("completions", TEXT | {"logit_bias": {"999999": 1}}, "outside the target's vocabulary"),
+    "a large bias": ("completions", TEXT | {"logit_bias": {"1": 101}}, "from -100 to 100"),
+    "an empty stop": ("completions", TEXT | {"stop": ""}, "stop must be a text"),
+    "many stops": ("completions", TEXT | {"stop": ["a"] * 17}, "up to 16 texts"),
+    "a long stop": ("completions", TEXT | {"stop": "a" * 257}, "1 to 256 characters"),
+    "a stop that never comes": ("completions", TEXT | {"stop": "<|end|>"}, "special token"),
+    "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is more"),
+    "a slip": ("completions", TEXT | {"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+    "a slip in a chat": ("chat/completions", CHAT | {"max_token": 1}, "did you mean 'max_tokens'"),
+    "a field of others": ("completions", TEXT | {"mirostat": 2}, "unknown field 'mirostat'; known: "),
+    "an unknown role": ("chat/completions", {"messages": [{"role": "usr", "content": "a"}]}, "'role' of 'system'"),
+    "no role": ("chat/completions", {"messages": [{"content": "a"}]}, "must have a 'role'"),
+    "no content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+    "null for content": ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "a text, or a list"),
+    "an unknown format": ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "'type' of 'text'"),
+    "a schema that is none": (
+        "chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
+        "JSON schema",
+    ),
+    "a forced tool": ("chat/completions", CHAT | {"tool_choice": "required"}, "no tool can be forced"),
+    "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
+    "many ranks": ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
+    "a template": ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "only the tokenizer's own template"),
+    "a draft without a drafter": ("completions", TEXT | {"speculative": {"depth": 2}}, "this server has no drafter"),
+    "no seconds": ("completions", TEXT | {"timeout": 0}, "timeout must be greater than 0"),
+    "functions": ("chat/completions", CHAT | {"functions": [{"name": "a"}]}, "use tools"),
+    "echo": ("completions", TEXT | {"echo": True}, "echo is not supported"),
+    "suffix": ("completions", TEXT | {"suffix": "x"}, "suffix is not supported"),
+    "best_of": ("completions", TEXT | {"best_of": 3}, "use n"),
+    "audio": ("chat/completions", CHAT | {"audio": {"voice": "a"}, "modalities": ["text", "audio"]}, "text alone"),
+    "a list in metadata": ("completions", TEXT | {"metadata": {"a": []}}, "metadata"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_malformed_body_is_a_400_that_says_why(name: str, stream: bool, server: Running) -> None:
+    """Catches a 500, a body that is taken after all, a stream that begins before its request was read, and a message
+    that does not name the field."""
+    path, body, wanted = MALFORMED[name]
+    if stream:
+        if not isinstance(body, dict):
+            pytest.skip("the body is no object")
+        body = body | {"stream": True}
+    answer = ask(server, f"/v1/{path}", body)
+    if wanted:
+        assert answer.status_code == 400, answer.text
+        assert wanted in error_of(answer)["message"]
+    else:
+        assert answer.status_code < 500, answer.text
+    assert server.engine.running == server.engine.queued == 0 or server.settled(lambda: not server.engine.running)
+
+
+HARMLESS = {
+    "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "s",
+    "prompt_cache_key": "k", "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "stop": None, "n": None,
+    "temperature": None, "include_stop_str_in_output": False, "skip_special_tokens": True, "use_beam_search": False,
+    "stream_options": None, "length_penalty": 1.0, "max_tokens": 2.0,
+}  # fmt: skip
+
+
+def test_fields_that_change_nothing_are_taken(server: Running) -> None:
+    """Catches clients that are refused for what their library adds, and null where a field is left out."""
+    answer = ask(server, "/v1/completions", TEXT | HARMLESS)
+    assert answer.status_code == 200, answer.text
+    chat = {"modalities": ["text"], "audio": None, "function_call": "auto", "functions": [], "tools": None}
+    chat |= {"parallel_tool_calls": True, "response_format": {"type": "text"}, "tool_choice": "auto", "max_tokens": 2}
+    answer = ask(server, "/v1/chat/completions", CHAT | chat)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_nothing_is_fetched_for_a_request(kind: str, server: Running) -> None:
+    """Catches a server that reads URLs or files that a client names."""
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        url = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/x"
+        part = {"type": kind, kind: {"url": url}}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}]
+        answer = ask(server, "/v1/chat/completions", {"messages": messages})
+        assert answer.status_code == 400
+        assert "nothing is fetched" in error_of(answer)["message"]
+        schema = {"$ref": f"{url}.json"}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        assert ask(server, "/v1/chat/completions", CHAT | {"response_format": form}).status_code == 400
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
+
+
+ESCAPES = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ messages.append(1) }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ raise_exception('no such role') }}",
+    "{{ messages[0]['content'] + 1 }}",
+)
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_chat_template_stays_in_its_sandbox(
+    template: str, server: Running, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a tokenizer whose template runs code on the server, and a 500 where a template fails."""
+    monkeypatch.setattr(talker.tokenizer, "chat_template", template)
+    answer = ask(server, "/v1/chat/completions", CHAT)
+    assert answer.status_code == 400
+    assert "the model's chat template" in error_of(answer)["message"]
+    assert ask(server, "/tokenize", CHAT).status_code == 400
+
+
+def test_a_target_without_a_template_or_a_tokenizer_says_so(
+    tmp_path: Path, server: Running, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a 500 for a base model; the page looks for these words to try a completion instead."""
+    monkeypatch.setattr(talker.tokenizer, "chat_template", None)
+    assert "no chat template" in error_of(ask(server, "/v1/chat/completions", CHAT))["message"]
+    bare = load_target(talker.model)
+    with running(bare) as found:
+        for path, body in (
+            ("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [1]}), ("/v1/completions", {"prompt": [1, 2], "stop": "a"}),
+        ):  # fmt: skip
+            assert ask(found, path, body).status_code == 400
+        answer = ask(found, "/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True})
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "")
+        assert len(answer.json()["choices"][0]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [
+        ("/tokenize", {"prompt": 5}, "prompt must be"),
+        ("/tokenize", {}, "prompt is missing"),
+        ("/tokenize", {"messages": [], "prompt": "a"}, "unknown field 'prompt'"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, "there is no model 'x'"),
+        ("/detokenize", {"tokens": [5000]}, "outside the model's vocabulary; ids go to 260"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0 must be"),
+        ("/detokenize", {"tokens": "a"}, "tokens must be"),
+    ],
+)
+def test_tokens_of_nonsense_are_refused(path: str, body: Any, wanted: str, server: Running) -> None:
+    """Catches a 500 of the tokenizer."""
+    answer = ask(server, path, body)
+    assert answer.status_code in (400, 404)
+    assert wanted in error_of(answer)["message"]
+
+
+# ── HTTP ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["length", "chunks"])
+def test_a_body_that_is_too_large_is_413(kind: str, server: Running) -> None:
+    """Catches memory that a client fills, also without saying beforehand how much it sends."""
+    body = json.dumps(TEXT | {"user": "x" * 300_000}).encode()
+    content: Any = body if kind == "length" else iter([body[:1000], body[1000:250_000], body[250_000:]])
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert "larger than 200000 bytes" in error_of(answer)["message"]
+
+
+def test_a_body_must_say_that_it_is_json(server: Running) -> None:
+    """Catches a request that the page of another site can make a browser send without asking."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        headers = {"content-type": kind} if kind else {}
+        answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+        assert answer.status_code == 415, kind
+        assert "Content-Type: application/json" in error_of(answer)["message"]
+
+
+def test_other_sites_are_not_let_in(server: Running) -> None:
+    """Catches an open CORS policy, and a name of another site that leads to this machine."""
+    asks = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    for path in ("/v1/completions", "/stats", "/metrics", "/"):
+        for answer in (
+            httpx.options(f"{server.url}{path}", headers=asks | {"access-control-request-headers": "content-type"}),
+            httpx.get(f"{server.url}{path}", headers=asks),
+        ):
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+    for path in ("/v1/models", "/stats"):
+        answer = httpx.get(f"{server.url}{path}", headers={"host": "evil.example:8000"})
+        assert answer.status_code == 403
+        assert "serve.hosts=evil.example" in error_of(answer)["message"]
+    for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "api.localhost", "10.0.0.7"):
+        assert httpx.get(f"{server.url}/v1/models", headers={"host": name}).status_code == 200, name
+
+
+def test_a_name_can_be_let_in(talker: TransformersTarget) -> None:
+    """Catches a proxy in front that can't be used."""
+    with running(talker, hosts=("model.example",)) as found:
+        answer = httpx.get(f"{found.url}/v1/models", headers={"host": "model.example"})
+        assert answer.status_code == 200
+
+
+def test_paths_and_methods_that_there_are_not(server: Running) -> None:
+    """Catches a page of HTML where clients expect an error object, and a 405 without Allow."""
+    for path in ("/v1/completion", "/v1", "/v1/embeddings", "/../etc/passwd", "/page.html"):
+        answer = httpx.post(f"{server.url}{path}", json={})
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "unknown_path")
+    answer = httpx.get(f"{server.url}/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "it takes POST" in error_of(answer)["message"]
+
+
+def test_an_unexpected_failure_tells_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stack, or the words of an exception, in an answer."""
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("a secret of the server")
+
+    monkeypatch.setattr(server.service.reader, "requests", fail)
+    answer = ask(server, "/v1/completions", TEXT)
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert error_of(answer)["code"] == "internal_error"
+
+
+def test_a_socket_that_speaks_no_http_changes_nothing(server: Running) -> None:
+    """Catches a server that a port scan ends."""
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    for data in (b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n", b""):
+        with socket.create_connection(address, timeout=5) as raw:
+            raw.sendall(data)
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "x"}
+    assert httpx.get(server.url, headers=upgrade).status_code < 500
+    assert ask(server, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_with_keys_every_request_needs_one(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a route without a guard, a key that still works after it was revoked, and one that works before."""
+    file = tmp_path / "keys.json"
+    first = keys.add(file, "ann")
+    with running(talker, keys=str(file)) as found:
+        url = f"{found.url}/v1/completions"
+        for path in ("/v1/models", "/v1/models/tiny", "/nope"):
+            assert httpx.get(f"{found.url}{path}").status_code == 401
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = ask(found, path, TEXT)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert "Authorization: Bearer KEY" in error_of(answer)["message"]
+        for path in ("/", "/health", "/metrics", "/stats", "/openapi.json"):
+            assert httpx.get(f"{found.url}{path}").status_code == 200
+        for wrong in (f"Bearer {first}x", f"Basic {first}", first, "Bearer", "Bearer x", "Bearer \xe9"):
+            answer = httpx.post(url, json=TEXT, headers={"authorization": wrong.encode("latin-1")})
+            assert answer.status_code == 401, wrong
+        with pytest.raises(AuthenticationError):
+            found.client("outrider-nobody").completions.create(model=MODEL, prompt="a")
+        asked = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+        assert found.client(first).completions.create(**asked).choices
+        second = keys.add(file, "bob")
+        assert found.client(second).completions.create(**asked).choices
+        keys.revoke(file, "ann")
+        with pytest.raises(AuthenticationError):
+            found.client(first).completions.create(**asked)
+        assert found.client(second).completions.create(**asked).choices
+        file.unlink()
+        with pytest.raises(AuthenticationError):
+            found.client(second).completions.create(**asked)
+
+
+def test_a_key_has_so_many_requests_at_once(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches one client that takes every slot, and a count that never goes down again."""
+    from serve.test_api import LONG, Slow
+
+    file = tmp_path / "keys.json"
+    headers = {"authorization": f"Bearer {keys.add(file, 'ann', 1)}"}
+    other = {"authorization": f"Bearer {keys.add(file, 'bob')}"}
+    with running(talker, Slow(), keys=str(file), concurrent=2) as found, httpx.Client(timeout=20) as client:
+        url = f"{found.url}/v1/completions"
+        with client.stream("POST", url, json=LONG | {"stream": True}, headers=headers) as first:
+            lines = first.iter_lines()
+            next(lines)
+            answer = client.post(url, json=TEXT, headers=headers)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert "this key has 1 requests running" in error_of(answer)["message"]
+            assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=other).status_code == 200
+        assert found.settled(lambda: found.door.inside == 0)
+        assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=headers).status_code == 200
+
+
+# ── the document ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_document_has_this_servers_limits(server: Running, tmp_path: Path, talker: TransformersTarget) -> None:
+    """Catches a client that is told it may ask for what is refused."""
+    found = httpx.get(f"{server.url}/openapi.json").json()
+    fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["model"]["enum"] == [MODEL, None]
+    assert fields["n"]["anyOf"][0]["maximum"] == 4
+    assert fields["max_tokens"]["anyOf"][0]["maximum"] == 100
+    assert not found["components"].get("securitySchemes")
+    file = tmp_path / "keys.json"
+    keys.add(file, "ann")
+    with running(talker, keys=str(file)) as other:
+        app = make_app(other.service, other.engine.telemetry, lambda: False)
+        assert document(app, other.service)["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
+
+
+def test_the_documents_schemas_are_the_checks(server: Running) -> None:
+    """Catches a schema that is laxer or stricter than the server: every malformed body is also invalid by it, but for
+    what depends on more than the body's form."""
+    import jsonschema
+
+    found = httpx.get(f"{server.url}/openapi.json").json()
+    semantic = {
+        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema",
+        "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room", "too long",
+        "a draft without a drafter", "an empty prompt", "no prompts", "no token ids",
+    }  # fmt: skip
+    for name, (path, body, _) in MALFORMED.items():
+        if not isinstance(body, dict) or name in semantic:
+            continue
+        which = "ChatRequest" if path.startswith("chat") else "CompletionRequest"
+        schema = {"$ref": f"#/components/schemas/{which}", "components": found["components"]}
+        assert not jsonschema.Draft202012Validator(schema).is_valid(body), name
+
+
+def test_a_folder_without_a_template_is_a_target(tmp_path: Path) -> None:
+    """Catches a base model that can't be served."""
+    with running(load_target(make_folder(tmp_path / "base", template=None), dtype="float64")) as found:
+        assert ask(found, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200

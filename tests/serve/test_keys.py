@@ -1,0 +1,144 @@
+"""Keys of a server: what the file holds, who may write it, and what a running server sees of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from verbs import outrider_with
+
+from outrider.errors import ConfigError
+from outrider.serve import keys
+
+
+def test_the_file_holds_no_key_and_belongs_to_its_owner(tmp_path: Path) -> None:
+    """Catches keys in plain text, equal hashes of equal keys, and a file that others can read."""
+    file = tmp_path / "keys.json"
+    made = [keys.add(file, name) for name in ("ann", "bob")]
+    text = file.read_text()
+    assert len(set(made)) == 2 and not any(key in text or key[9:] in text for key in made)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len({one.salt for one in keys.read(file)}) == 2
+    assert not list(tmp_path.glob("*.part"))
+    assert min(map(len, made)) >= 43 + len(keys.PREFIX)
+
+
+def test_a_ring_finds_each_key_and_nothing_else(tmp_path: Path) -> None:
+    """Catches a search that ends at the first or the last key, and a prefix that is enough."""
+    file = tmp_path / "keys.json"
+    made = {name: keys.add(file, name, n) for n, name in enumerate(("ann", "bob", "eve"), 1)}
+    ring = keys.KeyRing(file)
+    for n, (name, key) in enumerate(made.items(), 1):
+        found = ring.find(key.encode())
+        assert found is not None and (found.name, found.concurrent) == (name, n)
+        for wrong in (key[:-1], key + "a", key.upper(), key.removeprefix(keys.PREFIX), "", " " + key):
+            assert ring.find(wrong.encode()) is None
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_are_a_key_by_chance(tmp_path_factory: pytest.TempPathFactory, guess: bytes) -> None:
+    """Catches bytes that break the search; a hit by chance has odds of 2**-256."""
+    file = tmp_path_factory.mktemp("ring") / "keys.json"
+    keys.add(file, "ann")
+    assert keys.KeyRing(file).find(guess) is None
+
+
+def test_all_keys_are_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search whose time tells which key, or that none, was found."""
+    file = tmp_path / "keys.json"
+    first, *_ = [keys.add(file, name) for name in ("ann", "bob", "eve")]
+    ring, compared = keys.KeyRing(file), []
+    fits = keys.Key.fits
+    monkeypatch.setattr(keys.Key, "fits", lambda self, given: (compared.append(self.name), fits(self, given))[1])
+    for given_key in (first.encode(), b"nobody"):
+        compared.clear()
+        ring.find(given_key)
+        assert compared == ["ann", "bob", "eve"]
+
+
+def test_a_running_server_sees_what_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a key that works on after it was revoked, and a damaged file that lets everybody in or in whose place the
+    old keys stay."""
+    file = tmp_path / "keys.json"
+    first = keys.add(file, "ann").encode()
+    ring = keys.KeyRing(file)
+    second = keys.add(file, "bob").encode()
+    assert ring.find(second) and ring.find(first)
+    keys.revoke(file, "ann")
+    assert ring.find(first) is None and ring.find(second)
+    whole = file.read_text()
+    file.write_text(whole[:-20])
+    assert ring.find(second) is None
+    assert "no key is taken any more" in caplog.text
+    file.write_text(whole)
+    os.chmod(file, 0o600)
+    assert ring.find(second)
+    file.unlink()
+    assert ring.find(second) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{", "can't read the keys"),
+        ("[]", "a mapping is wanted"),
+        ('{"keys": [{"name": "a"}]}', "salt"),
+        ('{"keys": [{"name": "a", "salt": "zz", "sha256": "0", "made": ""}]}', "salt"),
+        ('{"key": []}', "did you mean 'keys'"),
+        ('{"keys": []}', "holds no key, so nobody could ask"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    """Catches a server that starts without a guard."""
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=wanted):
+        keys.KeyRing(file)
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """Catches a file into which any user of the machine puts a key of their own."""
+    file = tmp_path / "keys.json"
+    keys.add(file, "ann")
+    for mode in (0o620, 0o602, 0o666):
+        os.chmod(file, mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            keys.KeyRing(file)
+
+
+def test_keys_added_at_once_are_all_there(tmp_path: Path) -> None:
+    """Catches a key that another process's writing lost."""
+    file = tmp_path / "keys.json"
+    names = [f"k{i}" for i in range(8)]
+    threads = [threading.Thread(target=keys.add, args=(file, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one.name for one in keys.read(file)) == names
+
+
+def test_the_verbs_make_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a key among other output, a list with secrets, and a slip that removes nothing in silence."""
+    file = str(tmp_path / "keys.json")
+    assert outrider_with("keys", "add", file, "ann", "--concurrent", "3") == 0
+    key = capsys.readouterr().out.strip()
+    found = keys.KeyRing(file).find(key.encode())
+    assert found is not None and found.concurrent == 3
+    assert outrider_with("keys", "add", file, "ann") == 2
+    assert "already" in capsys.readouterr().err
+    assert outrider_with("keys", "add", file, "no such name!") == 2
+    capsys.readouterr()
+    assert outrider_with("keys", "list", file, "--json", "-") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one.keys(), one["name"]) for one in listed] == [({"name", "made", "concurrent"}, "ann")]
+    assert outrider_with("keys", "revoke", file, "an") == 2
+    assert "did you mean 'ann'" in " ".join(capsys.readouterr().err.split())
+    assert outrider_with("keys", "revoke", file, "ann") == 0
+    assert keys.read(Path(file)) == ()
+    assert outrider_with("keys", "list", str(tmp_path / "none.json")) == 2

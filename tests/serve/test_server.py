@@ -1,0 +1,120 @@
+"""How a server ends: what runs may end, what does not is told so, and what comes is sent away."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from outrider import Sampling
+from outrider.serve import server
+from outrider.targets.transformers import TransformersTarget
+from serve.running import MODEL, Running, running
+from serve.test_api import LONG, PROMPT, Slow, alone
+
+
+def drain(found: Running) -> None:
+    assert found.server.post.loop is not None
+    found.server.post.loop.call_soon_threadsafe(found.server.drain)
+
+
+def test_what_runs_ends_and_what_comes_is_sent_away(talker: TransformersTarget) -> None:
+    """Catches a stream that a stop cuts off, and a request that is taken after it."""
+    with running(talker, Slow(0.005), slots=1, drain_s=60.0) as found, httpx.Client(timeout=30) as client:
+        body = LONG | {"stream": True, "n": 2, "max_tokens": 40}
+        with client.stream("POST", f"{found.url}/v1/completions", json=body) as answer:
+            events = answer.iter_lines()
+            next(events)
+            drain(found)
+            assert found.settled(lambda: found.door.is_closed)
+            health = client.get(f"{found.url}/health")
+            assert (health.status_code, health.json()) == (503, {"status": "stopping"})
+            assert client.get(f"{found.url}/metrics").status_code == 200
+            refused = client.post(f"{found.url}/v1/completions", json=LONG)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+            assert int(refused.headers["retry-after"]) > 0
+            lines = [line.removeprefix("data: ") for line in events if line]
+        assert lines[-1] == "[DONE]"
+        reasons = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
+        assert [reason for reason in reasons if reason] == ["length"] * 2
+        assert found.settled(lambda: found.server.should_exit, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_does_not_end_in_time_is_told_so(
+    stream: bool, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a server that waits for ever, and a text that stops without a word, as if it were whole."""
+    said: list[str] = []
+    with running(talker, Slow(), slots=1, drain_s=0.2) as found:
+        found.server.say = said.append
+        client = httpx.Client(timeout=30)
+        request = client.build_request("POST", f"{found.url}/v1/completions", json=LONG | {"stream": stream})
+        if stream:
+            answer = client.send(request, stream=True)
+            events = answer.iter_lines()
+            next(events)
+            drain(found)
+            lines = [line.removeprefix("data: ") for line in events if line]
+            assert lines[-1] == "[DONE]"
+            error = json.loads(lines[-2])["error"]
+        else:
+            assert found.server.post.loop is not None
+            found.server.post.loop.call_soon_threadsafe(found.server.post.loop.call_later, 0.3, found.server.drain)
+            answer = client.send(request)
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+        assert error["code"] == "stopping"
+        assert found.settled(lambda: found.server.should_exit, 5)
+    assert said == ["stopping: 1 requests have 0.2 s to end; again to stop at once", "1 requests are ended unfinished"]
+
+
+def test_a_second_signal_ends_at_once(talker: TransformersTarget) -> None:
+    """Catches a server that can only be killed."""
+    with running(talker, Slow(), slots=1, drain_s=60.0) as found, httpx.Client(timeout=30) as client:
+        with client.stream("POST", f"{found.url}/v1/completions", json=LONG | {"stream": True}) as answer:
+            events = answer.iter_lines()
+            next(events)
+            began = time.monotonic()
+            drain(found)
+            drain(found)
+            assert found.settled(lambda: found.server.should_exit, 5)
+        assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_fails_ends_the_server_with_an_error(
+    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a process that lives on and answers nobody, so that nothing starts it again."""
+    failures: list[Exception] = []
+    serve = server.Server.serve
+
+    async def watched(self: server.Server, sockets: object = None) -> None:
+        try:
+            await serve(self, sockets)  # type: ignore[arg-type]
+        except server.ServerError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(server.Server, "serve", watched)
+    with running(talker) as found:
+        assert found.client().completions.create(model=MODEL, prompt="a", max_tokens=1).choices
+        found.engine.error = "RuntimeError: planted"
+        assert httpx.get(f"{found.url}/health").json() == {"status": "failed"}
+        assert found.settled(lambda: bool(failures), 10)
+    assert "the engine failed: RuntimeError: planted" in str(failures[0])
+
+
+def test_a_connection_is_used_again(talker: TransformersTarget) -> None:
+    """Catches a connection that is closed, or left half read, after an answer, a stream or a refusal."""
+    with running(talker) as found, httpx.Client() as http:
+        client = OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0, http_client=http)
+        wanted = alone(talker, PROMPT, Sampling(), 6).text
+        for stream in (False, True, False, True):
+            asked = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, stream=stream)
+            text = "".join(c.choices[0].text for c in asked) if stream else asked.choices[0].text
+            assert text == wanted
+            assert http.post(f"{found.url}/v1/completions", json={"prompt": 5}).status_code == 400
+        assert len(found.server.server_state.connections) == 1
