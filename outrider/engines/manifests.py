@@ -4,9 +4,9 @@ torch.
 All are templates, filled in.  Nothing in them is a secret: a token for the hub is named by the Kubernetes secret that
 holds it.  A server listens beyond loopback only inside its own container, and compose publishes to loopback.
 
-The dashboard shows an engine's metrics of its drafts in our words: tokens per step is 1 + accepted / drafts.  vLLM and
-llama-server have counters, and vLLM's count steps without a draft too; SGLang has gauges of its last logging interval;
-TensorRT-LLM has both, and no count of drafts.
+The dashboard shows an engine's metrics of its drafts in our words: tokens per step is 1 + accepted / drafts.  vLLM,
+llama-server and `outrider serve` have counters, and vLLM and `outrider serve` count steps without a draft too; SGLang
+has gauges of its last logging interval; TensorRT-LLM has both, and no count of drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 from outrider.atomic import new_folder
 from outrider.engines import commands
 from outrider.engines.commands import Command
-from outrider.engines.engine import Draft, Wish, engine_of
+from outrider.engines.engine import Draft, Engine, Wish, engine_of
 from outrider.engines.template import rendered
 from outrider.engines.words import REPOSITORY, downloaded
 from outrider.errors import ConfigError, DataError
@@ -41,7 +41,8 @@ WATCHING = (
 )  # fmt: skip
 DASHBOARD = "grafana/dashboards/speculation.json"
 METRICS: Mapping[str, Mapping[str, str | None]] = yaml.safe_load(rendered("metrics.yaml"))
-"""Queries by engine, as templates/metrics.yaml has them."""
+"""Queries by engine, as templates/metrics.yaml has them; "outrider" is `outrider serve`, which no file here starts."""
+OWN = Engine("Outrider", "", {}, {}, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,9 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
 
 def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
     """One of the templates, filled in for an engine."""
+    served = OWN if engine == "outrider" else engine_of(engine)
     facts = {
-        "engine": engine, "served": engine_of(engine), "place": place, "image": place.image or engine_of(engine).image,
+        "engine": engine, "served": served, "place": place, "image": place.image or served.image,
         "watched": engine in METRICS, "asks": METRICS.get(engine), "MODELS": MODELS, "SETTINGS": SETTINGS,
         "PROMETHEUS": PROMETHEUS, "GRAFANA": GRAFANA, "SOURCE": SOURCE, "EVERY_S": EVERY_S, "STARTS_S": STARTS_S,
         "PROBE_S": PROBE_S,
@@ -125,7 +127,7 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
 
 
 def dashboard(engine: str, place: Place) -> dict[str, Any]:
-    """A Grafana dashboard of the engine's metrics of its drafts."""
+    """A Grafana dashboard of the engine's metrics of its drafts; "outrider": of `outrider serve`."""
     return yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
 
 

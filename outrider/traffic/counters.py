@@ -1,13 +1,14 @@
 """A server's counters of drafts, read from its /metrics, and the difference between two readings.  No torch.
 
-Supported are vLLM and llama-server (counters), SGLang (gauges of its last logging interval, which can't be subtracted)
-and Outrider's own names.  Samples of several engines and models are summed.  The `_created` series that Python servers
+Supported are Outrider, vLLM and llama-server (counters), and SGLang (gauges of its last logging interval, which can't
+be subtracted).  Samples of several engines and models are summed.  The `_created` series that Python servers
 add to each counter is a time stamp, not a count: names are matched whole, never by prefix.
 
 `tokens_per_step` has the meaning it has everywhere in Outrider: tokens committed per step, bonus token included, steps
 without a draft included, tokens written by prefills not.  Servers report 1 + accepted / drafts instead: per step *with
-a draft*, before the last step is cut at the end of an answer.  That is `tokens_per_draft`.  vLLM has no counter of
-steps, but its histogram of gaps between tokens gets one entry per step and request (as of 0.32).
+a draft*, before the last step is cut at the end of an answer.  That is `tokens_per_draft`.  Outrider counts steps, and
+a prompt's first token is written by one of them.  vLLM has no counter of steps, but its histogram of gaps between
+tokens gets one entry per step and request (as of 0.32).
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ class Names(NamedTuple):
     drafted: str | None = None
     accepted: str | None = None
     by_position: str | None = None
-    position: str = "position"
-    """Label that holds the position in the draft, from 0."""
+    """Its label `position` is the position in the draft, from 0."""
     tokens_per_step: str | None = None
     """A gauge; only where there are no counters."""
     steps: str | None = None
@@ -54,10 +54,10 @@ class Names(NamedTuple):
 
 NAMES = (
     Names(
-        "outrider", "outrider_steps_total", "outrider_drafted_tokens_total", "outrider_accepted_tokens_total",
-        "outrider_accepted_tokens_by_depth_total", "depth", steps="outrider_steps_total",
-        generated="outrider_generated_tokens_total", running="outrider_requests_running",
-        waiting="outrider_requests_waiting",
+        "Outrider", "outrider:spec_decode_num_drafts_total", "outrider:spec_decode_num_draft_tokens_total",
+        "outrider:spec_decode_num_accepted_tokens_total", "outrider:spec_decode_num_accepted_tokens_per_pos_total",
+        steps="outrider:request_steps_total", generated="outrider:generation_tokens_total",
+        running="outrider:num_requests_running", waiting="outrider:num_requests_waiting",
     ),
     Names(
         "vLLM", "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
@@ -86,7 +86,7 @@ COUNTED = ("drafts", "drafted", "accepted", "steps", "generated", "first_tokens"
 """Counts that only grow while a server runs."""
 IN_JSON = (
     "drafts", "drafted", "accepted", "by_position", "tokens_per_step", "tokens_per_draft", "steps", "generated",
-    "first_tokens", "restarted", "is_interval", "drafts_are_steps",
+    "first_tokens", "restarted", "is_interval",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ class Acceptance:
     """What was drafted and accepted over a period.  None: the server doesn't report it."""
 
     drafts: int = 0
-    """Steps that the server counts as drafts: those with a draft, or all of them (Outrider)."""
+    """Steps with a draft."""
     drafted: int | None = None
     accepted: int | None = None
     by_position: tuple[int, ...] = ()
@@ -111,8 +111,6 @@ class Acceptance:
     is_interval: bool = False
     """`tokens_per_step` is the server's own mean over its last logging interval, not over the time between the
     readings."""
-    drafts_are_steps: bool = False
-    """`drafts` includes steps without a draft."""
     gauge: float | None = None
     """The server's own mean; None where it has none, or nothing was drafted."""
 
@@ -122,27 +120,22 @@ class Acceptance:
         if self.is_interval:
             return self.gauge
         if self.steps is None or self.generated is None:
-            return self._per_draft
+            return self.tokens_per_draft
         return (self.generated - (self.first_tokens or 0)) / self.steps if self.steps > 0 else None
 
     @property
     def tokens_per_draft(self) -> float | None:
-        """1 + accepted / drafts, which servers call mean acceptance length; None where `drafts` includes other
-        steps."""
-        return None if self.drafts_are_steps else self._per_draft
-
-    @property
-    def _per_draft(self) -> float | None:
+        """1 + accepted / drafts, which servers call mean acceptance length."""
         return 1 + self.accepted / self.drafts if self.drafts > 0 and self.accepted is not None else None
 
     @property
     def is_of_every_step(self) -> bool:
         """Whether `tokens_per_step` includes steps without a draft, as a report's does."""
-        return self.is_interval or self.drafts_are_steps or (self.steps is not None and self.generated is not None)
+        return self.is_interval or (self.steps is not None and self.generated is not None)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """[k]: share of the drafts (of all steps, where `drafts` counts those) with at least k + 1 accepted tokens."""
+        """[k]: share of the drafts with at least k + 1 accepted tokens."""
         return tuple(count / self.drafts for count in self.by_position) if self.drafts else ()
 
     @property
@@ -166,7 +159,6 @@ def added(parts: Sequence[Acceptance]) -> Acceptance:
     return Acceptance(
         **counts, by_position=tuple(map(sum, positions)), restarted=any(part.restarted for part in parts),
         is_interval=any(part.is_interval for part in parts),
-        drafts_are_steps=any(part.drafts_are_steps for part in parts),
         gauge=sum(value * n for value, n in gauges) / sum(n for _, n in gauges) if gauges else None,
     )  # fmt: skip
 
@@ -282,7 +274,7 @@ def _counters(
 
     positions: Counter[int] = Counter()
     for labels, value in found.get(names.by_position or "", []):
-        position = labels.get(names.position, "")
+        position = labels.get("position", "")
         if position.isdecimal() and int(position) < 10_000:
             positions[int(position)] += round(value)
     # idle engines show 0, which is not a mean
@@ -291,7 +283,7 @@ def _counters(
     whole = Acceptance(
         **counts | {"drafts": counts["drafts"] or 0},
         by_position=tuple(positions[position] for position in range(max(positions, default=-1) + 1)),
-        is_interval=names.tokens_per_step is not None, drafts_are_steps=names.drafts == names.steps,
+        is_interval=names.tokens_per_step is not None,
         gauge=sum(gauges) / len(gauges) if gauges else None,
     )  # fmt: skip
     return Counters(names.server, whole, total(names.running), total(names.waiting), started)

@@ -33,8 +33,6 @@ class Release(NamedTuple):
     """Standard deviation of the same over one prompt."""
     by_depth: tuple[Interval, ...] = ()
     """[k]: share of the drafts of which at least k + 1 tokens were accepted."""
-    by_step: tuple[Interval, ...] = ()
-    """[k]: the same as a share of all steps, with or without a draft."""
     always_drafts: bool = False
     """All but a few steps had a draft; False where the report does not show it."""
     other_temperatures: tuple[float, ...] = ()
@@ -85,7 +83,7 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
     return Release(
         lead.drafter, lead.temperature, len(pairs), wide, spread, prompt_spread, _depths(rows, spread),
-        _depths(rows, spread, of_steps=True), _always_drafts(rows), tuple(sorted(others)),
+        _always_drafts(rows), tuple(sorted(others)),
     )  # fmt: skip
 
 
@@ -121,16 +119,15 @@ def _always_drafts(rows: Sequence[Row]) -> bool:
     return every > 0 and all(row.accepted_histogram for row in rows) and without <= SELDOM * every
 
 
-def _depths(rows: Sequence[Row], spread: float, of_steps: bool = False) -> tuple[Interval, ...]:
-    """Intervals of acceptance at each depth, as servers count it: a share of all drafts, short ones too, or of all
-    steps.
+def _depths(rows: Sequence[Row], spread: float) -> tuple[Interval, ...]:
+    """Intervals of acceptance at each depth, as servers count it: a share of all drafts, short ones too.
 
     A report has no depths of single prompts.  So these intervals are widened over those of independent drafts as much
     as the interval of tokens per step is.
     """
     counts: dict[int, int] = {}
     for row in rows:
-        for drafted in row.accepted_histogram[0 if of_steps else 1 :]:
+        for drafted in row.accepted_histogram[1:]:
             for accepted, count in enumerate(drafted):
                 counts[accepted] = counts.get(accepted, 0) + count
     drafts = sum(counts.values())

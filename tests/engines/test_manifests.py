@@ -20,6 +20,7 @@ from outrider.engines.engine import Draft, Wish
 from outrider.engines.manifests import Place, files_of
 from outrider.engines.tune import Range
 from outrider.errors import ConfigError
+from outrider.serve.metrics import Telemetry
 from tests.engines.test_commands import folder_of, outrider_with
 
 ENGINES = sorted(name for name, engine in KNOWN.items() if engine.image is not None)
@@ -54,6 +55,10 @@ METRICS = {
         "trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_accepted_tokens_total",
         "trtllm_spec_decode_drafted_tokens_total", "trtllm_num_generation_requests", "trtllm_num_context_requests",
         "trtllm_time_to_first_token_seconds_bucket", "trtllm_time_per_output_token_seconds_bucket",
+    },
+    "outrider": {
+        family.name + {"counter": "_total", "histogram": "_bucket"}.get(family.type, "")
+        for family in Telemetry("tiny", 1).collect()
     },
 }  # fmt: skip
 """Names in the sources of vLLM 0.32, SGLang 0.5.23, llama.cpp 0c1e57098 and TensorRT-LLM."""
@@ -190,10 +195,9 @@ def test_a_dashboard_asks_for_what_its_engine_has(engine: str) -> None:
     parse = pytest.importorskip("promql_parser").parse
     for query in queries(engine):
         parse(query)
-    names = {
-        name for query in queries(engine) for name in re.findall(r"\b(?:vllm:|sglang:|llamacpp:|trtllm_)\w+", query)
-    }
-    assert names <= METRICS[engine]
+    prefixed = r"\b(?:outrider:|vllm:|sglang:|llamacpp:|trtllm_)\w+"
+    names = {name for query in queries(engine) for name in re.findall(prefixed, query)}
+    assert names and names <= METRICS[engine]
     assert not any("_created" in query for query in queries(engine))
     panels = manifests.dashboard(engine, Place())["panels"]
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
@@ -217,9 +221,9 @@ def test_prometheus_takes_its_file(engine: str, tmp_path: Path) -> None:
     subprocess.run([tool, "check", "config", str(tmp_path / "prometheus.yml")], check=True, capture_output=True)
 
 
-def counters(at: int) -> dict[str, float]:
-    """vLLM's counters after `at` minutes: 100 drafts of 4 a minute, of which 90 keep one, 60 two, 30 three, 10 all."""
-    kept, name = (90, 60, 30, 10), "vllm:spec_decode_num_"
+def counters(engine: str) -> dict[str, float]:
+    """Counters after a minute: 100 drafts of 4, of which 90 keep one, 60 two, 30 three, 10 all."""
+    kept, name = (90, 60, 30, 10), f"{engine}:spec_decode_num_"
     found = {
         f"{name}drafts_total": 100.0,
         f"{name}draft_tokens_total": 400.0,
@@ -228,26 +232,29 @@ def counters(at: int) -> dict[str, float]:
     found |= {
         f'{name}accepted_tokens_per_pos_total{{position="{place}"}}': float(count) for place, count in enumerate(kept)
     }
-    # 50 more steps draft nothing and write one token each; 20 requests get their first token of a prefill
-    found |= {
+    # 50 more steps draft nothing and write one token each
+    if engine == "outrider":
+        return found | {"outrider:request_steps_total": 150.0, "outrider:generation_tokens_total": 290.0 + 50}
+    # 20 requests get their first token of a prefill
+    return found | {
         "vllm:inter_token_latency_seconds_count": 150.0, "vllm:time_to_first_token_seconds_count": 20.0,
         "vllm:generation_tokens_total": 290.0 + 50 + 20,
     }  # fmt: skip
-    return {key: value * at for key, value in found.items()}
 
 
-def test_queries_give_what_the_words_mean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["outrider", "vllm"])
+def test_queries_give_what_the_words_mean(engine: str, tmp_path: Path) -> None:
     """Catches a wrong formula: Prometheus itself computes tokens per step, kept shares and positions of planted
     counters."""
     tool = promtool()
-    metrics = manifests.METRICS["vllm"]
+    metrics = manifests.METRICS[engine]
     expected = {
         metrics["tokens_per_draft"]: {"{}": 1 + 190 / 100}, metrics["tokens_per_step"]: {"{}": (290 + 50) / 150},
         metrics["acceptance"]: {"{}": 190 / 400},
         metrics["by_position"]: {f'{{position="{place}"}}': share for place, share in enumerate((0.9, 0.6, 0.3, 0.1))},
     }  # fmt: skip
     series = [
-        {"series": name, "values": f"0+{step:g}x30"} for name, step in counters(1).items()
+        {"series": name, "values": f"0+{step:g}x30"} for name, step in counters(engine).items()
     ]  # fmt: skip
     tests: list[dict[str, Any]] = [
         {
@@ -301,4 +308,4 @@ def test_every_served_engine_has_an_image_and_a_health() -> None:
     """Catches an engine that was added in one table only."""
     served = {name for name, engine in KNOWN.items() if name != "transformers"}
     assert served == set(ENGINES)
-    assert set(manifests.METRICS) == {name for name in served if KNOWN[name].metrics is not None}
+    assert set(manifests.METRICS) == {"outrider"} | {name for name in served if KNOWN[name].metrics is not None}

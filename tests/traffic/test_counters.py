@@ -173,9 +173,9 @@ def test_gauges_of_an_interval_are_not_differenced() -> None:
 
 @pytest.mark.parametrize("names", [names for names in NAMES if names.by_position], ids=lambda names: names.server)
 def test_every_kind_of_server_is_understood_by_its_own_names(names) -> None:
-    """Catches a misspelt name or label; the label of ours is `depth`, of the others `position`."""
+    """Catches a misspelt name or label."""
     text = f"{names.drafts} 10\n{names.drafted} 50\n{names.accepted} 15.0\n"
-    text += "".join(f'{names.by_position}{{{names.position}="{k}"}} {count}\n' for k, count in enumerate((9, 5, 1)))
+    text += "".join(f'{names.by_position}{{position="{k}"}} {count}\n' for k, count in enumerate((9, 5, 1)))
     found = read(text)
     assert found.server == names.server
     assert found.since().tokens_per_step == 2.5 and found.since().by_position == (9, 5, 1)
