@@ -43,7 +43,6 @@ class Caller:
         return caller
 
     def receive(self, output: Output) -> None:
-        assert not self.over.is_set(), "an output after the last"
         self.outputs.append(output)
         self.on_output(output)
         if output.finish_reason is not None:
@@ -63,7 +62,10 @@ class Caller:
 
     @property
     def reason(self) -> str | None:
-        return self.outputs[-1].finish_reason
+        """How it ended; an output after the last is an error."""
+        reasons = [output.finish_reason for output in self.outputs]
+        assert reasons.count(None) == len(reasons) - 1 and reasons[-1] is not None, reasons
+        return reasons[-1]
 
 
 def request(prompt: Sequence[int], new: int, **settings: Any) -> Request:
@@ -270,6 +272,37 @@ def test_a_drafter_that_breaks_is_switched_off_and_texts_go_on(
     assert found == [alone(target, each) for each in asked]
     assert engine.is_degraded
     assert alarms == [alarm]
+
+
+def test_a_drafter_that_hangs_when_a_step_is_committed_takes_no_text_along(talker: TransformersTarget) -> None:
+    RELEASED.clear()
+    asked = generation.requests(talker, ["say ab", "tell me more"], 24, Sampling(logprobs=0))
+    with Engine(talker, Broken("observe", 3, hanging), slots=2, length=64, drafter_timeout_s=0.2) as engine:
+        callers = [Caller.of(each) for each in asked]
+        for caller in callers:
+            engine.submit(caller.call)
+        texts = [caller.wait().text for caller in callers]
+    RELEASED.set()
+    wanted = generation.generate(talker, ["say ab", "tell me more"], max_new_tokens=24)
+    assert texts == [want.text for want in wanted]
+    assert [caller.tokens for caller in callers] == [want.tokens for want in wanted]
+    assert all(len(output.logprobs) == len(output.tokens) for caller in callers for output in caller.outputs)
+
+
+def test_a_drafter_that_hangs_when_texts_end_ends_them_once(target: TransformersTarget) -> None:
+    RELEASED.clear()
+    with Engine(target, Broken("free", 1, hanging), slots=3, drafter_timeout_s=0.2) as engine:
+        callers = [Caller.of(request([n], 6, max_draft=0)) for n in (1, 2, 3)]
+        with engine._changed:  # admitted in one turn, so that they end in one step
+            for caller in callers:
+                engine.submit(caller.call)
+        last = Caller.of(request([4], 3))
+        for caller in callers:
+            caller.wait()
+        engine.submit(last.call)
+        assert last.wait().reason == "length"
+        assert [caller.reason for caller in callers] == ["length"] * 3
+    RELEASED.set()
 
 
 def test_ids_outside_the_vocabulary_are_an_alarm_and_change_nothing(target: TransformersTarget) -> None:
