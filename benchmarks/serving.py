@@ -450,6 +450,11 @@ def main() -> int:
     wanted = settings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends then, too
     machine.set_up_process()
+    return run(wanted)
+
+
+def run(wanted: argparse.Namespace) -> int:
+    """Measure what is wanted and not there; 1 where a promise does not hold."""
     names = [name for name in PARTS if name in wanted.parts or "all" in wanted.parts]
     results = Results(wanted, names)
     due = [name for name in names if not results.parts[name]["is_done"]]

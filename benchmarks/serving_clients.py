@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._part: Callable[[], bool] = self._head
         """Reads the next part of an answer from the buffer; False where it is not there yet."""
-        self._is_stream, self._left, self._now = False, 0, 0.0
+        self._is_stream, self._is_last, self._left, self._now = False, False, 0, 0.0
         self._leave_after: int | None = None
 
     @staticmethod
@@ -161,7 +161,7 @@ class Connection(asyncio.Protocol):
             self._answer.error = error
             self._answer = None
             self._over.set_result(None)
-            if error:
+            if error or self._is_last:
                 self.close()
 
     def _head(self) -> bool:
@@ -173,6 +173,7 @@ class Connection(asyncio.Protocol):
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         self._answer.status = int(first.split(" ")[1])
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        self._is_last = headers.get("connection", "").lower() == "close"
         if headers.get("transfer-encoding", "").lower() == "chunked":
             self._part = self._chunk
         elif "content-length" in headers:

@@ -27,12 +27,9 @@ TIMEOUT_S = 2
 """Seconds after which a drafter counts as hung."""
 STEP = 12
 """The step at which drafters fail."""
-ALARMS: Mapping[str, str] = {
-    "ids": "invalid_draft",
-    "q": "invalid_draft",
-    "hangs": "drafter_hung",
-    "hangs in observe": "drafter_hung",
-}
+ALARMS: Mapping[str, str] = dict.fromkeys(("ids", "q", "parents", "sizes"), "invalid_draft") | dict.fromkeys(
+    ("hangs", "hangs in observe"), "drafter_hung"
+)
 """The alarm of a fault; of all others it is drafter_raised."""
 NEW = (24, 48, 96)
 
@@ -48,7 +45,7 @@ def fuzz(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save
         paths = json.loads(server.get("/openapi.json")[1])["paths"]
         operations = sum(method in METHODS for methods in paths.values() for method in methods)
         rounds, statuses = 0, Counter[str]()
-        own |= {"operations": operations, "cases": 0, "failures": [], "schemathesis": ""}
+        own |= {"operations": operations, "cases": 0, "failures": [], "told": [], "schemathesis": ""}
         # coverage gives a number of its own, and few cases exhaust a route without a body: rounds with other seeds
         while own["cases"] < wanted.cases and rounds < 50:
             left = wanted.cases - own["cases"]
@@ -57,6 +54,7 @@ def fuzz(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save
             own["schemathesis"] = report["schemathesis_version"]
             own["cases"] += report["test_cases"]["generated"]
             own["failures"] += report["failures"] + report["errors"]
+            own["told"] += report["told"]
             statuses += report["statuses"]
             tell(f"fuzz: {own['cases']:,} cases, {len(own['failures'])} failures")
         own |= {"statuses": dict(statuses), "rounds": rounds, "health": server.get("/health")[0]}
@@ -85,7 +83,9 @@ def run_schemathesis(server: Server, examples: int, seed: int, place: Path) -> d
     for path in place.glob("*.ndjson"):
         for line in path.read_text().splitlines():
             statuses.update(str(status) for status in statuses_in(json.loads(line)))
-    return report | {"statuses": statuses}
+    told = done.stdout.partition(" ERRORS ")[2] or done.stdout.partition(" FAILURES ")[2]
+    told = told.partition(" SUMMARY ")[0].strip("=\n ")
+    return report | {"statuses": statuses, "told": [told[:3000]] if told else []}
 
 
 def statuses_in(event: Any) -> Iterator[int]:
@@ -106,7 +106,7 @@ def statuses_in(event: Any) -> Iterator[int]:
 def chaos(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Callable[[], None]) -> None:
     """A server for each fault: answers while it happens, and after it, are plain decoding's; an alarm is counted."""
     target = load_target("demo", dtype=wanted.dtype, compile=False)
-    pool = known(target, 24, NEW)
+    pool = known(target, 24, NEW, has_all=True)  # q is asked of sampled answers alone
     rows = own["rows"] = []
     with offered() as path:
         for fault in get_args(Fault):

@@ -39,6 +39,8 @@ OURS, OTHERS = "outrider: ", {"transformers serve": 2.0, "vLLM": 1.0, "llama.cpp
 """Beginnings of names; what the fastest of ours is to be over the fastest of each."""
 ROUNDING = 1e-3
 """Logits nearer than this may change places by another order of float32 sums."""
+PAGED = ("--continuous-batching", "--cb-max-memory-percent", "0.1")
+"""Its pages are as many as fit 90 % of the memory, unless given."""
 NEW = (48, 64, 80)
 """Longest answers of the requests, in tokens, by turns."""
 MOST_AUDITED = 20
@@ -121,7 +123,7 @@ def their_servers(target: Any, wanted: argparse.Namespace, place: Path) -> dict[
     """How each is started, by name; those that are wanted."""
     found: dict[str, Any] = {
         "transformers serve": partial(transformers_serve, ()),
-        "transformers serve, continuous batching": partial(transformers_serve, ("--continuous-batching",)),
+        "transformers serve, continuous batching": partial(transformers_serve, PAGED),
         "vLLM: float32": partial(vllm_serve, wanted.slots, None),
         "vLLM: float32, its n-grams": partial(vllm_serve, wanted.slots, vllm_server.NGRAM),
     }

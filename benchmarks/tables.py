@@ -202,7 +202,8 @@ def batch(found: dict[str, Any]) -> str:
     lines = [
         [
             str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "adaptive")),
-            f"{row['speedup']:.2f}", f"{row['adaptive_over_better']:.2f}",
+            f"{row['speedup']:.2f}",
+            "{:.2f} ({:.2f} to {:.2f})".format(row["adaptive_over_better"], *row["interval"]),
         ]
         for row in found["rows"]
     ]  # fmt: skip
@@ -583,6 +584,113 @@ def block(found: dict[str, Any]) -> str:
     return "\n\n".join([_processor(found), _table(heads, lines, slice(0, 4))])
 
 
+def serving(found: dict[str, Any]) -> str:
+    """Every part that was measured, then all promises."""
+    facts, parts = found["provenance"], found["parts"]
+    said = (
+        f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, transformers {facts['transformers']}; "
+        f"flags: {facts['flags']}."
+    )
+    drawn = [SERVING[name](part) for name, part in parts.items() if part["is_done"]]
+    out = [f"- Left out: {one['way']}: {one['why']}" for part in parts.values() for one in part["left_out"]]
+    return "\n\n".join([said, *drawn, *(["\n".join(out)] if out else []), _promises(found)])
+
+
+def _serving_soak(part: dict[str, Any]) -> str:
+    counts, windows, settings = part["counts"], part["memory_mib"]["windows"], part["settings"]
+    ties = sum(one["is_tie"] for one in part["partings"])
+    return (
+        f"**Soak**, {part['measured'][:10]}: {settings['clients']} clients, {settings['seconds'] / 60:g} minutes, "
+        f"{settings['dtype']}: {counts['requests']:,} requests ({counts.get('left', 0)} left in the middle) and "
+        f"{counts.get('malformed', 0)} malformed ones; {counts['tokens compared']:,} tokens compared, "
+        f"{counts.get('differ', 0)} answers differ, {ties} at a tie; {counts.get('5xx', 0)} answers with 5xx; resident "
+        f"memory {min(windows):,.0f} to {max(windows):,.0f} MiB; {part['slots_in_use']} slots in use at the end."
+    )
+
+
+def _serving_scheduler(part: dict[str, Any]) -> str:
+    rows = part["rows"]
+    ways = list(dict.fromkeys(way for row in rows for way in row["ways"]))
+    at = [str(row["concurrency"]) for row in rows]
+
+    def by_way(cell: Callable[[dict[str, Any], str], str], of: Sequence[str] = ways) -> list[list[str]]:
+        return [[way, *(cell(row, way) if way in row["ways"] else "–" for row in rows)] for way in of]
+
+    def over_best(row: dict[str, Any], way: str) -> str:
+        one = row["over_best"][way]
+        return f"{one['ratio']:.3f} ({one['interval'][0]:.3f} to {one['interval'][1]:.3f})"
+
+    policies = [way for way in ways if not way.startswith(("plain", "depth"))]
+    shown = ["plain", *policies]
+    right = slice(1, 1 + len(at))
+    parts = [
+        f"**Scheduler**, {part['measured'][:10]}: by clients at a time, {part['settings']['turns']} turns a way. "
+        "Over the best: the ratio to the best of plain and every depth, with its 95 % interval.",
+        _table(["tokens/s", *at], by_way(lambda row, way: f"{row['ways'][way]['tokens_per_s']:.0f}"), right),
+        _table(["over the best", *at], by_way(over_best, policies), right),
+    ]
+    for what, title in (("first_ms", "first token, ms"), ("gap_ms", "between pieces, ms")):
+        p50_p99 = lambda row, way, what=what: "{p50:.1f} / {p99:.1f}".format(**row["ways"][way][what])
+        parts.append(_table([f"{title}, p50 / p99", *at], by_way(p50_p99, shown), right))
+    share = by_way(lambda row, way: f"{100 * row['ways'][way]['goodput']:.0f} %", shown)
+    parts.append(_table(["within twice the unloaded times", *at], share, right))
+    own = ", ".join(f"{one['policy']} {100 * one['share']:.2f} % ({one['batch']})" for one in part["policies"])
+    return "\n\n".join([*parts, f"What policies take of a step (of so many texts): {own}."])
+
+
+def _serving_overhead(part: dict[str, Any]) -> str:
+    lines = [
+        [row["way"], f"{row['generate_ms']:.2f}", f"{row['server_ms']:.2f}",
+         f"{row['ratio']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})"]
+        for row in part["rows"]
+    ]  # fmt: skip
+    heads = ["one client", "`generate`, ms a token", "server, ms a token", "server over `generate`"]
+    return f"**Overhead**, {part['measured'][:10]}.\n\n{_table(heads, lines, slice(1, 4))}"
+
+
+def _serving_peers(part: dict[str, Any]) -> str:
+    clients = sorted({row["concurrency"] for row in part["rows"]})
+    own = {(row["way"], row["concurrency"]): row for row in part["rows"]}
+    lines = []
+    for way in dict.fromkeys(row["way"] for row in part["rows"]):
+        rows = [own[way, count] for count in clients if (way, count) in own]
+        speeds = [f"{own[way, count]['tokens_per_s']:.0f}" if (way, count) in own else "–" for count in clients]
+        equal, texts = (sum(row[name] for row in rows) for name in ("texts_equal", "texts"))
+        first = f"{rows[0]['first_ms']['p50']:.0f}"
+        others = f"{sum(row['ties'] for row in rows)} of {sum(row['audited'] for row in rows)}"
+        lines.append([way, *speeds, first, f"{equal} of {texts}", others])
+    lines.sort(key=lambda line: -float(line[1].replace("–", "0")))
+    heads = ["server", *(f"tokens/s, {count} clients" for count in clients), "first token, ms", "texts equal",
+             "others at a tie"]  # fmt: skip
+    said = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+    return f"**Peers**, {part['measured'][:10]}; {said}.\n\n{_table(heads, lines, slice(1, len(heads)))}"
+
+
+def _serving_fuzz(part: dict[str, Any]) -> str:
+    statuses = ", ".join(f"{count:,} with {status}" for status, count in sorted(part["statuses"].items()))
+    return (
+        f"**Fuzz**, {part['measured'][:10]}: schemathesis {part['schemathesis']}, {part['cases']:,} cases over "
+        f"{part['operations']} operations: {statuses}."
+    )
+
+
+def _serving_chaos(part: dict[str, Any]) -> str:
+    lines = [
+        [row["fault"], f"{row['answers'] - len(row['partings'])} of {row['answers']}", row["health"],
+         ", ".join(f"{kind} {count:,}" for kind, count in row["alarms"].items() if count) or "none"]
+        for row in part["rows"]
+    ]  # fmt: skip
+    heads = ["what the drafter does", "answers as without it", "health", "alarms"]
+    return f"**Chaos**, {part['measured'][:10]}.\n\n{_table(heads, lines, slice(1, 2))}"
+
+
+SERVING: dict[str, Callable[[dict[str, Any]], str]] = {
+    "soak": _serving_soak, "scheduler": _serving_scheduler, "overhead": _serving_overhead, "peers": _serving_peers,
+    "fuzz": _serving_fuzz, "chaos": _serving_chaos,
+}  # fmt: skip
+"""By the parts of `serving.py`."""
+
+
 def _kept(found: dict[str, Any]) -> str:
     """What was promised of this file, and what was found."""
     lines = [
@@ -593,7 +701,7 @@ def _kept(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
+    "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
