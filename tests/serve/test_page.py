@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from tiny import make_folder
+from torch import Tensor
 
+from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState
 from outrider.drafters import ngram
 from outrider.serve import keys
 from outrider.serve.page import page as page_and_policy
@@ -87,7 +91,6 @@ class Opened:
         self.page.fill("#max-tokens", str(most))
         self.page.locator("#both").set_checked(both)
         self.page.click("#run")
-        self.page.wait_for_selector("#stop:not([disabled]), #outcome:not([hidden])", timeout=WAIT_MS)
 
     def text(self, place: str) -> str:
         return str(self.page.locator(f"#{place} .text").evaluate("node => node.textContent"))
@@ -150,14 +153,14 @@ def test_the_figures_are_the_servers(server: Running, open_page: Any) -> None:
     """Catches a figure of another name, which would show a dash for ever."""
     opened = open_page(server.url)
     opened.write("cdcdcd", both=False)
-    opened.page.wait_for_timeout(1500)
-    stats = httpx.get(f"{server.url}/stats").json()
-    assert opened.page.inner_text("#state") == "live" and opened.page.inner_text("#model") == "tiny"
-    assert opened.page.inner_text("#tokens-per-step") == f"{stats['tokens_per_step']:.2f}"
-    assert opened.page.locator("#depths li").count() == len(stats["accepted_by_depth"]) > 0
-    assert opened.page.inner_text("#running") == "0 of 2"
+    stats = lambda: httpx.get(f"{server.url}/stats").json()
+    shown = lambda name: opened.page.inner_text(name)
+    assert server.settled(lambda: shown("#tokens-per-step") == f"{stats()['tokens_per_step']:.2f}")
+    assert shown("#state") == "live" and shown("#model") == "tiny"
+    assert opened.page.locator("#depths li").count() == len(stats()["accepted_by_depth"]) > 0
+    assert server.settled(lambda: shown("#running") == "0 of 2")
     names = ["#tokens-per-s", "#acceptance", "#first", "#gap-p50", "#gap-p99", "#ttft-p50", "#ttft-p99"]
-    assert "–" not in [opened.page.inner_text(name) for name in names]
+    assert "–" not in map(shown, names)
     assert opened.page.locator("#without").is_hidden()
     shares = opened.page.locator("#time").get_attribute("aria-label")
     assert [part.rsplit(" ", 2)[0] for part in shares.split(", ")] == [
@@ -167,17 +170,28 @@ def test_the_figures_are_the_servers(server: Running, open_page: Any) -> None:
     assert opened.faults == []
 
 
+class Slow(Drafter):
+    """Drafts nothing, and takes its time."""
+
+    limit = 1
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        time.sleep(0.02)
+        return Draft.empty(len(state.rows), state.device)
+
+
 @in_browser
-def test_a_text_can_be_stopped_and_its_slot_is_free(server: Running, open_page: Any) -> None:
-    """Catches a stop that only hides what goes on."""
-    opened = open_page(server.url)
-    opened.begin("efef", most=240)
-    opened.page.wait_for_selector("#with .text span", timeout=WAIT_MS)
-    opened.page.click("#stop")
-    opened.page.wait_for_selector("#run:not([disabled])", timeout=WAIT_MS)
-    assert server.settled(lambda: server.engine.running == 0)
-    if opened.page.inner_text("#outcome") == "Stopped.":  # else the text was over before
-        assert opened.text("without") == ""
+def test_a_text_can_be_stopped_and_its_slot_is_free(talker: TransformersTarget, open_page: Any) -> None:
+    """Catches a stop that only hides what goes on.  The text would take 4 s."""
+    with running(talker, Slow()) as server:
+        opened = open_page(server.url)
+        opened.begin("efef", most=200)
+        opened.page.wait_for_selector("#with .text span", timeout=WAIT_MS)
+        opened.page.click("#stop")
+        opened.page.wait_for_selector("#run:not([disabled])", timeout=WAIT_MS)
+        assert opened.page.inner_text("#outcome") == "Stopped." and opened.text("without") == ""
+        assert server.settled(lambda: server.engine.running == 0)
+        assert server.engine.telemetry.snapshot()["finished"]["cancelled"] == 1
 
 
 @in_browser
@@ -216,8 +230,7 @@ def test_a_target_without_a_chat_template_continues_the_text(tmp_path: Path, ope
         opened.write("abab")
         wanted = server.client().completions.create(model="tiny", prompt="abab", temperature=0, max_tokens=MOST)
         assert opened.text("with") == wanted.choices[0].text != ""
-        opened.page.wait_for_timeout(1200)
-        assert opened.page.inner_text("#summary") == "Decoding plainly: nothing is drafted."
+        assert server.settled(lambda: opened.page.inner_text("#summary") == "Decoding plainly: nothing is drafted.")
 
 
 @in_browser
@@ -235,14 +248,15 @@ def test_a_key_is_asked_for_and_kept_nowhere(talker: TransformersTarget, tmp_pat
         assert opened.page.input_value("#key") == ""
 
 
+class Broken(Drafter):
+    limit = 3
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        raise RuntimeError("no draft today")
+
+
 @in_browser
 def test_a_drafter_that_was_switched_off_is_said(talker: TransformersTarget, open_page: Any) -> None:
-    class Broken(Drafter):
-        limit = 3
-
-        def propose(self, memory: Any, state: Any, budget: Any) -> Any:
-            raise RuntimeError("no draft today")
-
     with running(talker, Broken()) as server:
         opened = open_page(server.url)
         opened.write("abab", both=False)
