@@ -39,7 +39,7 @@ def main() -> None:
         telemetry.arrived(call)
         telemetry.admitted(call)
     three, two, five = ([n] * options.slots for n in (3, 2, 5))
-    record = StepRecord(calls, three, two, five, five, 0.01, 0.002, 0.007, 0.001, 0, 0, 0)
+    record = StepRecord(calls, three, two, five, five, 0.01, 0.002, 0.007, 0.001, 0)
     found = {
         "slots": options.slots, "machine": platform.processor() or platform.machine(),
         "step_us": seconds_of(lambda: telemetry.stepped(record), options.steps // ROUND, ROUND) * 1e6,

@@ -1,6 +1,6 @@
 """The engine: one thread that continues the texts of many callers, over the slots of one batch.
 
-A turn of its loop drops what was cancelled, admits what waits, reads a piece of the prompts that are new, advances all
+A round of its loop drops what was cancelled, admits what waits, reads a piece of the prompts that are new, advances all
 other slots by one verified step, and gives everybody what the step added.  So requests come and go without waiting for
 each other, and a long prompt holds up the others for one piece at most.
 """
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.decoding.accept import Accepted
 from outrider.decoding.generate import PREFILL_CHUNK, read
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 PREDICTED = 8
 """Most tokens of a prediction that are drafted in one step where there is no drafter."""
 INTERNAL = "the engine failed on this request; the server's log says why"
-READ_BESIDE = 128
+READ_WITH_STEPS = 128
 """Most prompt tokens read between two steps of other slots."""
 
 Post = Callable[[Callable[[], None]], None]
@@ -84,7 +83,8 @@ class Engine:
         self._drafter_timeout_s, self._threads = drafter_timeout_s, torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-        self._invalid = 0
+        self._read_tokens = self._invalid = 0
+        """Prompt tokens read since the last step; invalid nodes that were reported."""
 
     # ── for callers, from any thread ──────────────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +167,7 @@ class Engine:
         torch.set_num_threads(self._threads)  # a new thread does not take over what was set in another
         try:
             with torch.inference_mode():
-                while self._turn():
+                while self._round():
                     pass
         except Abandoned:
             return
@@ -191,14 +191,14 @@ class Engine:
                 self._decode_in_a_thread()
                 return
 
-    def _turn(self) -> bool:
+    def _round(self) -> bool:
         """One round of the loop; False at the end."""
-        self._settle(None)  # of a step that another thread did not finish
+        self._emit(None)  # of a step that another thread did not finish
         if not self._admit():
             return False
-        read_tokens = self._read()
+        self._read()
         if self.state.rows:
-            self._step(read_tokens)
+            self._step()
         return True
 
     def _admit(self) -> bool:
@@ -243,11 +243,11 @@ class Engine:
         late: dict[Call, Ending] = {call: "deadline" for call in here if (call.deadline or now + 1) <= now}
         return late | {call: "cancelled" for call in here if call in cancelled}
 
-    def _read(self) -> int:
+    def _read(self) -> None:
         """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
         state = self.state
         unread = {row: count for row in self._serving if row in state.reading and (count := state.unread(row)) > 0}
-        most = READ_BESIDE if state.rows else PREFILL_CHUNK
+        most = READ_WITH_STEPS if state.rows else PREFILL_CHUNK
         counts: dict[int, int] = {}
         for row, count in unread.items():
             width = max(min(count, most), *counts.values(), 0)
@@ -263,35 +263,31 @@ class Engine:
         ready = [row for row in state.reading if state.unread(row) <= 0]
         if ready:
             state.start(ready)
-        return sum(counts.values())
+        self._read_tokens += sum(counts.values())
 
-    def _step(self, read_tokens: int) -> None:
+    def _step(self) -> None:
         state, rows, began = self.state, self.state.rows, time.perf_counter()
-        before = [len(state.tokens[row]) for row in rows]
-        accepted: Accepted | None = None
+        calls, before = [self._serving[row] for row in rows], [len(state.tokens[row]) for row in rows]
+        counts = [0] * len(rows)
         try:
-            accepted = step(self.target, self.drafter, self.policy, self.cache, self.memory, state)
+            counts = step(self.target, self.drafter, self.policy, self.cache, self.memory, state).counts
         except Exception as error:
             errors = dict(state.judge.errors)  # with those, the step is complete
             self._fail(errors or dict.fromkeys(self._suspects(error), error))
             if not errors:
                 return
         seconds, timing = time.perf_counter() - began, state.timing
-        counts = [0] * len(rows) if accepted is None else accepted.counts
-        calls = [self._serving.get(row) for row in rows]
         written = [len(state.tokens[row]) - was for row, was in zip(rows, before, strict=True)]
-        for call, count, nodes in zip(calls, counts, state.drafted, strict=False):
-            if call is not None:
-                call.steps, call.drafted, call.accepted = call.steps + 1, call.drafted + nodes, call.accepted + count
-        if accepted is not None:
-            self.telemetry.stepped(StepRecord(
-                [call for call in calls if call is not None], written, counts, state.drafted, state.reached, seconds,
-                timing.draft, timing.verify, timing.other, read_tokens, len(state.reading), len(self._waiting),
-            ))  # fmt: skip
+        for call, count, nodes in zip(calls, counts, state.drafted, strict=True):
+            call.steps, call.drafted, call.accepted = call.steps + 1, call.drafted + nodes, call.accepted + count
+        parts = timing.draft, timing.verify, timing.other
+        record = StepRecord(calls, written, counts, state.drafted, state.reached, seconds, *parts, self._read_tokens)
+        self.telemetry.stepped(record)
+        self._read_tokens = 0
         if state.invalid > self._invalid:
             self._invalid = state.invalid
             self.telemetry.alarm("invalid_draft")
-        self._settle(counts)
+        self._emit(counts)
 
     def _suspects(self, error: Exception) -> Sequence[int]:
         """Slots that may be the reason why a step failed before its commit: those with code or grammars of their
@@ -311,7 +307,7 @@ class Engine:
 
     # ── what callers are given ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _settle(self, accepted: Sequence[int] | None) -> None:
+    def _emit(self, accepted: Sequence[int] | None) -> None:
         """Give every caller the tokens that are new, and free the slots of texts that ended."""
         state, now = self.state, time.monotonic()
         outputs, over = [], []

@@ -104,9 +104,6 @@ class StepRecord:
     other_s: float
     read_tokens: int
     """Prompt tokens read since the step before."""
-    reading: int
-    """Slots whose prompt is being read."""
-    queued: int
 
 
 class Telemetry:

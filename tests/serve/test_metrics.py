@@ -73,7 +73,7 @@ def step(
 ) -> StepRecord:  # fmt: skip
     """One step of chains: each call gets its accepted tokens and one more."""
     tokens = [count + 1 for count in accepted]
-    return StepRecord(calls, tokens, accepted, drafted, drafted, seconds, *parts, read_tokens, 0, 0)
+    return StepRecord(calls, tokens, accepted, drafted, drafted, seconds, *parts, read_tokens)
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
