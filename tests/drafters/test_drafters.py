@@ -22,7 +22,10 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 
-EVERY = pytest.mark.parametrize("case", cases(), ids=str)
+EVERY = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
+)
 
 
 def test_every_file_is_a_drafter():

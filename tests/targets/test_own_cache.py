@@ -42,7 +42,7 @@ def texts_of(kind: str) -> list[list[int]]:
     return [continued(model_of(kind), prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_plain_and_drafted_text_is_the_models_own(kind, slots):
     """Catches a past that a rejected token has entered, and tokens that are kept and never read."""
