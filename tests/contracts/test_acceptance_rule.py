@@ -6,10 +6,12 @@ Every test's false alarm has odds of at most one in a million; seeds are fixed, 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from conftest import cases
+from conftest import Case, cases
 from contracts.chances import emitted, follows, keeps_the_distribution
 from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
 
@@ -33,6 +35,15 @@ CASES = [
 """A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in
 `test_acceptance_rule_trees`.  A table has no layers to skip and no keys: the distributions of `layer_skip` and
 `gemma4_assistant` are among their own tests."""
+
+WITH_POLICIES = ("ngram", "small_model", "eagle3", "dspark", "mix")
+"""Kinds with which `make test` tries every policy: without q, with q, as a tree, confident, and made of others."""
+
+
+def marked(is_fast: Callable[[Case], bool]) -> list[Any]:
+    """Every case; those that are not fast are left to `make test-all`."""
+    return [pytest.param(case, marks=[] if is_fast(case) else [pytest.mark.slow], id=str(case)) for case in CASES]
+
 
 REPEATS = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 2, 2, 0, 1]
 """A prompt in which most short n-grams stand already, so that drafters which look texts up have something to find."""
@@ -71,7 +82,7 @@ def test_every_drafter_keeps_the_distribution(case, workshop):
     assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=2500)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(lambda case: not case.is_variant))
 def test_every_drafter_keeps_the_distribution_under_top_k_and_top_p(case, workshop):
     """Catches a drafter that draws by another rule than the target's.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
@@ -140,7 +151,7 @@ def test_every_policy_keeps_the_distribution_with_confident_drafts(policy, tree)
     assert keeps_the_distribution(TARGET, tree, made(policy, tree.limit), slots=2000)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(lambda case: case.kind in WITH_POLICIES and not case.is_variant))
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 def test_every_policy_keeps_the_distribution_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""
