@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from outrider.atomic import replacing
 from outrider.data.ngram_hashes import LETTERS, WORDS, Hashes, hashes, once
@@ -109,7 +109,7 @@ class Collector:
             with replacing(path) as part_file:
                 # one key, since the order of several is random
                 metadata = {"outrider": json.dumps({"format": FORMAT, "rule": RULE}, sort_keys=True)}
-                save_file(tensors, part_file, metadata=metadata)
+                part_file.write_bytes(save(tensors, metadata))  # save_file leaves another name when it is killed
                 facts = {"file": path.name, "hash": hash_of(part_file), "format": FORMAT, "rule": RULE, "parts": parts}
         except (OSError, SafetensorError) as error:
             raise DataError(f"can't write {path}: {error}; free some space and run again") from error
