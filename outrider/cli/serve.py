@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,7 @@ def serve(
         str | None, typer.Option(metavar="FILE", help="Add a JSON line a request; `outrider replay` reads it.")
     ] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="With prompts and answers.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say what happens, with a JSON line a request.")] = False,
     batch_in: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Answer the requests of a JSONL file instead of clients'.")
     ] = None,
@@ -116,6 +118,8 @@ def serve(
     more = {"name": target, "quantize": quantize, "compile": compile}
     overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
     served = _served(what or (), overrides, drafter, settings or ())
+    if verbose:
+        _log_all()
     if (batch_in is None) != (batch_out is None):
         raise ConfigError("--batch-in and --batch-out belong together: the requests, and the file of the answers")
     named.check_verification(served.config.verification, served.config.allow_lossy)
@@ -123,6 +127,15 @@ def serve(
         _answer_file(served, batch_in, batch_out)
     else:
         _answer_clients(served)
+
+
+def _log_all() -> None:
+    """What the server logs goes to standard error."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("outrider.serve")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _answer_clients(served: Served) -> None:

@@ -37,7 +37,7 @@ class Choice:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.drafted: list[bool] = []
-        self.steps = 0
+        self.steps = self.accepted = 0
         self.reason: Ending | None = None
         self.error = ""
 
@@ -47,6 +47,7 @@ class Choice:
         self.logprobs += output.logprobs
         self.drafted += [i < output.drafted for i in range(len(output.tokens))]
         self.steps += bool(output.tokens)
+        self.accepted += output.drafted
         if output.finish_reason is not None:
             self.reason, self.error = output.finish_reason, output.error
 
@@ -203,7 +204,7 @@ def counts(choices: Iterable[Choice], calls: Iterable[Call]) -> dict[str, int]:
     return {
         "steps": sum(choice.steps for choice in choices),
         "drafted": sum(call.drafted for call in calls),
-        "accepted": sum(sum(choice.drafted) for choice in choices),
+        "accepted": sum(choice.accepted for choice in choices),
     }
 
 

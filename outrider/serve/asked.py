@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,8 @@ from outrider.targets.transformers import TransformersTarget
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that asks for no number, as OpenAI has it."""
+LARGEST_SCHEMA = 100_000
+"""Characters: the time to compile one grows with the square of its properties."""
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings whose defaults are those of the model's generation_config, as in vLLM."""
 
@@ -228,8 +231,11 @@ def _grammar(body: TextRequest) -> Grammar | None:
     form = body.response_format
     if form is None or isinstance(form, TextFormat):
         return None
+    schema = json.dumps(form.json_schema.schema_) if isinstance(form, SchemaFormat) else '{"type": "object"}'
+    if len(schema) > LARGEST_SCHEMA:
+        raise invalid(f"the schema has {len(schema)} characters, the most are {LARGEST_SCHEMA}", "response_format")
     with _reported("response_format"):
-        return Grammar.json(form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"})
+        return Grammar.json(schema)
 
 
 @contextmanager

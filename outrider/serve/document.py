@@ -39,7 +39,8 @@ def bodied(
     """What FastAPI is told of a route that reads a body itself."""
     responses = replying(answer, *(status for status in REFUSALS if status not in (401, 403, 429, 503)))
     if streams:
-        responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        responses[200]["content"] = {"text/event-stream": {"schema": event}}
     refs = [{"$ref": f"#/components/schemas/{one.__name__}"} for one in (body, *others)]
     content = {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
     return {"responses": responses, "openapi_extra": {"requestBody": {"required": True, "content": content}}}

@@ -191,7 +191,15 @@ class CompletionRequest(Asked):
 
 
 class SystemMessage(Body):
-    role: Literal["system", "developer"]
+    role: Literal["system"]
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(Body):
+    """OpenAI's newer word for a system message."""
+
+    role: Literal["developer"]
     content: Content
     name: str | None = None
 
@@ -233,7 +241,9 @@ class ToolMessage(Body):
     name: str | None = None
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 class Function(Body):

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from outrider.decoding.state import Request
@@ -44,8 +45,9 @@ class Post:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, deliver: Callable[[], None]) -> None:
-        if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(deliver)
+        if self.loop is not None:
+            with suppress(RuntimeError):  # it was closed: nobody waits any more
+                self.loop.call_soon_threadsafe(deliver)
 
 
 class Job:

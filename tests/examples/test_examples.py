@@ -39,6 +39,14 @@ def test_a_drafter_of_one_file_is_exact(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("equal with and without drafts") == 2
 
 
+def test_a_served_text_is_the_same_with_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    load("serve").main()
+    out = capsys.readouterr().out
+    assert out.endswith("the same text\n")
+    steps = [int(line.split()[0]) for line in out.splitlines() if " steps, " in line]
+    assert steps[0] < steps[1] == 64
+
+
 def test_a_drafter_is_trained_exported_and_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,11 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}},
         "JSON schema",
     ),
+    "a large schema": (
+        "chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "x" * 100_001}}}},
+        "the most are 100000",
+    ),
     "a forced tool": ("chat/completions", CHAT | {"tool_choice": "required"}, "no tool can be forced"),
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
     "many ranks": ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
@@ -411,7 +416,7 @@ def test_the_documents_schemas_are_the_checks(server: Running) -> None:
 
     found = httpx.get(f"{server.url}/openapi.json").json()
     semantic = {
-        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema",
+        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema", "a large schema",
         "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room", "too long",
         "a draft without a drafter", "an empty prompt", "no prompts", "no token ids",
     }  # fmt: skip
