@@ -84,7 +84,7 @@ def generate(
     sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of
     that but its end tokens.
     policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where
-    plain steps are faster; `fixed`, all that the drafter offers; `by_confidence`; or one of your own.
+    plain steps are faster; `fixed`, all that the drafter offers; `by_confidence`; `by_load`; or one of your own.
     verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
     allow_lossy=True, `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose
     `distance` is the distance of a lossy one's texts from the target's distribution.

@@ -14,6 +14,7 @@ from outrider.policies import lossy
 from outrider.policies.adaptive import Adaptive
 from outrider.policies.block import accept_block
 from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.by_load import ByLoad
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 
@@ -25,8 +26,10 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "fixed": Fixed,
     "by_confidence": lambda limit: ByConfidence(limit, MIN_CONFIDENCE),
     "adaptive": Adaptive,
+    "by_load": ByLoad,
 }
-"""As many nodes as the drafter offers; those likely to be accepted; as many as pay, by measured seconds."""
+"""As many nodes as the drafter offers; those likely to be accepted; as many as pay, by measured seconds; those that pay
+at the number of slots that are decoded."""
 DEFAULT = "adaptive"
 """The policy that is used unless another is named."""
 

@@ -11,6 +11,7 @@ from outrider.decoding.state import Request
 from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.by_load import ByLoad
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
@@ -76,7 +77,11 @@ def too_many(slots, budget, generator):
 
 
 @pytest.mark.parametrize("make", [chains, trees, wild_parents, too_many], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("policy", [lambda: Fixed(4), lambda: ByConfidence(4, 0.5)], ids=["fixed", "by_confidence"])
+@pytest.mark.parametrize(
+    "policy",
+    [lambda: Fixed(4), lambda: ByConfidence(4, 0.5), lambda: ByLoad(4), lambda: ByLoad(4, delay=1, padded=False)],
+    ids=["fixed", "by_confidence", "by_load", "by_load late"],
+)
 def test_greedy_output_never_changes(make, policy, target, prompts, plain):
     """Catches an index error, a NaN or a wrong mask that a faulty drafter could bring about."""
     found = generate(target, prompts, Returns(make), max_new_tokens=40, slots=3, policy=policy())

@@ -518,7 +518,7 @@ def test_a_policy_that_is_asked_for_is_measured_and_observed(
         return real(name, drafter)
 
     monkeypatch.setattr(named, "policy", noted)
-    for name in ("by_confidence", "adaptive"):
+    for name in ("by_confidence", "adaptive", "by_load"):
         asked.clear()
         (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
         assert row.exact and row.lossless
@@ -544,7 +544,7 @@ def test_block_verification_is_exact_and_loses_nothing(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence' or 'adaptive'"),
+        ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence', 'adaptive' or 'by_load'"),
         ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'; did you mean 'block'"),
     ],
 )

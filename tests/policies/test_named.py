@@ -13,6 +13,7 @@ from outrider.generation import generate, stream
 from outrider.policies import named
 from outrider.policies.adaptive import Adaptive
 from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.by_load import ByLoad
 from outrider.policies.fixed import Fixed
 from outrider.policies.lossy import RULES
 from outrider.sampling.settings import Sampling
@@ -21,13 +22,16 @@ TABLE = TableTarget.random(6)
 DRAFTER = Oracle([], 6, depth=2)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive), ("by_load", ByLoad)],
+)
 def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
     """Catches a policy of another drafter's size, and counts that two runs share."""
     one, two = named.policy(name, DRAFTER), named.policy(name, DRAFTER)
     assert type(one) is type(two) is kind
     assert one is not two
-    assert (one.limit if kind is Adaptive else one.nodes) == DRAFTER.limit
+    assert (one.limit if kind in (Adaptive, ByLoad) else one.nodes) == DRAFTER.limit
     assert named.policy(one, DRAFTER) is one
 
 

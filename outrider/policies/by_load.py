@@ -1,0 +1,437 @@
+"""Verify as many drafted tokens as the load allows: those of all slots that raise the tokens per second.
+
+DSpark's hardware-aware prefix scheduler (Algorithm 1 of its paper), and its asynchronous variant.  Differs from the
+paper: where a pass is padded to its widest slot, columns of nodes are admitted, not single nodes; seconds of drafts and
+the choice to draft at all are part of it; and drafters without confidences are served by what was accepted so far.
+
+a[r][n] is the probability that node n of slot r and all nodes before it are accepted: the product of confidences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice, repeat, zip_longest
+from operator import mul
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.protocols import Policy
+from outrider.decoding.state import DecodeState, Timing
+from outrider.errors import ConfigError
+from outrider.policies.adaptive import Acceptance, Probes
+from outrider.policies.step_rates import StepRates, StepSeconds, StepSize
+
+Survival = Sequence[Sequence[float]]
+"""a of every slot, never rising; slots may have different numbers of nodes."""
+Rate = Callable[[int], float]
+"""Steps per second by tokens in the pass, anchors included."""
+
+
+class ByLoad(Policy):
+    """Draft where it pays, and verify the nodes that raise expected tokens times steps per second.
+
+    A drafter whose confidences are known before it draws is asked for all its nodes, or for fewer where their seconds
+    rise with the depth, and `keep` admits nodes by these confidences.  Any other is asked for the depth that pays most,
+    by what was accepted of each node so far.  A slot whose request has max_draft 0 is never drafted for.
+
+    rates: the target's table, from `step_rates.measured`; what is timed while decoding scales it.  None learns seconds
+    while decoding, as `Adaptive` does.
+
+    padded: a pass costs what its widest slot costs, as those of this package's targets do, so the first nodes of all
+    slots are admitted together, then the second ones.  Algorithm 1 stops at the first that does not improve the rate,
+    which is too early where seconds rise in steps; here later columns are expected to bring what they brought in
+    earlier steps.  False is Algorithm 1 as in the paper, node by node, for targets whose passes have no padding.
+
+    delay: the number of steps by which confidences are late, in an engine that plans a step while others run.  The
+    confidences of `delay` steps earlier then fix how many nodes are verified, which is searched for without stopping
+    early; the nodes are those with the highest a of now.
+
+    Exact, since a slot's cut depends on the confidences of its nodes up to the cut and on other slots.  Nodes are
+    admitted in descending order of a, and a never rises along a slot, so when a node's turn comes only nodes before it
+    were looked at, its own slot's later ones never; the first node that is not admitted ends it.  The look at later
+    columns is at earlier steps' means.  With a delay the number of nodes is fixed before the first token of the step is
+    drawn.  A search for the best number by the confidences of the step itself would be inexact: the confidence of node
+    n + 1 has seen the token of node n, so whether that token is verified would depend on the token.
+
+    While drafts do not pay, plain steps save for rare probes; see `Probes`.  Confidences are scaled by what was
+    accepted of what they promised in earlier steps.
+    """
+
+    OFF, ON, LOYALTY = 1.0, 1.02, 0.98
+    """Expected rate with drafts / rate of plain steps below which drafting stops, and from which on it resumes; and a
+    depth changes only where another one's rate times LOYALTY is higher."""
+    EXPLORE, REST = 64, 16
+    """Steps between two tries of another depth or of a plain step, and between two decisions."""
+
+    def __init__(self, limit: int, rates: StepRates | None = None, *, delay: int = 0, padded: bool = True):
+        if delay < 0:
+            raise ConfigError(f"delay must be at least 0 steps, got {delay}")
+        self.limit, self.delay, self.padded = limit, delay, padded
+        few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
+        self.depths = sorted(depth for depth in few if 0 < depth <= limit)
+        self.seconds = StepSeconds(limit, rates)
+        self.acceptance, self.promises, self.probes = Acceptance(limit), Promises(limit), Probes()
+        self.is_confident, self.is_on = False, True
+        self.depth = limit
+        """The best depth to draft, whether that pays or not."""
+        self.asking = self.decided = self.step = self.since = self.tries = self.pause = self.roomy = 0
+        """Nodes asked for now; the step of the last decision; steps; steps since the last try; tries; plain steps since
+        the last draft; the last step before which every slot has room for what is asked."""
+        self.is_trial = self.is_brief = False
+        """This step's draft is verified whole, to be timed; and the next step decides again."""
+        self.rows, self.wanted, self.asked = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
+        self.survival: list[list[float]] | None = None
+        """a of this step; None without confidences."""
+        self.history: deque[Survival] = deque(maxlen=delay)
+        self.unread: list[Outcome] = []
+        self._known: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        """Rates since the last decision, by live slots and nodes asked for, then by tokens."""
+        self._means = [0.0] * limit
+
+    def budget(self, state: DecodeState) -> Tensor:
+        self.step, self.survival = self.step + 1, None
+        if not self.is_brief and state.rows is self.rows and self.step < self.decided + self.REST:
+            if self.step <= self.roomy:
+                return self.asked
+            room = state.room
+        else:
+            room = state.room
+            self._read()
+            self.acceptance.meet(state)
+            self.asking = self._planned(room)
+            self.rows, self.decided = state.rows, self.step
+            self.roomy = self.step + (min(room, default=0) - self.asking) // (self.asking + 1)
+        wanted = [max(0, min(self.asking, own)) for own in room]
+        if wanted != self.wanted or not wanted:
+            self.wanted, self.asked = wanted, torch.tensor(wanted, dtype=torch.int64)
+        return self.asked
+
+    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
+        nodes = sizes.tolist()
+        if not any(nodes):
+            return sizes
+        # in a tree, whose parents a policy does not know, a product along the nodes is not a
+        self.is_confident = confidence is not None and not self.acceptance.is_tree
+        if confidence is None or not self.is_confident:
+            return sizes
+        slots = zip(confidence.tolist(), nodes, strict=True)
+        self.survival = [list(accumulate(own[:size], mul)) for own, size in slots]
+        if self.is_trial:
+            return sizes
+        lengths = self._lengths(self.survival)
+        self.history.append(self.survival)
+        return sizes if lengths == nodes else torch.tensor(lengths, dtype=torch.int64)
+
+    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
+        own, asked = sizes.tolist(), max(self.wanted, default=0)
+        if asked and state.reached != own:
+            self.acceptance.see_tree()
+        # as in `Adaptive`: the first step, the first plain one, and the first draft after a pause take longer
+        is_odd = self.step == 1 or (self.pause >= 8 if asked else not self.pause)
+        seconds = timing.draft, timing.verify + timing.other
+        self.unread.append(Outcome(self.wanted, own, self.survival, accepted, *seconds, is_odd, bool(self.pause)))
+        self.pause = 0 if asked else self.pause + 1
+
+    def _lengths(self, survival: Survival) -> list[int]:
+        """How many nodes of each slot are verified."""
+        live, most, scale = len(survival), max(self.wanted, default=self.limit), self.promises.scale
+        late = self.history[0] if self.delay and len(self.history) == self.delay else None
+        if late is None and not self.padded:
+            return admitted(survival, self._rate(live, most), scale)
+        if late is None:
+            gains = columns(survival, scale)
+            width = admitted_columns(gains, live, self._rate(live, most), self._means[:most])
+        elif self.padded:
+            width = best_count(columns(late, scale), len(late), len(late), self._rate(len(late), most))
+        else:
+            gains = sorted((min(1.0, scale * a) for own in late for a in own), reverse=True)
+            count = best_count(gains, len(late), 1, self._rate(len(late), most))
+            return largest(survival, count * live // len(late))
+        return [min(width, len(own)) for own in survival]
+
+    def _rate(self, live: int, depth: int) -> Rate:
+        """Steps per second of a draft of so many nodes and a pass, by the tokens in the pass."""
+        known = self._known[live, depth]
+
+        def rate(tokens: int) -> float:
+            found = known.get(tokens)
+            if found is None:
+                verify = self.seconds.verify(live, tokens, min(1, tokens - live))
+                found = known[tokens] = 1 / (self.seconds.draft(live, depth) + verify)
+            return found
+
+        return rate
+
+    # ── whether to draft, and how deep ────────────────────────────────────────────────────────────────────────────────
+
+    def rates(self, room: Sequence[int]) -> dict[int, float]:
+        """Expected tokens per second by nodes asked for, 0 for a plain step.  room: nodes that each slot may draft."""
+        live, most, ordered = len(room), min(max(room), self.limit), sorted(room)
+        shares = self.acceptance.shares()
+        if self.is_confident:
+            shares = [min(1.0, self.promises.scale * mean) for mean in self._means]
+        drafting = (live - bisect_right(ordered, n) for n in range(most))  # slots that may draft node n
+        expected = list(accumulate(map(mul, shares, drafting), initial=float(live)))
+        found = {0: live / self.seconds.verify(live, live, 0)}
+        depths = {depth: (min(depth, most), self.seconds.draft(live, min(depth, most))) for depth in self.depths}
+        if self.is_confident:  # which of the nodes asked for will be verified is not known yet
+            passes = [self.seconds.verify(live, live * (1 + n), min(n, 1)) for n in range(most + 1)]
+            for depth, (nodes, draft) in depths.items():
+                found[depth] = max(expected[n] / (draft + passes[n]) for n in range(nodes + 1))
+        else:
+            for depth, (nodes, draft) in depths.items():
+                found[depth] = expected[nodes] / (draft + self.seconds.verify(live, live * (1 + nodes), nodes))
+        return found
+
+    def _planned(self, room: Sequence[int]) -> int:
+        """Nodes to ask for until the next decision."""
+        live, since = len(room), self.step - self.decided
+        self.is_trial = self.is_brief = False
+        if min(max(room, default=0), self.limit) < 1:
+            return 0
+        todo = self.seconds.todo(live)
+        if todo:
+            self.is_trial = self.is_brief = True
+            return todo.pop(0)
+        rates = self.rates(room)
+        plain = rates.pop(0)
+        best = max(rates, key=rates.__getitem__)
+        if self.is_confident:  # the deepest, since the best of a step may lie anywhere
+            self.depth = max(depth for depth, rate in rates.items() if rate >= self.LOYALTY * rates[best])
+        elif rates[self.depth] < self.LOYALTY * rates[best]:
+            self.depth = best
+        promise = rates[self.depth] / plain
+        self.is_on = promise >= (self.OFF if self.is_on else self.ON)
+        if self.is_on:
+            self.probes.left = 0
+            return self._explored(todo, since)
+        if not self.probes.left:
+            self.promises.lighten()  # or a probe would change nothing
+        self.is_brief = self.probes.due(promise, since)
+        return max(depth for depth, rate in rates.items() if rate >= 0.9 * rates[best]) if self.is_brief else 0
+
+    def _explored(self, todo: list[int], since: int) -> int:
+        """The depth, unless it is time to time another one or a plain step."""
+        self.since += since
+        if self.since < self.EXPLORE:
+            return self.depth
+        self.since, self.tries, self.probes.credit = 0, self.tries + 1, self.probes.FUND
+        self.is_brief = True
+        if self.tries % 3 == 1:
+            todo += [0]  # the first of two is not counted
+            return 0
+        if self.is_confident:
+            return self.limit
+        at = self.depths.index(self.depth)
+        near = self.depths[max(0, at - 1) : at + 2]
+        return near[-1 if self.tries % 3 else 0]
+
+    # ── what steps teach ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self) -> None:
+        """Learn from the steps since the last decision."""
+        unread, self.unread = self.unread, []
+        self._known.clear()
+        groups: dict[StepSize, list[tuple[float, float]]] = defaultdict(list)
+        for each in unread:
+            if not each.is_odd and each.wanted:
+                groups[self._size(each)].append((each.draft_s, each.pass_s))
+        for size, seconds in groups.items():
+            self.seconds.add(size, seconds, self.step)
+        drafted = [each for each in unread if any(each.wanted)]
+        for each in drafted if self.probes.left else ():
+            self._charge(each)
+        if promised := [each for each in drafted if each.has_confidences]:
+            self.promises.read(promised)
+            self._means = self.promises.means()
+        if counted := [each for each in drafted if each.survival is None]:
+            steps = [pair for each in counted for pair in each.paths()]
+            self.acceptance.wonder(steps, len(counted))
+            self.acceptance.count(steps)
+
+    def _size(self, each: Outcome) -> StepSize:
+        live, asked = len(each.wanted), max(each.wanted)
+        if each.survival is None:
+            # a drafter may offer fewer, which its seconds and its accepted nodes both show
+            return StepSize(live, asked, live * (1 + asked), asked)
+        nodes = live * max(each.sizes) if self.padded else sum(each.sizes)
+        return StepSize(live, asked, live + nodes, min(nodes, 1))
+
+    def _charge(self, each: Outcome) -> None:
+        live, asked, tokens, kind = self._size(each)
+        usual = self.seconds.draft(live, asked) + self.seconds.verify(live, tokens, kind)
+        plain, accepted = self.seconds.verify(live, live, 0), sum(each.accepted.counts) / live
+        self.probes.charge(each.draft_s + each.pass_s, None if each.is_first else usual, plain, accepted)
+
+
+class ByBatch(Policy):
+    """The number of nodes by the number of live slots, from a table such as {1: 7, 4: 3, 16: 0}."""
+
+    def __init__(self, table: Mapping[int, int]):
+        """table: slots to nodes; the entry of the largest number not above the live slots counts.
+
+        Raises ConfigError for a table without an entry for 1 slot, or with numbers below 0.
+        """
+        if 1 not in table or min(*table, *table.values()) < 0 or 0 in table:
+            raise ConfigError(
+                f"a table by batch needs nodes of at least 0 by slots, with an entry for 1 slot, got {dict(table)}; "
+                "write such as {1: 7, 4: 3, 16: 0}"
+            )
+        self.table = dict(sorted(table.items()))
+
+    def budget(self, state: DecodeState) -> Tensor:
+        live = len(state.rows)
+        nodes = next((nodes for slots, nodes in reversed(self.table.items()) if slots <= live), 0)
+        return torch.tensor([max(0, min(nodes, own)) for own in state.room], dtype=torch.int64)
+
+
+# ── the scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def admitted(survival: Survival, rate: Rate, scale: float = 1.0) -> list[int]:
+    """Algorithm 1: how many nodes of each slot are verified.  scale: of a, which stays at most 1.
+
+    Nodes are admitted in descending order of a while expected tokens times steps per second rise.  The first that does
+    not raise it ends the search: to look beyond it would be inexact.
+    """
+    lengths = [0] * len(survival)
+    tokens, expected = len(survival), float(len(survival))
+    best = expected * rate(tokens)
+    for minus_a, slot in _descending(survival):
+        tokens, expected = tokens + 1, expected + min(1.0, -minus_a * scale)
+        if expected * rate(tokens) <= best:
+            break
+        best = expected * rate(tokens)
+        lengths[slot] += 1
+    return lengths
+
+
+def largest(survival: Survival, count: int) -> list[int]:
+    """The `count` nodes with the highest a: how many of each slot."""
+    lengths = [0] * len(survival)
+    for _, slot in islice(_descending(survival), count):
+        lengths[slot] += 1
+    return lengths
+
+
+def _descending(survival: Survival) -> Iterator[tuple[float, int]]:
+    """(-a, slot) of all nodes, the highest a first; a slot's later node is looked at after the one before it."""
+    return heapq.merge(*([(-a, slot) for a in own] for slot, own in enumerate(survival)))
+
+
+def columns(survival: Survival, scale: float = 1.0) -> list[float]:
+    """The sum of a over slots of the first nodes, of the second nodes, and so on, times `scale`."""
+    live = float(len(survival))
+    return [min(live, scale * sum(column)) for column in zip_longest(*survival, fillvalue=0.0)]
+
+
+def admitted_columns(gains: Sequence[float], live: int, rate: Rate, means: Sequence[float] = ()) -> int:
+    """Algorithm 1 over columns: how many of them are verified.  gains: as `columns` says.
+
+    means: of a by node, from earlier steps; columns that follow are expected to fall as these do, and a column is
+    admitted where it or some later one is expected to improve the rate.  () expects nothing, as the paper.
+    """
+    expected, current = float(live), live * rate(live)
+    for n, gain in enumerate(gains):
+        expected += gain
+        own = expected * rate(live * (2 + n))
+        if own <= current:
+            fall = gain / means[n] if n < len(means) and means[n] > 0 else 0.0
+            following = accumulate((fall * mean for mean in means[n + 1 :]), initial=expected)
+            if all(each * rate(live * (2 + later)) <= current for later, each in enumerate(following, n)):
+                return n
+        current = own
+    return len(gains)
+
+
+def best_count(gains: Sequence[float], live: int, tokens: int, rate: Rate) -> int:
+    """How many gains, the first ones, of `tokens` tokens each, give the highest rate; all are looked at."""
+    expected = accumulate(gains, initial=float(live))
+    found = [each * rate(live + n * tokens) for n, each in enumerate(expected)]
+    return max(range(len(found)), key=found.__getitem__)
+
+
+# ── what is known ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Outcome(NamedTuple):
+    """What a step did."""
+
+    wanted: list[int]
+    sizes: list[int]
+    """Verified nodes of each slot."""
+    survival: list[list[float]] | None
+    accepted: Accepted
+    draft_s: float
+    pass_s: float
+    """Seconds of all but the draft."""
+    is_odd: bool
+    """Its seconds are not usual."""
+    is_first: bool
+    """It follows plain steps."""
+
+    @property
+    def has_confidences(self) -> bool:
+        """Whether it has any, and they can be probabilities."""
+        own = self.survival
+        return own is not None and all(0.0 <= each[-1] <= each[0] <= 1.0 for each in own if each)
+
+    def paths(self) -> list[tuple[list[int], int]]:
+        """Accepted nodes and nodes wanted, of each slot that did not end inside its block."""
+        slots = zip(self.accepted.paths, self.wanted, self.accepted.next_tokens, strict=True)
+        return [(path, own) for path, own, token in slots if token >= 0]
+
+    def ends(self) -> list[tuple[int, int]]:
+        """Verified and accepted nodes of every slot; -1 accepted where it ended inside its block."""
+        slots = zip(self.sizes, self.accepted.paths, self.accepted.next_tokens, strict=True)
+        return [(size, len(path) if token >= 0 else -1) for size, path, token in slots]
+
+
+class Promises:
+    """What confidences promised lately: the mean of a by node, and how much of it was accepted."""
+
+    WINDOW, NEW_TEXT = 64.0, 16.0
+    """Slots' steps after which a mean has faded to 1/e, and most that it weighs once it is in doubt."""
+    COMPARED, PRIOR = 256.0, 16.0
+    """Promised nodes after which the comparison has faded to 1/e, and how many its first guess, 1, counts as."""
+
+    def __init__(self, limit: int):
+        self.sums, self.weights = [0.0] * limit, [0.0] * limit
+        self.accepted = self.promised = self.PRIOR
+
+    @property
+    def scale(self) -> float:
+        """Accepted nodes over promised ones."""
+        return self.accepted / self.promised
+
+    def means(self) -> list[float]:
+        """Mean of a by node, over slots that were to draft it; 0 where none was."""
+        return [total / max(weight, 1e-9) for total, weight in zip(self.sums, self.weights, strict=True)]
+
+    def lighten(self) -> None:
+        """Old means weigh little from now on."""
+        for n, weight in enumerate(self.weights):
+            share = min(1.0, self.NEW_TEXT / max(weight, 1e-9))
+            self.sums[n], self.weights[n] = share * self.sums[n], share * weight
+
+    def read(self, steps: Sequence[Outcome]) -> None:
+        """What steps with confidences promised, and what was accepted of what they verified."""
+        survival = [own for each in steps for own in each.survival or ()]
+        wanted = sorted(own for each in steps for own in each.wanted)
+        for n, total in enumerate(islice(chain(columns(survival), repeat(0.0)), wanted[-1])):
+            slots = len(wanted) - bisect_right(wanted, n)
+            fade = (1 - 1 / self.WINDOW) ** slots
+            self.sums[n] = self.sums[n] * fade + total
+            self.weights[n] = self.weights[n] * fade + slots
+        ends = (end for each in steps for end in each.ends())
+        verified = [(sum(own[:size]), accepted) for own, (size, accepted) in zip(survival, ends, strict=True)]
+        promised = sum(each for each, accepted in verified if accepted >= 0)
+        fade = (1 - 1 / self.COMPARED) ** promised
+        self.accepted = self.accepted * fade + sum(accepted for _, accepted in verified if accepted >= 0)
+        self.promised = self.promised * fade + promised
