@@ -77,10 +77,10 @@ from outrider.policies.by_load import ByLoad
 
 DRAFTERS = {"dspark": str(CHECKPOINT), "ngram": "ngram"}
 POLICIES = ("adaptive", "by_load")
-SOAK_NEW, NEW = (8, 24, 64, 128, 192), (32, 64, 96)
+SOAK_NEW, NEW = (4, 16, 48, 96, 128), (32, 64, 96)
 """Longest answers of the requests, in tokens, by turns."""
-SIZES = (150, 400, 800, 1600, 2600)
-"""Characters of the soak's prompts, by turns."""
+SIZES, SOAK_LENGTH = (100, 200, 400, 800, 1400), 640
+"""Characters of the soak's prompts, by turns, and tokens of its slots."""
 SHARED_BYTES = 2**26
 """For beginnings of prompts in the soak: full within its warm-up."""
 TOKENS_PER_S = {1: 450, 2: 600, 4: 800, 8: 1000}
@@ -94,21 +94,28 @@ Save = Callable[[], None]
 
 
 def soak(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, save: Save) -> None:
-    """Three slots for four clients, so that some wait; beginnings of prompts are shared."""
+    """Three slots for four clients, so that some wait; beginnings of prompts are shared.
+
+    First every slot has its longest text at the same time, since memory is taken as it is first used.
+    """
     target = load_target("demo", dtype=wanted.dtype, compile=False)
     pool = known(target, wanted.pool, SOAK_NEW, SIZES, has_all=True)
     tell(f"soak: {len(pool)} answers of {sum(len(due.tokens) for due in pool):,} tokens are known")
+    longest, slots = max(range(len(pool)), key=lambda n: len(str(pool[n].body))), max(1, 3 * wanted.clients // 4)
     start = partial(
-        outrider_serve, slots=max(1, 3 * wanted.clients // 4), length=wanted.length,
-        drafter=DRAFTERS[wanted.drafter], dtype=wanted.dtype, prefix_bytes=SHARED_BYTES,
+        outrider_serve, slots=slots, length=SOAK_LENGTH, drafter=DRAFTERS[wanted.drafter], dtype=wanted.dtype,
+        prefix_bytes=SHARED_BYTES,
     )  # fmt: skip
     readings: list[tuple[float, int]] = []
-    with running("outrider", start) as server, Readings(server, readings):
-        asked = [list(due) for due in with_body(pool, model=server.model(), return_token_ids=True)]
-        found = clients.ask(
-            do="soak", port=server.port, clients=wanted.clients, seconds=wanted.seconds, pool=asked, seed=wanted.seed,
-            leaving=0.10, malformed=0.05, model=server.model(),
-        )  # fmt: skip
+    with running("outrider", start) as server:
+        clients.turn(server, pool, [longest] * slots, slots)
+        asked = with_body(pool, model=server.model())
+        asked[::2] = with_body(asked[::2], return_token_ids=True)  # compared too; without, pieces take a shorter way
+        with Readings(server, readings):
+            found = clients.ask(
+                do="soak", port=server.port, clients=wanted.clients, seconds=wanted.seconds,
+                pool=[list(due) for due in asked], seed=wanted.seed, leaving=0.10, malformed=0.05, model=server.model(),
+            )  # fmt: skip
         own |= found | {"slots_in_use": slots_in_use(server), "server_cpu_s": server.cpu_s()}
         own["alarms"] = {name: value for name, value in server.metrics().items() if "alarms_total" in name}
     own |= {"memory_mib": memory(readings, wanted.seconds), "partings": audited(target, pool, found["partings"])}
@@ -387,7 +394,7 @@ def peers_minutes(wanted: argparse.Namespace) -> float:
 SERVERS = ("slots", "length", "drafter", "pool")
 PARTS: dict[str, Part] = {
     "soak": Part(
-        soak, lambda wanted: 2 + wanted.seconds / 60, (*SERVERS[1:], "seed", "clients", "seconds", "dtype")
+        soak, lambda wanted: 4 + wanted.seconds / 60, ("drafter", "pool", "seed", "clients", "seconds", "dtype")
     ),
     "scheduler": Part(scheduler, scheduler_minutes, (*SERVERS, "concurrency", "depths", "turns", "requests")),
     "overhead": Part(

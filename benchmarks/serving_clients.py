@@ -280,7 +280,11 @@ async def turn(plan: dict[str, Any]) -> dict[str, Any]:
         for number, asked in waiting:
             if not connection.is_open:
                 connection = await Connection.opened(port)
-            answers[number] = await connection.ask(asked)
+            answer = await connection.ask(asked)
+            if not answer.status:  # llama.cpp's closes connections after a stream without a word before
+                connection = await Connection.opened(port)
+                answer = await connection.ask(asked)
+            answers[number] = answer
         connection.close()
 
     await asyncio.gather(*map(client, connections))

@@ -37,7 +37,9 @@ def at_most(what: str, most: float, found: float) -> dict[str, Any]:
 
 def leave_out(left_out: list[dict[str, Any]], way: str, error: BaseException) -> None:
     tell(f"left out: {way}: {error}")
-    left_out.append({"way": way, "why": str(error)[:400]})
+    one = {"way": way, "why": str(error)[:400]}
+    if one not in left_out:
+        left_out.append(one)
 
 
 # ── requests whose answers are known ──────────────────────────────────────────────────────────────────────────────────
