@@ -11,7 +11,7 @@ drafted is to it what another member of an ensemble drafted, see `nn.ensemble`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,8 +121,8 @@ class Alignment:
         """How much of the text was read; where it left the prediction; tokens of a match that counts."""
         self._goes_on = True
         """Whether the last match went on by a token at least."""
-        self._ends: dict[tuple[int, ...], list[int]] | None = None
-        """By their last tokens, the prediction's beginnings that end so: their lengths, ascending."""
+        self._letters = ""
+        """The prediction as a string of one letter a token, which is searched quickly; made when first searched."""
 
     def following(self, text: list[int], most: int) -> list[int]:
         """The next tokens by the prediction, at most `most`; none where the text is not found in it."""
@@ -144,15 +144,27 @@ class Alignment:
 
     def _found(self, text: list[int]) -> int | None:
         """How much of the prediction ends as the text does."""
-        ends = self._lookup().get(tuple(text[-self.SHORTEST :]), [])
-        middle = bisect_left(ends, self._left)
-        near = ends[max(0, middle - self.CANDIDATES // 2) : middle + self.CANDIDATES // 2]
-        matches = [(self._match(text, end), -abs(end - self._left), end) for end in near]
+        if len(text) < self.SHORTEST:
+            return None
+        matches = [(self._match(text, end), -abs(end - self._left), end) for end in self._near(text)]
         length, _, end = max(matches, default=(0, 0, 0))
         if length < self._shortest:
             return None
         self._goes_on = False
         return end
+
+    def _near(self, text: list[int]) -> list[int]:
+        """The ends of the shortest matches before the prediction's own end: those nearest to where the text left."""
+        self._letters = self._letters or _letters(self.prediction[:-1])
+        wanted, found = _letters(text[-self.SHORTEST :]), list[int]()
+        left = at = max(0, self._left - self.SHORTEST)
+        while (at := self._letters.find(wanted, at)) >= 0 and len(found) < self.CANDIDATES // 2:
+            found.append(at + self.SHORTEST)
+            at += 1
+        at = left
+        while (at := self._letters.rfind(wanted, 0, at + self.SHORTEST - 1)) >= 0 and len(found) < self.CANDIDATES:
+            found.append(at + self.SHORTEST)
+        return found
 
     def _match(self, text: list[int], end: int) -> int:
         """How many last tokens of the text are those before `end` in the prediction, where the shortest match is."""
@@ -162,9 +174,7 @@ class Alignment:
             size += 1
         return size
 
-    def _lookup(self) -> dict[tuple[int, ...], list[int]]:
-        if self._ends is None:
-            self._ends = {}
-            for end in range(self.SHORTEST, len(self.prediction)):  # nothing follows the last token
-                self._ends.setdefault(tuple(self.prediction[end - self.SHORTEST : end]), []).append(end)
-        return self._ends
+
+def _letters(tokens: Sequence[int]) -> str:
+    """One letter a token; ids beyond all letters, which no vocabulary has, share one."""
+    return "".join(chr(token if 0 <= token < sys.maxunicode else sys.maxunicode) for token in tokens)

@@ -13,9 +13,10 @@ from contracts.chances import keeps_the_distribution
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
 from torch import Tensor
 
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy, Probe
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import ConfigError
 from outrider.generation import batch, serve
 from outrider.policies.fixed import Fixed
@@ -209,7 +210,7 @@ class Spy(Proposer):
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.observed: list[Draft] = []
+        self.observed: list[Any] = []
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
         self.asked.append(budget.tolist())
@@ -239,6 +240,31 @@ def test_without_a_prediction_a_step_is_the_other_drafters_own():
     draft = drafter.propose(memory, state, torch.tensor([3, 2]))
     assert spy.asked[1:] == [[3, 0]] and [draft.ids[b][: draft.live[b]] for b in range(2)] == [[3, 1, 2], [0, 4]]
     assert not draft.branches
+
+
+def test_the_other_drafter_observes_its_own_nodes_and_then_those_of_the_prediction():
+    """Catches a drafter that takes the prediction's nodes for its own, which it would look up in its own tree."""
+
+    class Noting(Spy):
+        def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+            ids = [draft.ids[b][:size] for b, size in enumerate(draft.live)]
+            texts = [state.tokens[row] for row in state.rows]
+            rows = [scores.logits[b, :, 0].tolist() for b in range(len(ids))]
+            self.observed.append((ids, accepted.paths, accepted.next_tokens, texts, rows))
+
+    table, noting = TableTarget.random(5), Noting()
+    drafter, state = Predicted(noting, 5, 8), batch(table, 2)
+    memory = drafter.allocate(table.allocate(2, 40))
+    state.admit(0, Request([1, 2], 20, Sampling()))
+    state.admit(1, Request([2, 2], 20, Sampling(), prediction=[0, 4, 3]))
+    draft = drafter.propose(memory, state, torch.tensor([3, 3]))
+    assert draft.ids == [[3, 1, 2], [0, 4, 3]]
+    state.tokens = [[1, 2, 3, 2], [2, 2, 0, 4, 1]]
+    logits = torch.tensor([[0.0, 1, 2, 3], [10, 11, 12, 13]])[..., None].expand(-1, -1, 5)
+    drafter.observe(memory, state, draft, Accepted([[0], [0, 1]], [2, 1], [0, 0]), Scores(logits, logits, None))
+    own, rest = noting.observed
+    assert own == ([[3, 1, 2], []], [[0], []], [2, 0], [[1, 2, 3, 2], [2, 2, 0]], [[0, 1, 2, 3], [10, 11, 12, 13]])
+    assert rest == ([[4]], [[0]], [1], [[2, 2, 0, 4, 1]], [[11, 12]])
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next():
