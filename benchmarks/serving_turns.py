@@ -22,7 +22,7 @@ from outrider import demo, generate
 from outrider.errors import OutriderError
 from outrider.report.bootstrap import ratio_of_rates
 
-CANNOT = (OSError, OutriderError, MemoryError, SystemExit, ValueError)
+CANNOT = (OSError, OutriderError, MemoryError, ValueError)
 """What says that a server can't be had here, or can't be asked so."""
 
 

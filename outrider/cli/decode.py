@@ -50,7 +50,9 @@ def decode(
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
-    policy: Annotated[str, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")] = "adaptive",
+    policy: Annotated[
+        str, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
+    ] = "adaptive",
     verification: Annotated[
         str, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
     ] = "standard",

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -170,23 +171,31 @@ def _service(served: Served) -> Iterator[tuple[Service, Post]]:
     log = RequestLog(None if config.request_log is None else Path(config.request_log), log_prompts=config.log_prompts)
     with log:
         machine.set_up_process()
-        printer.loading(served.target)
-        target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
-        printer.loaded(target)
-        drafter, label, names = _drafter(served, target, printer)
-        name, post = config.name or _name_of(target.spec.name), Post()
-        telemetry = Telemetry(name, config.slots, drafter=label)
-        memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
-        engine = Engine(
-            target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
-            policy=_policy(config, target, drafter),
-            verification=named.judge(config.verification, config.allow_lossy), prefix_bytes=config.prefix_bytes,
-            telemetry=telemetry, post=post, drafter_timeout_s=config.drafter_timeout_s,
-        )  # fmt: skip
-        telemetry.length = engine.length
-        with engine:
-            _say_engine(engine, config)
-            yield Service(engine, target, config, name=name, drafters=names, log=log), post
+        # In a thread that ends: OpenMP keeps the threads of everyone who ever computed, and where they are more than
+        # cores, those that decode sleep at every barrier instead of spinning: a step takes six times as long.
+        with ThreadPoolExecutor(1, "outrider-load") as loading:
+            service, post = loading.submit(_loaded, served, printer, log).result()
+        with service.engine:
+            _say_engine(service.engine, config)
+            yield service, post
+
+
+def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service, Post]:
+    config = served.config
+    printer.loading(served.target)
+    target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
+    printer.loaded(target)
+    drafter, label, names = _drafter(served, target, printer)
+    name, post = config.name or target.spec.name, Post()
+    telemetry = Telemetry(name, config.slots, drafter=label)
+    memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
+    engine = Engine(
+        target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
+        policy=_policy(config, target, drafter), verification=named.judge(config.verification, config.allow_lossy),
+        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, drafter_timeout_s=config.drafter_timeout_s,
+    )  # fmt: skip
+    telemetry.length = engine.length
+    return Service(engine, target, config, name=name, drafters=names, log=log), post
 
 
 def _drafter(served: Served, target: TransformersTarget, printer: Printer) -> tuple[Drafter | None, str, list[str]]:

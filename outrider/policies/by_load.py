@@ -67,7 +67,9 @@ class ByLoad(Policy):
     """Expected rate with drafts / rate of plain steps below which drafting stops, and from which on it resumes; and a
     depth changes only where another one's rate times LOYALTY is higher."""
     EXPLORE, REST = 64, 16
-    """Steps between two tries of another depth or of a plain step, and between two decisions."""
+    """Steps between two tries of another depth or of a plain step, and most between two decisions."""
+    OFFERS = 32
+    """Steps after which the share of nodes that a drafter offers has faded to 1/e."""
 
     def __init__(self, limit: int, rates: StepRates | None = None, *, delay: int = 0, padded: bool = True):
         if delay < 0:
@@ -83,12 +85,17 @@ class ByLoad(Policy):
         self.asking = self.decided = self.step = self.since = self.tries = self.pause = self.roomy = 0
         """Nodes asked for now; the step of the last decision; steps; steps since the last try; tries; plain steps since
         the last draft; the last step before which every slot has room for what is asked."""
+        self.rest = 1
+        """Steps between decisions now: twice as many after each that changes nothing."""
         self.is_trial = self.is_brief = False
         """This step's draft is verified whole, to be timed; and the next step decides again."""
         self.rows, self.wanted, self.asked = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
         self.survival: list[list[float]] | None = None
         """a of this step; None without confidences."""
         self.history: deque[Survival] = deque(maxlen=delay)
+        self.fill: dict[int, float] = {}
+        """By the live slots' number in bits: nodes in a pass over nodes asked for, lately, where confidences don't cut.
+        A drafter may offer fewer."""
         self.unread: list[Outcome] = []
         self._known: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         """Rates since the last decision, by live slots and nodes asked for, then by tokens."""
@@ -96,7 +103,7 @@ class ByLoad(Policy):
 
     def budget(self, state: DecodeState) -> Tensor:
         self.step, self.survival = self.step + 1, None
-        if not self.is_brief and state.rows is self.rows and self.step < self.decided + self.REST:
+        if not self.is_brief and state.rows is self.rows and self.step < self.decided + self.rest:
             if self.step <= self.roomy:
                 return self.asked
             room = state.room
@@ -104,7 +111,8 @@ class ByLoad(Policy):
             room = state.room
             self._read()
             self.acceptance.meet(state)
-            self.asking = self._planned(room)
+            before, self.asking = self.asking, self._planned(room)
+            self.rest = min(2 * self.rest, self.REST) if self.asking == before else 1
             self.rows, self.decided = state.rows, self.step
             self.roomy = self.step + (min(room, default=0) - self.asking) // (self.asking + 1)
         wanted = [max(0, min(self.asking, own)) for own in room]
@@ -185,8 +193,9 @@ class ByLoad(Policy):
             for depth, (nodes, draft) in depths.items():
                 found[depth] = max(expected[n] / (draft + passes[n]) for n in range(nodes + 1))
         else:
+            fill = self.fill.get((live - 1).bit_length(), 1.0)
             for depth, (nodes, draft) in depths.items():
-                found[depth] = expected[nodes] / (draft + self.seconds.verify(live, live * (1 + nodes), nodes))
+                found[depth] = expected[nodes] / (draft + self.seconds.verify(live, live * (1 + fill * nodes), 1))
         return found
 
     def _planned(self, room: Sequence[int]) -> int:
@@ -210,27 +219,30 @@ class ByLoad(Policy):
         self.is_on = promise >= (self.OFF if self.is_on else self.ON)
         if self.is_on:
             self.probes.left = 0
-            return self._explored(todo, since)
+            return self._explored(live, since)
         if not self.probes.left:
             self.promises.lighten()  # or a probe would change nothing
         self.is_brief = self.probes.due(promise, since)
         return max(depth for depth, rate in rates.items() if rate >= 0.9 * rates[best]) if self.is_brief else 0
 
-    def _explored(self, todo: list[int], since: int) -> int:
+    def _explored(self, live: int, since: int) -> int:
         """The depth, unless it is time to time another one or a plain step."""
         self.since += since
         if self.since < self.EXPLORE:
             return self.depth
         self.since, self.tries, self.probes.credit = 0, self.tries + 1, self.probes.FUND
         self.is_brief = True
+        todo = self.seconds.todo(live)
         if self.tries % 3 == 1:
-            todo += [0]  # the first of two is not counted
+            todo.append(0)  # the first of two is not counted
             return 0
         if self.is_confident:
             return self.limit
         at = self.depths.index(self.depth)
-        near = self.depths[max(0, at - 1) : at + 2]
-        return near[-1 if self.tries % 3 else 0]
+        depth = self.depths[max(0, at - 1) : at + 2][-1 if self.tries % 3 else 0]
+        if not self.seconds.knows(live, depth):
+            todo.append(depth)  # one of two may be an outlier
+        return depth
 
     # ── what steps teach ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,17 +263,19 @@ class ByLoad(Policy):
             self.promises.read(promised)
             self._means = self.promises.means()
         if counted := [each for each in drafted if each.survival is None]:
+            for each in counted:
+                live, asked, tokens, _ = self._size(each)
+                key = (live - 1).bit_length()
+                ratio, before = (tokens / live - 1) / asked, self.fill.get(key, 1.0)
+                self.fill[key] = before + (ratio - before) / self.OFFERS
             steps = [pair for each in counted for pair in each.paths()]
             self.acceptance.wonder(steps, len(counted))
             self.acceptance.count(steps)
 
     def _size(self, each: Outcome) -> StepSize:
-        live, asked = len(each.wanted), max(each.wanted)
-        if each.survival is None:
-            # a drafter may offer fewer, which its seconds and its accepted nodes both show
-            return StepSize(live, asked, live * (1 + asked), asked)
+        live = len(each.wanted)
         nodes = live * max(each.sizes) if self.padded else sum(each.sizes)
-        return StepSize(live, asked, live + nodes, min(nodes, 1))
+        return StepSize(live, max(each.wanted), live + nodes, min(nodes, 1))
 
     def _charge(self, each: Outcome) -> None:
         live, asked, tokens, kind = self._size(each)

@@ -93,7 +93,7 @@ class StepSize(NamedTuple):
     tokens: int
     """Tokens in the pass, anchors and padding included."""
     kind: int
-    """Passes of one kind scale a table by one factor: 0 is a plain step."""
+    """0 for a pass of anchors alone, 1 for one of drafts: each kind scales a table by one factor."""
 
 
 class StepSeconds:
@@ -106,7 +106,7 @@ class StepSeconds:
         self.passes: dict[int, Costs] = {}
         """The same by nodes a slot in the pass, where there is no table."""
         self.scale = Costs([])
-        """Measured seconds over the table's, by kind of pass: 0 is a plain step."""
+        """Measured seconds over the table's, by kind of pass."""
         self.single: dict[tuple[Costs, int], float] = {}
         """Sizes timed once, which do not count yet: one of one may be an outlier."""
 
@@ -141,11 +141,15 @@ class StepSeconds:
                 return
         costs.add(size, seconds, step)
 
+    def knows(self, live: int, depth: int) -> bool:
+        """Whether drafts of this depth were timed."""
+        return depth in self.drafts[(live - 1).bit_length()].samples
+
     def draft(self, live: int, depth: int) -> float:
         known = self._nearest(self.drafts, live)
         return known.at(depth) if known is not None else 0.0
 
-    def verify(self, live: int, tokens: int, kind: int) -> float:
+    def verify(self, live: int, tokens: float, kind: int) -> float:
         """Of all but the draft, for a pass of so many tokens; nearly 0 before anything is known."""
         if self.rates is not None:
             means = self.scale.means

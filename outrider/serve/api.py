@@ -16,6 +16,7 @@ from outrider.serve.document import bodied, document, replying
 from outrider.serve.door import Receive, Scope, Send, reply
 from outrider.serve.metrics import Telemetry
 from outrider.serve.page import page
+from outrider.serve.parsing import read
 from outrider.serve.refusals import Refusal, internal
 from outrider.serve.service import Job, Kind, Service
 
@@ -29,13 +30,15 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> FastAPI:
     """The routes over a service.  Who may use them is the `Door`'s to say."""
     app = FastAPI(title="Outrider", version=outrider.__version__, docs_url=None, redoc_url=None)
-    html, policy = page()
-    made, limit = int(time.time()), service.config.body_bytes
-    about = {
-        "id": service.name, "object": "model", "created": made, "owned_by": "outrider",
-        "max_model_len": service.engine.length,
-    }  # fmt: skip
+    _add_refusals(app)
+    _add_models(app, service)
+    _add_texts(app, service)
+    _add_pages(app, service, telemetry, is_stopping)
+    app.openapi = lambda: document(app, service)  # type: ignore[method-assign]
+    return app
 
+
+def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
         return reply(refusal)
@@ -48,6 +51,13 @@ def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], b
     async def failed(request: Request, error: Exception) -> Response:
         return reply(internal())  # the `Door` logs the error
 
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    about = {
+        "id": service.name, "object": "model", "created": int(time.time()), "owned_by": "outrider",
+        "max_model_len": service.engine.length,
+    }  # fmt: skip
+
     @app.get("/v1/models", responses=replying(replies.Models))
     async def models() -> Response:
         """The model that is served."""
@@ -59,9 +69,13 @@ def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], b
         service.reader.check_model(model)
         return JSONResponse(about)
 
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    limit = service.config.body_bytes
+
     async def answered(request: Request, kind: Kind) -> Response:
         body = await read_body(request, limit)
-        job = await service.start(kind, schema.read(body), len(body), request.state.owner)
+        job = await service.start(kind, read(body), len(body), request.state.owner)
         return Answered(service, job)
 
     @app.post("/v1/completions", **bodied(schema.CompletionRequest, replies.Completion, streams=True))
@@ -78,13 +92,17 @@ def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], b
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a chat."""
         body = await read_body(request, limit)
-        return JSONResponse(await service.tokenize(schema.read(body), len(body)))
+        return JSONResponse(await service.tokenize(read(body), len(body)))
 
     @app.post("/detokenize", **bodied(schema.DetokenizeRequest, replies.DetokenizedText))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await read_body(request, limit)
-        return JSONResponse(await service.detokenize(schema.read(body), len(body)))
+        return JSONResponse(await service.detokenize(read(body), len(body)))
+
+
+def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> None:
+    html, policy = page()
 
     @app.get("/health", responses=replying(replies.Health) | {503: {"model": replies.Health}})
     async def health() -> Response:
@@ -108,9 +126,6 @@ def make_app(service: Service, telemetry: Telemetry, is_stopping: Callable[[], b
     async def live_page() -> Response:
         """What the server does, and a place to try it."""
         return HTMLResponse(html, headers=PAGE_HEADERS | {"content-security-policy": policy})
-
-    app.openapi = lambda: document(app, service)  # type: ignore[method-assign]
-    return app
 
 
 async def read_body(request: Request, most: int) -> bytes:

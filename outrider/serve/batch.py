@@ -14,8 +14,8 @@ from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
 from outrider.errors import ConfigError, DataError
+from outrider.serve.parsing import read
 from outrider.serve.refusals import Refusal, invalid
-from outrider.serve.schema import read
 from outrider.serve.service import Kind, Post, Service
 
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}

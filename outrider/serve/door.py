@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from outrider.serve.config import Config
@@ -75,6 +76,8 @@ class Door:
 
         try:
             await self.app(scope, receive, watched)
+        except ClientDisconnect:  # before its request was here
+            return
         except Exception:
             log.exception("a request failed")
             if not is_whole:  # the connection ends in the middle of the answer, so that nobody takes it for a whole one

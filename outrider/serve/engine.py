@@ -50,6 +50,9 @@ class Engine:
     queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
     post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step.
     drafter_timeout_s: seconds after which a drafter that does not return is given up.
+
+    On a CPU, load and build what it needs in a thread that ends before `start`: OpenMP keeps the threads of everyone
+    who ever computed, and with more of them than cores, those that decode sleep at every barrier instead of spinning.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Engine:
         self._serving: dict[int, Call] = {}  # by slot, in the order of admission
         self._cancelled: set[Call] = set()
         self._changed = threading.Condition()
-        self._is_draining = self._is_stopping = False
+        self._is_draining = self._is_stopping = self._is_warm = False
         self._drafter_timeout_s, self._threads = drafter_timeout_s, torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -102,7 +105,6 @@ class Engine:
         return self.drafter.is_off
 
     def start(self) -> Engine:
-        self._warm_up()
         self._decode_in_a_thread()
         if self._limit:
             threading.Thread(target=self._watch, name="outrider-watch", daemon=True).start()
@@ -167,6 +169,8 @@ class Engine:
         torch.set_num_threads(self._threads)  # a new thread does not take over what was set in another
         try:
             with torch.inference_mode():
+                if not self._is_warm:
+                    self._warm_up()
                 while self._round():
                     pass
         except Abandoned:
@@ -177,9 +181,9 @@ class Engine:
             self._end_all(INTERNAL)
         self._over.set()
 
-    @torch.inference_mode()
     def _warm_up(self) -> None:
         """Have the slots' memory allocated before the first call."""
+        self._is_warm = True
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
         self.target.prefill(self.cache, [0], nothing, [1], self.drafter.taps)
         self.cache.free([0])

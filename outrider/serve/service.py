@@ -17,6 +17,7 @@ from outrider.serve.asked import Reader
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
 from outrider.serve.config import Config
 from outrider.serve.engine import INTERNAL, Engine
+from outrider.serve.parsing import parse
 from outrider.serve.refusals import Refusal, draining, internal, invalid
 from outrider.serve.request_log import Ended, RequestLog
 from outrider.serve.schema import (
@@ -27,7 +28,6 @@ from outrider.serve.schema import (
     TextRequest,
     TokenizeChat,
     TokenizeText,
-    parse,
 )
 from outrider.targets.transformers import TransformersTarget
 

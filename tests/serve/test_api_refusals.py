@@ -325,15 +325,19 @@ def test_an_unexpected_failure_tells_nothing(server: Running, monkeypatch: pytes
     assert error_of(answer)["code"] == "internal_error"
 
 
-def test_a_socket_that_speaks_no_http_changes_nothing(server: Running) -> None:
-    """Catches a server that a port scan ends."""
+def test_a_socket_that_speaks_no_http_changes_nothing(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a server that a port scan ends, and a log full of clients that went away before they had asked."""
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-    for data in (b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n", b""):
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    half += b"content-length: 9\r\n\r\n{"
+    for data in (b"\x16\x03\x01\x00", b"GET / HTTP/9.9\r\n\r\n", half[:60], half, b""):
         with socket.create_connection(address, timeout=5) as raw:
             raw.sendall(data)
     upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "x"}
     assert httpx.get(server.url, headers=upgrade).status_code < 500
     assert ask(server, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200
+    assert server.settled(lambda: server.door.inside == 0)
+    assert "ClientDisconnect" not in caplog.text
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,7 +420,8 @@ def test_the_documents_schemas_are_the_checks(server: Running) -> None:
 
     found = httpx.get(f"{server.url}/openapi.json").json()
     semantic = {
-        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema", "a large schema",
+        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema",
+        "a large schema",
         "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room", "too long",
         "a draft without a drafter", "an empty prompt", "no prompts", "no token ids",
     }  # fmt: skip

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from verbs import outrider_with
 
+from outrider.cli import console
 from outrider.errors import ConfigError
 from outrider.serve import keys
 
@@ -123,8 +125,11 @@ def test_keys_added_at_once_are_all_there(tmp_path: Path) -> None:
     assert sorted(one.name for one in keys.read(file)) == names
 
 
-def test_the_verbs_make_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs_make_list_and_revoke(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a key among other output, a list with secrets, and a slip that removes nothing in silence."""
+    monkeypatch.setattr(console, "out", Console())  # --json - turns it to standard error for the rest of a process
     file = str(tmp_path / "keys.json")
     assert outrider_with("keys", "add", file, "ann", "--concurrent", "3") == 0
     key = capsys.readouterr().out.strip()
