@@ -186,7 +186,7 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
     printer.loaded(target)
     drafter, label, names = _drafter(served, target, printer)
-    name, post = config.name or target.spec.name, Post()
+    name, post = config.name or _name_of(target.spec.name), Post()
     telemetry = Telemetry(name, config.slots, drafter=label)
     memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
     engine = Engine(
