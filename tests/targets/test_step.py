@@ -48,8 +48,8 @@ def model_of(**sizes: object):
 @pytest.fixture(scope="module")
 def fast() -> TransformersTarget:
     target = load_target(model_of())
-    assert target.step.graph is None
-    assert target.compile() > 0
+    if target.step.graph is None:  # else this process has made the fixture before, for tests that it ran earlier
+        assert target.compile() > 0
     return target
 
 
