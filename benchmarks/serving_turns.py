@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from http.client import HTTPException
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from outrider import demo, generate
 from outrider.errors import OutriderError
 from outrider.report.bootstrap import ratio_of_rates
 
-CANNOT = (OSError, OutriderError, MemoryError, ValueError)
+CANNOT = (OSError, HTTPException, OutriderError, MemoryError, ValueError)
 """What says that a server can't be had here, or can't be asked so."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,18 @@ def test_every_way_has_its_turn_and_one_that_fails_is_left_out() -> None:
     assert {way: [done.tokens for done in turns] for way, turns in found.items()} == {"a": [1, 2, 3], "c": [1, 2, 3]}
     assert left_out == [{"way": "b", "why": "gone"}]
     assert [way for number, way in asked if number == 1] == ["b", "c", "a"]
+
+
+def test_a_run_that_is_told_to_end_ends() -> None:
+    """Catches SIGTERM, which is a SystemExit, as a way that can't be had."""
+
+    def ask(way: str, number: int) -> Turn:
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit):
+        by_turns(["a"], 1, ask, [])
+    with pytest.raises(SystemExit), serving_turns.asleep({"a": lambda name: sys.exit(1)}, [], lambda server: None):
+        pass
 
 
 def test_the_best_is_chosen_on_turns_that_it_is_not_judged_by() -> None:
