@@ -192,7 +192,8 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     engine = Engine(
         target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
         policy=_policy(config, target, drafter), verification=named.judge(config.verification, config.allow_lossy),
-        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, drafter_timeout_s=config.drafter_timeout_s,
+        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, interval_s=config.interval_s,
+        drafter_timeout_s=config.drafter_timeout_s,
     )  # fmt: skip
     telemetry.length = engine.length
     return Service(engine, target, config, name=name, drafters=names, log=log), post

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 from typing import Any
 from uuid import uuid4
@@ -109,6 +110,16 @@ class Answer:
         return b"".join(
             self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}}) for choice in choices
         )
+
+    def joined(self, found: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
+        """Several steps' outputs as one for each choice, where chunks hold text alone."""
+        if len(found) < 2 or not self._is_plain:
+            return found
+        texts: dict[int, list[str]] = {}
+        for index, output in found:
+            texts.setdefault(index, []).append(output.text)
+        last = dict(found)
+        return [(index, replace(last[index], text="".join(own))) for index, own in texts.items()]
 
     def chunk(self, choice: Choice, output: Output, call: Call) -> bytes:
         """The event of one step's output; empty where it says nothing."""

@@ -37,6 +37,9 @@ class Config(Base):
     prefix_bytes: NonNegativeInt = 2**28
     """Memory for the beginnings of prompts that requests share, as a number of bytes: with it, they are read once.  0
     shares none."""
+    interval_s: NonNegativeFloat = 0.01
+    """Fewest seconds between two pieces of a stream, so that steps of a millisecond are not sent one by one; first
+    tokens and ends don't wait.  0 sends every step."""
     drafter_timeout_s: PositiveFloat = 10.0
     """Seconds after which a drafter that does not return is switched off."""
     timeout_s: PositiveFloat | None = None

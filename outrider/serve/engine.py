@@ -48,7 +48,8 @@ class Engine:
     length: the target's context unless given, or less where that takes more than memory_bytes, which is half of what is
     free unless given.  policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
     queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
-    post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step.
+    post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step, or once every interval_s
+    seconds where steps are shorter.  First tokens and ends don't wait.
     drafter_timeout_s: seconds after which a drafter that does not return is given up.
 
     On a CPU, load and build what it needs in a thread that ends before `start`: OpenMP keeps the threads of everyone
@@ -59,9 +60,9 @@ class Engine:
         self, target: Target, drafter: Drafter | None = None, *, slots: int = 16, length: int | None = None,
         memory_bytes: int | None = None, queue: int = 256, policy: str | Policy | None = None,
         verification: str | SamplingJudge = "standard", prefix_bytes: int = 0, telemetry: Telemetry | None = None,
-        post: Post = lambda run: run(), drafter_timeout_s: float = 10.0,
+        post: Post = lambda run: run(), interval_s: float = 0.0, drafter_timeout_s: float = 10.0,
     ):  # fmt: skip
-        self.target, self.post = target, post
+        self.target, self.post, self.interval_s = target, post, interval_s
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
         self._drafts_always = bool(inner.limit)
@@ -81,6 +82,8 @@ class Engine:
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}  # by slot, in the order of admission
         self._cancelled: set[Call] = set()
+        self._unsent: list[tuple[Call, Output]] = []
+        self._sent = 0.0
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
         self._drafter_timeout_s, self._threads = drafter_timeout_s, torch.get_num_threads()
@@ -259,6 +262,7 @@ class Engine:
                 break
             counts[row] = min(count, most)
         if counts:
+            self._send()  # a pass over a prompt takes longer than a step
             try:
                 scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
                 self.prefixes.put(self.target, self.drafter, self.cache, state, counts, scores)
@@ -314,21 +318,27 @@ class Engine:
     def _emit(self, accepted: Sequence[int] | None) -> None:
         """Give every caller the tokens that are new, and free the slots of texts that ended."""
         state, now = self.state, time.monotonic()
-        outputs, over = [], []
+        is_due, over = now - self._sent >= self.interval_s, []
         for b, row in enumerate(state.rows):
             call, reason = self._serving[row], state.finished[row]
             if reason is not None:
                 over.append(row)
             tokens = state.tokens[row][len(call.request.prompt) + call.written :]
             if not call.finished and (tokens or reason):
-                outputs.append((call, self._output(row, tokens, accepted[b] if accepted else 0)))
+                self._unsent.append((call, self._output(row, tokens, accepted[b] if accepted else 0)))
+                is_due = is_due or not call.first or reason is not None
                 call.first, call.written = call.first or now, call.written + len(tokens)
             if not call.finished and reason is not None:
                 self._ended(call, reason)
-        if outputs:
-            self.post(functools.partial(_deliver, outputs))
+        if is_due:
+            self._send()
         for row in over:
             self._free(row)
+
+    def _send(self) -> None:
+        if self._unsent:
+            self.post(functools.partial(_deliver, self._unsent))
+            self._unsent, self._sent = [], time.monotonic()
 
     def _output(self, row: int, tokens: list[int], drafted: int) -> Output:
         judge: Any = self.state.judge
@@ -346,7 +356,8 @@ class Engine:
         row = next((row for row, other in self._serving.items() if other is call), None)
         if row is not None:
             self._free(row)
-        self.post(functools.partial(_deliver, [(call, Output(finish_reason=reason, error=error))]))
+        self._unsent.append((call, Output(finish_reason=reason, error=error)))
+        self._send()
         self._ended(call, reason)
 
     def _ended(self, call: Call, reason: Ending) -> None:

@@ -33,7 +33,7 @@ def bound(config: Config) -> socket.socket:
     """A socket at the server's address, which does not listen yet.  Raises ConfigError where it can't be taken, and for
     one that others reach while anybody may ask."""
     try:
-        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         is_open = not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
@@ -42,7 +42,7 @@ def bound(config: Config) -> socket.socket:
                 f"{config.host} is an address that other machines reach, and everybody could ask; name a file of keys "
                 "with --keys (outrider keys add FILE NAME makes one), or let them with --allow-anonymous"
             )
-        found = socket.socket(family, kind)
+        found = socket.socket(family, kind, protocol)  # asyncio sends small pieces at once on TCP that is named so
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
@@ -130,4 +130,5 @@ def run(server: Server, sock: socket.socket) -> None:
         server.handle_signals()
         await server.serve([sock])
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where it is there
+        runner.run(main())

@@ -157,7 +157,9 @@ class Service:
                     raise job.failure
                 yield error_event(job.failure)
                 return
-            chunks = b"".join([answer.chunk(job.choices[i], output, job.calls[i]) for i, output in found])
+            chunks = b"".join(
+                [answer.chunk(job.choices[i], output, job.calls[i]) for i, output in answer.joined(found)]
+            )
             if opening is not None:
                 yield opening + chunks
                 opening = None

@@ -55,7 +55,7 @@ def engine_of(target: TransformersTarget, drafter: Drafter | None, config: Confi
     telemetry = Telemetry(MODEL, config.slots)
     with Engine(
         target, drafter, slots=config.slots, length=config.length, queue=config.queue, policy="fixed",
-        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post,
+        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, interval_s=config.interval_s,
     ) as engine:  # fmt: skip
         yield engine, post
 
@@ -72,7 +72,8 @@ def running(
         app = make_app(service, engine.telemetry, lambda: door.is_closed)
         door = Door(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
         own = server.Server(door, service, post)
-        thread = threading.Thread(target=lambda: asyncio.run(own.serve([sock])), daemon=True)
+        runner = asyncio.Runner(loop_factory=own.config.get_loop_factory())
+        thread = threading.Thread(target=lambda: runner.run(own.serve([sock])), daemon=True)
         thread.start()
         found = Running(server.address_of(sock), service, door, own)
         assert found.settled(lambda: own.started)
@@ -82,3 +83,4 @@ def running(
             own.should_exit = True
             thread.join(20)
             assert not thread.is_alive(), "the server did not end"
+            runner.close()

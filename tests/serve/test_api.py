@@ -525,6 +525,22 @@ def test_many_clients_at_once_get_their_own_texts(server: Running, talker: Trans
         assert list(pool.map(asked, prompts)) == wanted
 
 
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"include_drafts": True}], ids=["text", "ids", "drafts"])
+def test_pieces_of_an_interval_come_together(more: dict[str, Any], talker: TransformersTarget) -> None:
+    """Catches text that is lost, doubled or given to another choice where several steps are sent as one."""
+    with running(talker, interval_s=60) as found:
+        chunks = [*found.client().completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=12, n=2, seed=4, stream=True, extra_body=more
+        )]  # fmt: skip
+    for index in (0, 1):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        wanted = alone(talker, PROMPT, Sampling(1.0, seed=4 + index), 12)
+        assert "".join(choice.text for choice in own) == wanted.text
+        assert len(own) <= 4 if not more else len(own) == 12
+        if "return_token_ids" in more:
+            assert [token for choice in own for token in choice.token_ids] == wanted.tokens
+
+
 def test_defaults_are_those_of_the_generation_config(
     talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,32 @@ def test_a_slot_that_is_new_reads_its_prompt_beside_others(target: TransformersT
     assert 179 in between
 
 
+def test_steps_within_an_interval_are_given_together(target: TransformersTarget) -> None:
+    """First tokens and ends don't wait, nor what was written before a prompt is read."""
+    posts: list[int] = []
+
+    def post(run: Callable[[], None]) -> None:
+        posts.append(len(first.outputs))
+        run()
+
+    first, late = Caller.of(request([1, 2, 3], 40)), Caller.of(request([4, 5], 3))
+    with Engine(target, slots=2, post=post, interval_s=SECONDS) as engine:
+        engine.submit(first.call)
+        assert first.wait().tokens == alone(target, first.call.request)
+        assert posts == [0, 1]
+        assert len(first.outputs) == 40
+        stopped = Caller.of(request([1, 2, 3], 200))
+        stopped.on_output = lambda output: engine.cancel(stopped.call)
+        engine.submit(stopped.call)
+        assert stopped.wait().reason == "cancelled"
+        assert stopped.tokens == alone(target, stopped.call.request)[: len(stopped.tokens)]
+        first = Caller.of(request([1, 2, 3], 120))
+        first.on_output = lambda output: engine.submit(late.call) if len(first.outputs) == 1 else None
+        engine.submit(first.call)
+        assert late.wait().tokens == alone(target, late.call.request)
+        assert first.wait().tokens == alone(target, first.call.request)
+
+
 def test_a_cancelled_call_leaves_its_slot_within_a_step(target: TransformersTarget) -> None:
     endless, next_one = Caller.of(request([1, 2], 200)), Caller.of(request([3, 4], 5))
     with Engine(target, slots=1) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 
 import httpx
@@ -11,6 +12,7 @@ from openai import OpenAI
 
 from outrider import Sampling
 from outrider.serve import server
+from outrider.serve.config import Config
 from outrider.targets.transformers import TransformersTarget
 from serve.running import MODEL, Running, running
 from serve.test_api import LONG, PROMPT, Slow, alone
@@ -118,3 +120,10 @@ def test_a_connection_is_used_again(talker: TransformersTarget) -> None:
             assert text == wanted
             assert http.post(f"{found.url}/v1/completions", json={"prompt": 5}).status_code == 400
         assert len(found.server.server_state.connections) == 1
+
+
+def test_small_pieces_leave_at_once() -> None:
+    """Without the number of its protocol asyncio takes it for no TCP, and each answer waits 40 ms for the last one's
+    acknowledgement."""
+    with server.bound(Config(port=0)) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
