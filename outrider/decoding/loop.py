@@ -43,7 +43,9 @@ def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state
     if not drafter.limit or target.spec.mode == "off":
         return nothing
     wanted = zip(policy.budget(state).tolist(), state.room, strict=True)
-    if not any(most := [max(0, min(own, room, drafter.limit)) for own, room in wanted]):
+    most = [max(0, min(own, room, drafter.limit)) for own, room in wanted]
+    state.is_drafting = any(most)
+    if not state.is_drafting:
         return nothing
     draft = Draft.checked(drafter.propose(memory, state, budget := torch.tensor(most)), len(state.rows))
     if target.spec.mode == "chain":

@@ -37,6 +37,8 @@ class FeatureBuffer:
 
     MAX_PASSES = 256
     """Passes whose features are stored without a copy, so that nothing is copied for a text that ends before."""
+    MAX_UNREAD = 256
+    """Features of a slot that stay unread while nothing is drafted."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
         """taps: hidden states in a feature of one token."""
@@ -67,6 +69,11 @@ class FeatureBuffer:
             self._parts[row].append((features[b], accepted.rows(b)))
             if len(self._parts[row]) > self.MAX_PASSES:
                 self._hold(row, self._whole(row))
+
+    @property
+    def is_long(self) -> bool:
+        """So many passes drafted nothing that some slots may have more than `MAX_UNREAD`."""
+        return len(self._plain) == self.MAX_PASSES
 
     def count(self, row: int) -> int:
         """The number of unread entries."""
@@ -133,7 +140,8 @@ class FeatureMemory:
 class FeatureDrafter(Drafter, ABC):
     """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
 
-    The features of a step are read together with the next draft; more than that, such as a prompt, before it.
+    The features of a step are read together with the next draft; more than that, such as a prompt, before it.  While
+    nothing is drafted, `FeatureBuffer.MAX_UNREAD` of a slot wait for the next draft, if there is one.
     """
 
     def __init__(self, model: DraftModel, limit: int, most: int):
@@ -147,20 +155,24 @@ class FeatureDrafter(Drafter, ABC):
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
         memory.features.admit(rows, self.model.target_states(scores), lengths)
-        self.catch_up(memory, rows, state)
+        self.catch_up(memory, rows, state, self.most if state.is_drafting else memory.features.MAX_UNREAD)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
         memory.features.observe(state.rows, self.model.target_states(scores), accepted)
+        if memory.features.is_long:
+            self.catch_up(memory, state.rows, state, memory.features.MAX_UNREAD)
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         memory.kv_cache.free(rows)
         memory.features.free(rows)
 
     @torch.inference_mode()
-    def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState) -> None:
-        """Read ahead in slots that have more than the next draft reads; each alone, so none is padded."""
+    def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState, most: int | None = None) -> None:
+        """Read ahead in slots with more unread features than `most`, which is what the next draft reads unless given;
+        each slot alone, so none is padded."""
+        most = self.most if most is None else most
         for row in rows:
-            if memory.features.count(row) > self.most:
+            if memory.features.count(row) > most:
                 self.read(memory, row, state)
 
     @abstractmethod

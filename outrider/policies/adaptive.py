@@ -33,8 +33,8 @@ class Adaptive(Policy):
     One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a share
     of the time goes into `Probes`, so that drafting resumes by itself: many probes where they lose little, few where
     drafts are slow. Measurements are evaluated every `REST` steps, and at once where something is tried or slots
-    change; in between a step costs nothing.  Budgets depend on earlier steps alone, so the output stays exact; equal
-    outcomes and timings give equal budgets.
+    change, or while off their number; in between a step costs nothing.  Budgets depend on earlier steps alone, so the
+    output stays exact; equal outcomes and timings give equal budgets.
     """
 
     EXPLORE = 64
@@ -54,7 +54,7 @@ class Adaptive(Policy):
         self.acceptance, self.probes = Acceptance(limit), Probes()
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
-        self.rows: list[int] = []
+        self.rows = list[int]()
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
         self.unread: list[tuple[float, bool, Accepted]] = []
         """Steps since the last decision: seconds, whether the step was unusual, and what was accepted."""
@@ -66,8 +66,7 @@ class Adaptive(Policy):
 
     def budget(self, state: DecodeState) -> Tensor:
         self.step += 1
-        has_room = not self.depth or min(state.room) >= self.depth
-        if state.rows is self.rows and self.step < self.decided + self.REST and has_room:
+        if self._can_rest(state):
             return self.asked
         self._read()
         self.acceptance.meet(state)
@@ -78,10 +77,18 @@ class Adaptive(Policy):
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
         # a try lasts one step, and a new depth is evaluated at every step
-        self.steady = self.steady + 1 if depth == self.depth and not self.probes.left and wanted == self.wanted else 0
-        self.rows = state.rows if self.steady > self.REST else []
+        is_same = depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
+        self.steady, self.rows = self.steady + 1 if is_same else 0, state.rows
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
+
+    def _can_rest(self, state: DecodeState) -> bool:
+        """Whether the last decision is still good: it was the same for a while, and the same slots have room for it."""
+        if self.steady <= self.REST or self.step >= self.decided + self.REST:
+            return False
+        if self.depth:
+            return state.rows is self.rows and min(state.room) >= self.depth
+        return len(state.rows) == len(self.wanted)
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         asked = max(self.wanted, default=0)

@@ -103,8 +103,9 @@ class ByLoad(Policy):
 
     def budget(self, state: DecodeState) -> Tensor:
         self.step, self.survival = self.step + 1, None
-        if not self.is_brief and state.rows is self.rows and self.step < self.decided + self.rest:
-            if self.step <= self.roomy:
+        is_same = state.rows is self.rows or (not self.asking and len(state.rows) == len(self.wanted))
+        if not self.is_brief and is_same and self.step < self.decided + self.rest:
+            if self.step <= self.roomy or not self.asking:
                 return self.asked
             room = state.room
         else:

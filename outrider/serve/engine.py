@@ -232,7 +232,6 @@ class Engine:
             call.admitted = time.monotonic()
             self._serving[row] = call
             self.state.admit(row, call.request, is_live=False)
-            call.cached = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
             self.telemetry.admitted(call)
         self._limit_drafts()
         return True
@@ -253,14 +252,7 @@ class Engine:
     def _read(self) -> None:
         """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
         state = self.state
-        unread = {row: count for row in self._serving if row in state.reading and (count := state.unread(row)) > 0}
-        most = READ_WITH_STEPS if state.rows else PREFILL_CHUNK
-        counts: dict[int, int] = {}
-        for row, count in unread.items():
-            width = max(min(count, most), *counts.values(), 0)
-            if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
-                break
-            counts[row] = min(count, most)
+        counts = self._pieces(READ_WITH_STEPS if state.rows else PREFILL_CHUNK)
         if counts:
             self._send()  # a pass over a prompt takes longer than a step
             try:
@@ -272,6 +264,24 @@ class Engine:
         if ready:
             state.start(ready)
         self._read_tokens += sum(counts.values())
+
+    def _pieces(self, most: int) -> dict[int, int]:
+        """By slot, how many of its prompt's tokens are read now, `most` of all together; what others have read of the
+        same beginning is taken over."""
+        counts: dict[int, int] = {}
+        for row, call in self._serving.items():
+            if row not in self.state.reading:
+                continue
+            taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
+            call.cached += taken
+            self.telemetry.cached(taken)
+            count = min(self.state.unread(row), most)
+            width = max(count, *counts.values(), 0)
+            if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
+                break
+            if count > 0:
+                counts[row] = count
+        return counts
 
     def _step(self) -> None:
         state, rows, began = self.state, self.state.rows, time.perf_counter()

@@ -158,7 +158,10 @@ class Telemetry:
         self._waiting.pop(call, None)
         self._observe(QUEUED, now - call.arrived)
         self._counts[QUERIED] += len(call.request.prompt)
-        self._counts[CACHED] += call.cached
+
+    def cached(self, tokens: int) -> None:
+        """So many tokens of a prompt were computed for another."""
+        self._counts[CACHED] += tokens
 
     def stepped(self, record: StepRecord) -> None:
         """A step is over.  Takes some microseconds."""

@@ -432,7 +432,7 @@ def test_drafting_stops_and_resumes_at_different_rates(monkeypatch):
     policy, state, asked = settled(), state_of(1), dict[tuple[bool, float], bool]()
     for rate in (1.5, 1.01, 0.99, 1.01, 1.05):
         monkeypatch.setattr(policy, "rates", lambda room, rate=rate: {0: 1.0, LIMIT: rate})
-        policy.rows, policy.probes.credit, policy.probes.left = [], -100.0, 0
+        policy.decided, policy.probes.credit, policy.probes.left = policy.decided - policy.REST, -100.0, 0
         before, policy.depth = policy.is_on, LIMIT
         asked[before, rate] = int(policy.budget(state)[0]) > 0
     assert asked == {(True, 1.5): True, (True, 1.01): True, (True, 0.99): False, (False, 1.01): False,

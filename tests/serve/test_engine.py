@@ -22,6 +22,7 @@ from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls
 from outrider.serve.engine import INTERNAL, Engine
+from outrider.serve.metrics import Telemetry
 from outrider.targets.transformers import TransformersTarget
 
 SECONDS = 60.0
@@ -125,6 +126,30 @@ def test_a_slot_that_is_new_reads_its_prompt_beside_others(target: TransformersT
         assert long.wait().tokens == alone(target, long.call.request)
     assert 128 in between  # after one piece, while the other slot went on
     assert 179 in between
+
+
+def test_calls_that_come_together_share_what_the_first_has_read(
+    target: TransformersTarget, drafter_of: Callable[[Case], Drafter]
+) -> None:
+    """Catches a store that is asked at admission alone, when nobody has read the beginning yet."""
+    shared = [(7 * n + n // 9) % 64 for n in range(200)]
+    asked = [request([*shared, n], 9) for n in range(6)]
+    telemetry = Telemetry("tiny", 6)
+    with Engine(
+        target, drafter_of(Case("dspark")), slots=6, length=256, prefix_bytes=2**26, telemetry=telemetry
+    ) as engine:  # fmt: skip
+        warm = Caller.of(request([1], 40))
+        # all are in the queue before the engine's thread gets to them
+        warm.on_output = lambda output: (
+            [engine.submit(caller.call) for caller in callers] if len(warm.outputs) == 1 else None
+        )  # fmt: skip
+        callers = [Caller.of(each) for each in asked]
+        engine.submit(warm.call)
+        for caller in callers:
+            caller.wait()
+    assert [caller.tokens for caller in callers] == [alone(target, each) for each in asked]
+    assert [caller.call.cached for caller in callers] == [0] + 5 * [192]
+    assert telemetry.snapshot()["totals"]["prefix_cache_hits"] == 5 * 192
 
 
 def test_steps_within_an_interval_are_given_together(target: TransformersTarget) -> None:

@@ -53,8 +53,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def call(clock: Clock | None = None, prompt: int = 3, cached: int = 0) -> Call:
-    found = Call(Request(list(range(prompt)), 9, Sampling()), lambda output: None, cached=cached)
+def call(clock: Clock | None = None, prompt: int = 3) -> Call:
+    found = Call(Request(list(range(prompt)), 9, Sampling()), lambda output: None)
     found.arrived = clock.now if clock else 0.0
     return found
 
