@@ -1,0 +1,1 @@
+"""A drafter that learns from the texts it drafts for, while it serves."""

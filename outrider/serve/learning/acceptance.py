@@ -1,0 +1,75 @@
+"""How well served drafts were accepted, whatever the policy: by depth, and together as tokens per draft.
+
+A policy drafts deeper or less deep from step to step, so plain tokens per step show the policy too.  Here each depth
+counts the drafts that reached it with all tokens before accepted; the product over depths is what a draft of full depth
+would give.  B texts, D depths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.report.bootstrap import Floats, normal
+from outrider.serve.learning.buffer import Text
+
+
+class Counts(NamedTuple):
+    """Of one text or of several: drafts by depth, [..., D]."""
+
+    tried: Floats
+    """Those that reached this depth, with all tokens before it accepted."""
+    accepted: Floats
+    """Of these, those whose token was accepted."""
+
+
+def counts_of(text: Text, depths: int) -> Counts:
+    """Of one text; its last step is left out, since the end of the text may have cut it."""
+    tried, accepted = np.zeros(depths), np.zeros(depths)
+    for depth, count in text.drafts[:-1]:
+        tried[: min(depth, count + 1)] += 1
+        accepted[:count] += 1
+    return Counts(tried, accepted)
+
+
+def tokens_per_draft(counts: Counts) -> Floats:
+    """[...] of sums [..., D]: a token is the target's own, the others are those accepted."""
+    tried, accepted = (np.asarray(values, dtype=np.float64) for values in counts)
+    shares = np.where(tried > 0, accepted / np.maximum(tried, 1), 0.0)
+    found: Floats = 1 + shares.cumprod(-1).sum(-1)
+    return found
+
+
+class Change(NamedTuple):
+    """Tokens per draft of texts after a swap over those before."""
+
+    old: float
+    new: float
+    highest: float
+    """Upper bound of new / old."""
+
+    @property
+    def is_drop(self) -> bool:
+        return self.highest < 1
+
+
+def change(new: Sequence[Counts], old: Sequence[Counts], tail: float) -> Change:
+    """new, old: of each text.  tail: the chance that the bound lies below the true ratio.
+
+    The spread is that of the jackknife over texts, of logarithms; a text's steps depend on each other, texts do not.
+    """
+    center, variance = 0.0, 0.0
+    found = []
+    for sign, texts in ((1, new), (-1, old)):
+        both = Counts(np.stack([text.tried for text in texts]), np.stack([text.accepted for text in texts]))
+        whole = Counts(both.tried.sum(0), both.accepted.sum(0))
+        without = np.log(tokens_per_draft(Counts(whole.tried - both.tried, whole.accepted - both.accepted)))
+        found.append(float(tokens_per_draft(whole)))
+        center += sign * math.log(found[-1])
+        variance += (len(texts) - 1) / len(texts) * float(((without - without.mean()) ** 2).sum())
+    freedom = len(new) + len(old) - 2
+    highest = normal(center, math.sqrt(variance), freedom).bound(1 - tail)
+    return Change(found[1], found[0], math.exp(highest))

@@ -1,0 +1,141 @@
+"""Texts that were served, on disk: a bounded number of bytes, of which a fixed share is never trained on.
+
+    texts/train/00000007.jsonl      {"prompt", "answer": token ids, "drafts": [[depth, accepted], …], "temperature", …}
+    texts/held_out/00000002.jsonl   the same
+
+The hash of a prompt decides where its text goes, so a prompt that comes again never changes sides.  A file that is full
+is followed by the next one; where all of them together are too large, the oldest is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from outrider.errors import DataError
+
+Part = Literal["train", "held_out"]
+FILES = 16
+"""Files of a part when it is full; so much of it is deleted at a time."""
+
+
+class Text(NamedTuple):
+    """A request that was answered."""
+
+    prompt: list[int]
+    answer: list[int]
+    drafts: list[tuple[int, int]]
+    """Of each step: depth of its draft, and how many drafted tokens were accepted.  One more token comes after them."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def rejected(self) -> list[int]:
+        """Places in the answer whose token is not the one that was drafted there."""
+        found, at = [], 0
+        for depth, accepted in self.drafts:
+            if accepted < depth and at + accepted < len(self.answer):
+                found.append(at + accepted)
+            at += accepted + 1
+        return found
+
+    @property
+    def is_drafted(self) -> bool:
+        return any(depth for depth, _ in self.drafts)
+
+
+class Buffer:
+    """The texts below a folder.  One process writes; others may read meanwhile.
+
+    max_bytes: of all files together.  one_in: one prompt in so many is held out, and may fill such a share of the
+    bytes.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, one_in: int):
+        self.folder, self.one_in = folder, one_in
+        held_out = max_bytes // one_in
+        self.most: dict[Part, int] = {"held_out": held_out, "train": max_bytes - held_out}
+
+    def part_of(self, prompt: Sequence[int]) -> Part:
+        digest = hashlib.sha256(array("q", prompt).tobytes()).digest()
+        return "train" if int.from_bytes(digest[:8], "big") % self.one_in else "held_out"
+
+    def add(self, texts: Sequence[Text]) -> dict[Part, int]:
+        """Store texts; returns how many went where.  Raises OSError, such as where the disk is full."""
+        lines: dict[Part, list[bytes]] = {"train": [], "held_out": []}
+        for text in texts:
+            lines[self.part_of(text.prompt)].append(json.dumps(text._asdict()).encode() + b"\n")
+        for part, own in lines.items():
+            if own:
+                self._append(part, b"".join(own))
+        return {part: len(own) for part, own in lines.items()}
+
+    def newest(self, part: Part, most: int, is_distinct: bool = False) -> list[Text]:
+        """Up to `most` texts of a part, the newest first.  is_distinct: only the newest of each prompt."""
+        known: set[tuple[int, ...]] = set()
+
+        def chosen() -> Iterator[Text]:
+            for path in reversed(self.files(part)):
+                for text in reversed(read(path)):
+                    prompt = tuple(text.prompt)
+                    if not (is_distinct and prompt in known):
+                        known.add(prompt)
+                        yield text
+
+        return list(islice(chosen(), most))
+
+    def files(self, part: Part) -> list[Path]:
+        """Those of a part, the oldest first."""
+        return sorted((self.folder / part).glob("[0-9]*.jsonl"))
+
+    def _append(self, part: Part, data: bytes) -> None:
+        files = self.files(part)
+        if not files or files[-1].stat().st_size + len(data) > self.most[part] // FILES:
+            number = int(files[-1].stem) + 1 if files else 1
+            files.append(self.folder / part / f"{number:08d}.jsonl")
+            files[-1].parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(files[-1], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            size = os.fstat(handle).st_size
+            torn = size and os.pread(handle, 1, size - 1) != b"\n"  # by a crash or a full disk
+            os.write(handle, b"\n" + data if torn else data)
+        finally:
+            os.close(handle)
+        sizes = [path.stat().st_size for path in files]
+        while sum(sizes) > self.most[part] and len(sizes) > 1:
+            files.pop(0).unlink()
+            sizes.pop(0)
+
+
+def read(path: Path) -> list[Text]:
+    """The texts of a file, the oldest first; lines that a crash has cut are left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:  # deleted since it was listed
+        return []
+    return [text for line in lines if (text := _text(line)) is not None]
+
+
+def _text(line: bytes) -> Text | None:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return Text(**row | {"drafts": [(depth, accepted) for depth, accepted in row["drafts"]]})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def check(texts: Sequence[Text], vocabulary: int, where: Path) -> None:
+    """Raises DataError for token ids outside the vocabulary: texts of another target."""
+    for text in texts:
+        if wrong := [token for token in (*text.prompt, *text.answer) if not 0 <= token < vocabulary]:
+            raise DataError(
+                f"{where} has token id {wrong[0]}, and this target's ids go to {vocabulary - 1}; "
+                "its texts are another target's: name another folder"
+            )

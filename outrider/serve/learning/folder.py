@@ -1,0 +1,211 @@
+"""The folder of a drafter that learns: settings, versions, which one is served, and a log of all that was done.
+
+    learned/
+    ├── settings.json      target and drafter that it belongs to, and how the job trains
+    ├── state.json         the version that is served, and the newest that was looked at
+    ├── log.jsonl          a line for everything that was done
+    ├── job.log            what the last training said
+    ├── texts/             see `buffer`
+    └── versions/3/        checkpoint, metrics.jsonl, the two reports that the gate compared, result.json
+
+Version 0 is the drafter that the server was started with; its checkpoint stays where it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider import checkpoint
+from outrider.atomic import replacing
+from outrider.config import read_object
+from outrider.errors import ConfigError, DataError
+from outrider.serve.learning.buffer import Buffer
+from outrider.serve.learning.config import Learning
+
+SETTINGS, STATE, LOG, JOB_LOG, RESULT = "settings.json", "state.json", "log.jsonl", "job.log", "result.json"
+
+
+class State(NamedTuple):
+    """What is served."""
+
+    version: int = 0
+    newest: int = 0
+    """Versions up to this one were taken, refused or rolled back, and are not looked at again."""
+
+
+class Folder:
+    """A drafter's folder.  Raises DataError where it holds none."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self.settings = read_object(self.path / SETTINGS)
+            self.config = Learning(**self.settings["learning"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{self.path} is no folder of a drafter that learns ({error}); name the one of serve.learning.folder"
+            ) from None
+        self.buffer = Buffer(self.path / "texts", int(self.config.max_mb * 1e6), self.config.held_out)
+
+    def set(self, **settings: Any) -> None:
+        """Change settings; a job that runs has read them before."""
+        self.settings |= settings
+        _write(self.path / SETTINGS, self.settings)
+
+    # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def place(self, version: int) -> Path:
+        return self.path / "versions" / str(version)
+
+    def checkpoint(self, version: int) -> Path:
+        """The drafter of this version.  Raises ConfigError where there is none."""
+        found = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
+        if not (checkpoint.whole(found) / checkpoint.MANIFEST).exists():
+            raise ConfigError(f"there is no version {version} in {self.path}; there are {self._listed()}")
+        return found
+
+    @property
+    def current(self) -> Path:
+        """The drafter that is served."""
+        return self.checkpoint(self.state().version)
+
+    def versions(self) -> list[int]:
+        """Those that are whole, the oldest first, without 0."""
+        found = self.path / "versions"
+        return sorted(int(path.parent.name) for path in found.glob(f"[0-9]*/{RESULT}"))
+
+    def result(self, version: int) -> dict[str, Any]:
+        """How a version was made, and whether it passed."""
+        return read_object(self.place(version) / RESULT)
+
+    def next_version(self) -> int:
+        """A number that no version had; those that were deleted are in the log."""
+        logged = [event["version"] for event in self.events() if isinstance(event.get("version"), int)]
+        return 1 + max([0, *self.versions(), *logged])
+
+    def prune(self) -> None:
+        """Delete old versions, as `Learning.versions` says."""
+        current = self.state().version
+        used = {current, self.result(current)["from"] if current in self.versions() else 0}
+        for version in [one for one in self.versions() if one not in used][: -self.config.versions]:
+            (self.place(version) / RESULT).unlink()  # first: the rest is no version any more
+            shutil.rmtree(self.place(version), ignore_errors=True)
+
+    def _listed(self) -> str:
+        return ", ".join(map(str, [0, *self.versions()]))
+
+    # ── what is served ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> State:
+        path = self.path / STATE
+        try:
+            return State(**read_object(path)) if path.exists() else State()
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{path} can't be read: {error}; delete it to serve the drafter as it was given") from None
+
+    def use(self, version: int, newest: int) -> None:
+        """Have this version served; a running server takes it within seconds."""
+        self.checkpoint(version)
+        _write(self.path / STATE, State(version, newest)._asdict())
+
+    def undo(self, to: int | None = None) -> tuple[int, int]:
+        """Go back to a version, the one before unless given; returns the former version and that.
+
+        Newer versions are not taken again.  Raises ConfigError where there is nothing to go back to.
+        """
+        before = self.state().version
+        if to is None:
+            if not before:
+                raise ConfigError(f"{self.path} serves version 0, the drafter as it was given; there is nothing to undo")
+            to = int(self.result(before)["from"])
+        self.use(to, max([self.state().newest, *self.versions()]))
+        self.log("undone", version=before, to=to)
+        return before, to
+
+    # ── the log ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def log(self, event: str, **facts: Any) -> None:
+        """Add a line; several processes may."""
+        row = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **facts}
+        with (self.path / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The log, the oldest first; a line that a crash has cut is left out."""
+        path = self.path / LOG
+        return list(_rows(path.read_text(encoding="utf-8"))) if path.exists() else []
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    with replacing(path) as part:
+        part.write_text(json.dumps(values, indent=1))
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+# ── where a server begins ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], threads: int) -> Folder:
+    """The folder for this drafter, made where it is not there.
+
+    drafter: its checkpoint.  target: `name` and the other arguments of `load_target`.  threads: of the server.
+    Raises ConfigError for a drafter that can't learn, and for a folder of another one.
+    """
+    source = Path(drafter).resolve()
+    _refuse_unteachable(drafter, source)
+    path, weights = Path(config.folder), _hash_of(checkpoint.whole(source) / checkpoint.WEIGHTS)
+    if (path / SETTINGS).exists():
+        before = read_object(path / SETTINGS)
+        if (before.get("weights"), before.get("target", {}).get("name")) != (weights, target["name"]):
+            raise ConfigError(
+                f"{path} belongs to {before.get('drafter')} for {before.get('target', {}).get('name')}, and not to "
+                f"{drafter} for {target['name']}; name another folder in serve.learning.folder"
+            )
+    settings = {
+        "target": dict(target), "drafter": str(source), "weights": weights, "threads": threads, "compile": False,
+        "learning": config.model_dump(mode="json"),
+    }  # fmt: skip
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(path / SETTINGS, settings)
+    except OSError as error:
+        raise ConfigError(f"can't write to {path}: {error.strerror}; name another serve.learning.folder") from None
+    return Folder(path)
+
+
+def _refuse_unteachable(drafter: str | Path, source: Path) -> None:
+    if not (checkpoint.whole(source) / checkpoint.MANIFEST).exists():
+        raise ConfigError(
+            f"serve.learning needs a trained drafter, and {str(drafter)!r} is no checkpoint of one: train one with "
+            "`outrider run`, or make a checkpoint of another's with `outrider import`; or leave serve.learning out"
+        )
+
+
+def _hash_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def remove_unfinished(path: Path) -> None:
+    """Delete what a job left that did not end."""
+    for part in path.glob("versions/*.part"):
+        shutil.rmtree(part, ignore_errors=True)
+

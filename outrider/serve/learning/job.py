@@ -1,0 +1,222 @@
+"""The training job of a drafter that learns: one version, from the texts of its folder.
+
+    python -m outrider.serve.learning.job FOLDER
+
+A process of its own, with the lowest priority and one thread.  The server starts it, and stops it in the middle of
+anything while requests are decoded.  It loads the target again, trains the served version's weights on the newest
+texts, and compares the outcome with that version on held-out prompts.  What it finds is in versions/N, and a line in
+the log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import checkpoint
+from outrider.compiled import NotCompiled, compile_passes
+from outrider.config import build
+from outrider.data.answers import Answer
+from outrider.data.features import LiveFeatures
+from outrider.drafters import find
+from outrider.errors import DataError, OutriderError
+from outrider.loading import load_drafter
+from outrider.nn.draft_model import DraftModel
+from outrider.serve.learning import buffer
+from outrider.serve.learning.buffer import Text
+from outrider.serve.learning.folder import RESULT, Folder, remove_unfinished
+from outrider.serve.learning.trial import Trial, compared
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config as TrainConfig
+from outrider.training.trainer import train
+
+LOWEST = 19
+"""Priority: every other process comes first."""
+CACHE_BYTES = 2**28
+"""Most memory for features of texts."""
+SHARE_OF_LR = 0.25
+"""Of the drafter's own training's peak learning rate."""
+
+
+DIES_WITH_PARENT = 1
+"""Number of Linux' prctl."""
+
+
+def main(path: str) -> int:
+    """Make a version; returns 0 where one was made, passed or not."""
+    step_back()
+    folder = Folder(path)
+    try:
+        result = make_version(folder)
+    except OutriderError as error:
+        folder.log("failed", reason=str(error))
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0
+
+
+def step_back() -> None:
+    """Run only when no other process wants to."""
+    torch.set_num_threads(1)
+    with suppress(OSError):
+        os.nice(LOWEST)
+    with suppress(OSError, AttributeError):  # Linux alone: never where another could run
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def die_with_server() -> None:
+    """One that stands still would stay for ever."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+
+
+def make_version(folder: Folder) -> dict[str, Any]:
+    """Train, compare, and write the version; returns its result.  Raises OutriderError where it can't be made."""
+    began, config = time.monotonic(), folder.config
+    remove_unfinished(folder.path)
+    before, number = folder.state().version, folder.next_version()
+    old = folder.checkpoint(before)
+    training = settings_of(checkpoint.manifest_of(folder.checkpoint(0)), config.steps, config.lr, seed=number)
+    texts = folder.buffer.newest("train", config.steps * training.batch)
+    held_out = folder.buffer.newest("held_out", config.prompts, is_distinct=True)
+    if not texts:
+        raise DataError(f"{folder.path} has no texts to train on; serve some requests first")
+    target = target_of(folder)
+    buffer.check([*texts, *held_out], target.spec.vocabulary, folder.path)
+    work = folder.place(number).with_suffix(".part")
+    made = trained(target, old, texts, training, work, config.length)
+    trial = compared(
+        target, load_drafter(made, target), load_drafter(old, target), held_out, config.new_tokens, config.prompts // 4
+    )
+    result = {
+        "version": number, "from": before, "passed": trial.passes, "reason": trial.reason, **facts_of(trial),
+        "texts": len(texts), "tokens": sum(len(text.answer) for text in texts),
+        "rejected": sum(len(text.rejected) for text in texts), "data": hash_of(texts), "prompts": len(held_out),
+        "steps": training.last_step, "lr": training.lr, "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+    if trial.passes and folder.settings["compile"]:
+        compile_for_server(folder, made)
+    finish(folder, work, trial, result)
+    return result
+
+
+def settings_of(manifest: Mapping[str, Any], steps: int, lr: float | None, seed: int) -> TrainConfig:
+    """How a version trains: as the drafter itself was trained, but shorter and more gently."""
+    before = TrainConfig(**(manifest["training"].get("config") or {}))
+    return before.model_copy(
+        update={
+            "steps": steps, "epochs": None, "lr": lr or SHARE_OF_LR * before.lr, "seed": seed, "save_every": steps,
+            "select": 1.0, "reference": None, "calibrate": 0,
+        }  # fmt: skip
+    )
+
+
+def trained(
+    target: TransformersTarget, old: Path, texts: Sequence[Text], training: TrainConfig, work: Path, length: int
+) -> Path:
+    """Train the weights in `old` on the answers of these texts; returns the checkpoint, in `work`."""
+    model = unfrozen(old, target)
+    source = LiveFeatures(
+        target, [answer_of(text, str(n), length) for n, text in enumerate(texts)], model.taps, batch=training.batch,
+        length=length, seed=training.seed, dtype=training.dtype, cache_bytes=CACHE_BYTES,
+    )  # fmt: skip
+    place = train(model, source, training, work, origin=str(old))
+    (place / checkpoint.TRAINING).unlink(missing_ok=True)  # a version begins with moments of its own
+    return place
+
+
+def unfrozen(folder: Path, target: TransformersTarget) -> DraftModel:
+    """The draft model of a checkpoint in the precision that it was trained in.  Raises CheckpointError for one of
+    another target."""
+    manifest = checkpoint.manifest_of(folder)
+    checkpoint.check_binding(manifest, target, folder, quantised=True)
+    module = find(manifest["kind"])
+    settings = {"kind": manifest["kind"], **checkpoint.config_of(manifest, folder, target)}
+    model: DraftModel = module.Model(build(module.Config, settings, "drafter"), target).to(target.device)
+    checkpoint.check_taps(manifest, model, folder)
+    checkpoint.load_weights(folder, model)
+    return model
+
+
+def answer_of(text: Text, name: str, length: int) -> Answer:
+    """A text to train on: its answer, after as much of the prompt as there is room for."""
+    answer = text.answer[:length]
+    prompt = text.prompt[max(0, len(text.prompt) - (length - len(answer))) :]
+    return Answer(name, [*prompt, *answer], [(len(prompt), len(prompt) + len(answer))])
+
+
+def facts_of(trial: Trial) -> dict[str, Any]:
+    """Figures for the log."""
+    gain = trial.gain
+    return {
+        "tokens_per_step": {"old": trial.old.rows[0].tokens_per_step, "new": trial.new.rows[0].tokens_per_step},
+        "gain": None if gain is None else [round(value, 4) for value in gain],
+    }
+
+
+def hash_of(texts: Sequence[Text]) -> str:
+    """Of what a version was trained on."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(json.dumps([text.prompt, text.answer]).encode())
+    return digest.hexdigest()[:16]
+
+
+def finish(folder: Folder, work: Path, trial: Trial, result: Mapping[str, Any]) -> None:
+    """The reports and the result, then the folder's own name, then the log."""
+    (work / "new.json").write_text(trial.new.json_text())
+    (work / "old.json").write_text(trial.old.json_text())
+    (work / "gate.json").write_text(json.dumps(trial.outcome.as_json(), indent=1))
+    (work / RESULT).write_text(json.dumps(result, indent=1))
+    work.rename(folder.place(result["version"]))
+    folder.log("passed" if result["passed"] else "refused", **result)
+    folder.prune()
+
+
+def compile_for_server(folder: Folder, made: Path) -> None:
+    """Have the passes of this version compiled as the server runs them, where packages hold weights.
+
+    In a process of its own: how many threads a package uses is fixed when it is compiled.  The server stays plain for
+    this drafter where that fails.
+    """
+    command = [sys.executable, "-m", "outrider.serve.learning.job", str(folder.path), "--compile", str(made)]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(folder.settings["threads"])}, check=False)
+
+
+def compile_version(folder: Folder, made: str) -> int:
+    """In that process."""
+    try:
+        compile_passes(load_drafter(made, target_of(folder)))
+    except NotCompiled as reason:
+        print(f"not compiled: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def target_of(folder: Folder) -> TransformersTarget:
+    """The server's target, loaded here; its steps stay plain, since packages are made for a number of threads."""
+    settings = folder.settings["target"] | {"compile": False}
+    return load_target(settings.pop("name"), **settings)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    if given[1:2] == ["--compile"]:
+        raise SystemExit(compile_version(Folder(given[0]), given[2]))
+    if given[1:2] == ["--for-server"]:
+        die_with_server()
+    raise SystemExit(main(given[0]))

@@ -1,0 +1,312 @@
+"""A target behind HTTP: drafts made here are verified by a server that speaks OpenAI's completions.
+
+The loop is the same as for a local target, and so are drafters, policies, ends and stop strings; `remote_rows` says how
+a server verifies.  What a round costs is another matter: a request goes there and back, and the server reads the prompt
+again unless it stores it.  So `plain` asks the same without drafts, and `compare` says which was faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from outrider.client import Client
+from outrider.decoding.generate import advance
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError, DataError, DrafterError, TargetError
+from outrider.policies import named
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling, whole
+from outrider.sampling.text import Detokenizer, refuse_unmatchable
+from outrider.targets import detokenizer as detokenizers
+from outrider.targets.identity import hash_tokenizer, load_tokenizer
+from outrider.targets.prompts import Prompt, ids_of, listed
+from outrider.targets.protocol import TargetSpec
+from outrider.targets.remote_rows import IDLE, DrawnRows, LogprobRows, RemoteRows, settings_of
+
+Method = Literal["probes", "logprobs"]
+UNLIMITED = 2**31 - 1
+"""Context of a model that says nothing of it; the server refuses what is too long."""
+AT_ONCE = 64
+"""Most requests that are sent at the same time."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went between here and the server."""
+
+    requests: int = 0
+    attempts: int = 0
+    """Requests, and those that were sent again."""
+    sent: int = 0
+    """Tokens of prompts."""
+    received: int = 0
+    """Tokens of answers, those that were of no use among them."""
+    rounds: int = 0
+    """Times that requests were sent and waited for, one after another."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.1f} s, {self.rounds:,} rounds, {self.requests:,} requests, {self.sent:,} tokens sent, "
+            f"{self.received:,} received"
+        )
+
+
+@dataclass(slots=True)
+class RemoteText:
+    """One prompt's continuation."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = "length"
+    accepted: list[int] = field(default_factory=list)
+    """Accepted drafted tokens, round by round; empty for a plain request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTexts:
+    """Continuations in the order of the prompts, and what they cost."""
+
+    texts: list[RemoteText]
+    traffic: Traffic
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+
+class RemoteTarget:
+    """A model that a server has.  Drafters that read tokens alone can draft for it; `load_drafter` takes it."""
+
+    def __init__(
+        self, server: str | Client, tokenizer: Any = None, *, model: str | None = None, api_key: str | None = None,
+        method: Method = "probes", logprobs: int = 20, vocabulary: int | None = None, context: int | None = None,
+        ends: Iterable[int] | None = None,
+    ):  # fmt: skip
+        """server: the address of its API, such as http://127.0.0.1:8000/v1, or a client with limits of its own.
+
+        tokenizer: the model's own, or its folder or Hugging Face id, where the model's config gives vocabulary, context
+        and ends unless they are given here; None for prompts that are token ids.
+        method: `probes`, one request of one token for the anchor and each drafted node, on any server that takes and
+        returns token ids; or `logprobs`, one request for each text, on vLLM.  logprobs: how many of a row are asked for
+        in the second, at most the server's --max-logprobs; -1 for all.
+        Raises TargetError for a tokenizer that can't be loaded, ConfigError for sizes that nothing says.
+        """
+        if method not in ("probes", "logprobs"):
+            raise ConfigError(f"method must be 'probes' or 'logprobs', got {method!r}")
+        if whole("logprobs", logprobs) < 1 and logprobs != -1:
+            raise ConfigError(f"logprobs must be at least 1, or -1 for all, got {logprobs}")
+        self.method, self.logprobs, self.device, self.mask_token = method, logprobs, torch.device("cpu"), None
+        self.tokenizer, known = _described(tokenizer)
+        vocabulary = vocabulary or known.get("vocabulary")
+        if vocabulary is None:
+            raise ConfigError("nothing says how many tokens the server's model has; give vocabulary, or a tokenizer")
+        self.ends = frozenset(known.get("ends", ()) if ends is None else ends)
+        self.client = server if isinstance(server, Client) else Client(server, model=model, api_key=api_key)
+        self._is_own_client = self.client is not server
+        self._pool = ThreadPoolExecutor(AT_ONCE, "outrider-remote")
+        self.spec = TargetSpec(
+            name=server if isinstance(server, str) else model or "the server", revision=None, layers=0, hidden=0,
+            vocabulary=vocabulary, context=context or known.get("context") or UNLIMITED, dtype="float32",
+            tokenizer_hash=None if self.tokenizer is None else hash_tokenizer(self.tokenizer), weights_hash="",
+            mode="tree" if method == "probes" else "chain",
+        )  # fmt: skip
+        self.detokenizer: Detokenizer | None = None
+        if self.tokenizer is not None:
+            self.detokenizer = detokenizers.detokenizer(self.tokenizer, vocabulary)
+
+    def __enter__(self) -> RemoteTarget:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a client that was given stays open."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._is_own_client:
+            self.client.close()
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a text, of chat messages through the chat template, or of ids given as they are."""
+        return ids_of(prompt, self.tokenizer, self.spec.vocabulary, {})
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these ids, without special tokens; "" without a tokenizer."""
+        return "" if self.detokenizer is None else self.detokenizer.decode(tokens)
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
+        sampling: Sampling | None = None, stop: Sequence[str] = (), policy: str | Policy | None = None, slots: int = 16,
+    ) -> RemoteTexts:  # fmt: skip
+        """Continue every prompt by drafts that the server verifies; the text is what its model would have written.
+
+        sampling: greedy unless given.  With `probes` the server applies it, in its own order; with `logprobs` it is
+        applied here, and a seed gives the text that `outrider.generate` gives.  Other arguments are as there.
+        Raises ConfigError for a sampling that the method can't follow, DrafterError for a drafter that reads hidden
+        states, TargetError for answers that can't be used, ClientError where a request fails.
+        """
+        _check_slots(slots)
+        drafter, wire = drafter or Drafter(), _Wire(self.client, self._pool)
+        _refuse_unfitting(drafter)
+        rows = self._rows(sampling or IDLE, wire)
+        requests = self._requests(prompts, max_new_tokens, rows.own_sampling, stop)
+        judge = SamplingJudge()
+        state = DecodeState(max(1, min(slots, len(requests))), self.spec.context, self.ends, judge=judge)
+        found = [RemoteText() for _ in requests]
+        began = time.perf_counter()
+        for progress in advance(rows, requests, drafter, named.policy(policy, drafter), state):
+            own = found[progress.request]
+            own.tokens += progress.tokens
+            own.text += judge.new_text[progress.row]
+            own.accepted.append(progress.accepted)
+            own.finish_reason = "stop" if progress.finish_reason == "stop" else "length"
+        wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, rows.rounds
+        return RemoteTexts(found, wire.traffic)
+
+    def plain(
+        self, prompts: Prompt | Iterable[Prompt], *, max_new_tokens: int, sampling: Sampling | None = None,
+        stop: Sequence[str] = (), slots: int = 16,
+    ) -> RemoteTexts:  # fmt: skip
+        """Continue every prompt by one request each, `slots` of them at once: what `generate` is compared with.
+
+        A seed is the server's own here, so a sampled text is another one than `generate`'s.
+        """
+        _check_slots(slots)
+        sampling = sampling or IDLE
+        DrawnRows.check(sampling)
+        asked = {"max_tokens": max_new_tokens, "return_token_ids": True, **settings_of(sampling)}
+        asked |= {} if sampling.seed is None else {"seed": sampling.seed}
+        requests = self._requests(prompts, max_new_tokens, sampling, stop)
+        if requests and requests[0].stop:
+            asked["stop"] = list(requests[0].stop)
+        bodies = [{"prompt": request.prompt, **asked} for request in requests if max_new_tokens]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(slots) as pool:
+            wire = _Wire(self.client, pool)
+            choices = wire.ask(bodies)
+        wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, -(-len(bodies) // slots)
+        found = [
+            RemoteText(list(each.get("token_ids") or ()), each["text"], each.get("finish_reason") or "length")
+            for each in choices
+        ]
+        return RemoteTexts(found or [RemoteText() for _ in requests], wire.traffic)
+
+    def _rows(self, sampling: Sampling, wire: _Wire) -> RemoteRows:
+        """The loop's target for requests of this sampling."""
+        sampling.check(self.spec.vocabulary)
+        if self.method == "probes":
+            DrawnRows.check(sampling)
+            return DrawnRows(self.spec, self.ends, wire.ask, sampling)
+        LogprobRows.check(sampling, self.logprobs)
+        return LogprobRows(self.spec, self.ends, wire.ask, sampling, self.logprobs)
+
+    def _requests(self, prompts: Any, max_new_tokens: int, sampling: Sampling, stop: Sequence[str]) -> list[Request]:
+        if whole("max_new_tokens", max_new_tokens) < 0:
+            raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops:
+            refuse_unmatchable(self.detokenizer, stops)
+        found = [Request(self.encode(p), max_new_tokens, sampling, stops, self.detokenizer) for p in listed(prompts)]
+        for i, request in enumerate(found):
+            if len(request.prompt) >= self.spec.context:
+                given = f"prompt {i} has {len(request.prompt)} tokens"
+                raise DataError(f"{given} and leaves no room in the context of {self.spec.context}; shorten it")
+        return found
+
+
+def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
+    """What both took, and where drafts were slower, how many tokens a round must bring to pay.
+
+    Rounds of several texts are compared by the tokens of all of them.
+    """
+    own, other = drafted.traffic, plain.traffic
+    lines = [f"drafted  {drafted.tokens:,} tokens in {own}", f"plain    {plain.tokens:,} tokens in {other}"]
+    if not (own.rounds and drafted.tokens and plain.tokens and own.seconds and other.seconds):
+        return "\n".join(lines)
+    rate, brought = plain.tokens / other.seconds, drafted.tokens / own.rounds
+    round_s = own.seconds / own.rounds
+    ratio = drafted.tokens / own.seconds / rate
+    how = "faster" if ratio > 1 else "slower"
+    lines.append(
+        f"drafts were {how} than plain requests, {ratio:.2f} times their speed: a round takes {1e3 * round_s:.0f} ms "
+        f"and brings {brought:.1f} tokens; beside {rate:.0f} tokens/s it pays from {rate * round_s:.1f} on"
+    )
+    return "\n".join(lines)
+
+
+# ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Wire:
+    """Sends bodies of completions and counts them."""
+
+    def __init__(self, client: Client, pool: ThreadPoolExecutor):
+        self.traffic, self._client, self._pool = Traffic(), client, pool
+
+    def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The first choice of each answer, in order.  Raises ClientError for the first request that fails."""
+        asked = [self._pool.submit(self._client.complete, **body) for body in bodies]
+        try:
+            answers = [one.result() for one in asked]
+        finally:
+            for one in asked:
+                one.cancel()
+        self.traffic.requests += len(bodies)
+        self.traffic.attempts += sum(answer.attempts for answer in answers)
+        self.traffic.sent += sum(len(body["prompt"]) for body in bodies)
+        choices = [answer.raw["choices"][0] for answer in answers]
+        self.traffic.received += sum(len(choice.get("token_ids") or ()) for choice in choices)
+        return choices
+
+
+def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer, and what it and the configs beside it say: vocabulary, context and ends, where they do."""
+    if tokenizer is None:
+        return None, {}
+    known: dict[str, Any] = {}
+    if isinstance(tokenizer, str | Path):
+        name = str(tokenizer)
+        tokenizer, reason = load_tokenizer(name)
+        if tokenizer is None:
+            raise TargetError(f"can't load the tokenizer of {name!r}: {reason}; give its folder or Hugging Face id")
+        known = _of_configs(name)
+    end = tokenizer.eos_token_id
+    own = {"vocabulary": max(tokenizer.get_vocab().values()) + 1, "ends": [] if end is None else [end]}
+    return tokenizer, own | known
+
+
+def _of_configs(name: str) -> dict[str, Any]:
+    """What a folder's config.json and generation_config.json say; nothing where they are not there."""
+    known: dict[str, Any] = {}
+    try:
+        config = AutoConfig.from_pretrained(name).get_text_config()
+        known |= {"vocabulary": config.vocab_size, "context": getattr(config, "max_position_embeddings", None)}
+        ends = GenerationConfig.from_pretrained(name).eos_token_id
+        if ends is not None:
+            known["ends"] = torch.as_tensor(ends).flatten().tolist()
+    except (OSError, ValueError, AttributeError):
+        pass  # a tokenizer alone
+    return known
+
+
+def _check_slots(slots: int) -> None:
+    if whole("slots", slots) < 1:
+        raise ConfigError(f"slots must be at least 1, got {slots}")
+
+
+def _refuse_unfitting(drafter: Drafter) -> None:
+    if drafter.taps or drafter.hidden is not None or drafter.probe_rows:
+        raise DrafterError(
+            f"{type(drafter).__name__} reads the target's hidden states, which no server sends; take a drafter that "
+            "reads tokens alone, such as ngram, suffix or small_model"
+        )
