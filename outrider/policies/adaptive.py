@@ -27,8 +27,8 @@ class Adaptive(Policy):
         B * (1 + s[0] + ... + s[depth - 1]) / seconds(depth)
 
     with B live slots, s[n] the probability that node n is accepted, by recent steps, and the mean seconds of recent
-    steps of that depth, with a step's share of the time in which the drafter reads prompts.  All slots get the same depth: the widest slot sets the cost of a pass, and the sum over
-    different slots is B times their mean's.
+    steps of that depth, with a step's share of the time in which the drafter reads prompts. All slots get the same
+    depth: the widest slot sets the cost of a pass, and the sum over different slots is B times their mean's.
 
     One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a share
     of the time goes into `Probes`, so that drafting resumes by itself: many probes where they lose little, few where
@@ -77,7 +77,9 @@ class Adaptive(Policy):
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
         # a try lasts one step, and a new depth is evaluated at every step
-        is_same = depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
+        is_same = (
+            depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
+        )
         self.steady, self.rows = self.steady + 1 if is_same else 0, state.rows
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked

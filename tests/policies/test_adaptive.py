@@ -352,7 +352,9 @@ class Alone:
         """The state as each slot would see it alone."""
         reached = state.reached or [0] * len(state.rows)
         for row, room, deep in zip(state.rows, state.room, reached, strict=True):
-            yield SimpleNamespace(rows=[0], requests={0: state.requests[row]}, room=[room], reached=[deep], read_s=0.0, read_tokens=0)
+            yield SimpleNamespace(
+                rows=[0], requests={0: state.requests[row]}, room=[room], reached=[deep], read_s=0.0, read_tokens=0
+            )
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])

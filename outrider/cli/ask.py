@@ -1,0 +1,230 @@
+"""`outrider ask`: a prompt, or a file of them, sent to a server with OpenAI's API, and a report of what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, bar, key_of, lasting, place_of_json, remark, say, write_json
+from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, load_prices
+from outrider.client.asking import Outcome, Prompt, ask_all, left_of, locked, prompts_of, streamed
+from outrider.errors import ConfigError, DataError
+
+FILES = (".jsonl", ".ndjson")
+"""Ends of names of files with prompts."""
+SHOWN = 3
+"""Failures of a file that are printed."""
+
+MadeClient = Callable[[], AsyncClient]
+
+
+def ask(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="TEXT|FILE", help="A prompt, or a file (.jsonl) with one a line.", show_default=False),
+    ],
+    server: Annotated[str, typer.Option(metavar="URL", help="A server with OpenAI's API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The server's first one unless given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Gets a file's answers; those it has are not asked again.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's own unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampled answers.")] = None,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Continue the text, for models without a chat template.")
+    ] = False,
+    prediction: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text that the answer is likely to repeat.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print a text as it is written.")] = True,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts of a file asked at once.")] = 16,
+    attempts: Annotated[int, typer.Option(min=1, help="How often a prompt is sent until it has failed.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Seconds of one answer, pauses included.")] = 600.0,
+    rpm: Annotated[float | None, typer.Option(help="The most requests a minute.")] = None,
+    tpm: Annotated[float | None, typer.Option(help="The most tokens a minute.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="5.00", help="The most that this run may cost, by --prices and --max-tokens.")
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); docs/client.md shows one.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Whole answers by the content of their requests.")
+    ] = None,
+    key_from: Annotated[
+        str | None, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable that holds the key.")
+    ] = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Ask a server: a prompt, or a file of prompts with progress, resume and a report of what it cost."""
+    place_of_json(json_to)
+    is_file = what.endswith(FILES)
+    if is_file and out is None:
+        raise ConfigError(f"answers to {what} need a file; name one with --out")
+    if not is_file and out is not None:
+        raise ConfigError("--out is for a file of prompts (.jsonl); the answer to a text is printed")
+    table, key = None if prices is None else load_prices(prices), key_of(key_from)
+    given: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    given["prediction"] = None if prediction is None else _text_in(prediction)
+    settings = {name: value for name, value in given.items() if value is not None}
+
+    def made() -> AsyncClient:
+        limits = Limits(concurrency, requests_per_minute=rpm, tokens_per_minute=tpm)
+        return AsyncClient(
+            server, model=model, api_key=key, timeouts=Timeouts(total_s=timeout), retries=Retries(attempts),
+            limits=limits, budget=_amount(budget), prices=table, cache=cache,
+        )  # fmt: skip
+
+    if out is None:
+        body = {"prompt": what} if completions else {"messages": [{"role": "user", "content": what}]}
+        report = _ask_one(made, {**body, **settings}, stream)
+    else:
+        report = _ask_file(made, Path(what), settings, out, concurrency)
+    write_json(json_to, report)
+    if report["failed"] or report["stopped"]:
+        raise SystemExit(1)
+
+
+# ── one text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ask_one(made: MadeClient, body: Mapping[str, Any], stream: bool) -> dict[str, Any]:
+    """Print the answer to one text, and on standard error what it took."""
+    show = lambda text: print(text, end="", file=console.out.file, flush=True)
+
+    async def main() -> dict[str, Any]:
+        began = time.monotonic()
+        async with made() as client:
+            await _name_model(client)
+            async for text in streamed(client, body, stream):
+                show(text)
+            show("\n")
+            report = _report(client, Outcome(answered=1), time.monotonic() - began)
+        remark(", ".join(_summary(report)), "dim")
+        return report
+
+    return asyncio.run(main())
+
+
+def _text_in(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"can't read {path}: {error}; give a file of text in UTF-8") from None
+
+
+def _amount(budget: str | None) -> Decimal | None:
+    try:
+        return None if budget is None else Decimal(budget)
+    except InvalidOperation:
+        raise ConfigError(f"--budget must be an amount such as 5.00, got {budget!r}") from None
+
+
+async def _name_model(client: AsyncClient) -> None:
+    """The server's first model, where none was named.  A server that lists none takes requests without one."""
+    if client.model is None:
+        client.model = next(iter(await client.models()), None)
+
+
+# ── a file ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ask_file(
+    made: MadeClient, given: Path, settings: Mapping[str, Any], out: Path, concurrency: int
+) -> dict[str, Any]:
+    """Answer a file of prompts into another, and print what became of them."""
+    prompts = prompts_of(given, settings)
+    if out.exists() and out.samefile(given):
+        raise ConfigError(f"answers would overwrite {given}; name another file with --out")
+    with locked(out):
+        left = left_of(prompts, out)
+        before = len(prompts) - len(left)
+        report = asyncio.run(_main(made, given, left, before, out, concurrency))
+    _print(report, out)
+    return report
+
+
+async def _main(
+    made: MadeClient, given: Path, left: list[Prompt], before: int, out: Path, concurrency: int
+) -> dict[str, Any]:
+    began, total = time.monotonic(), len(left) + before
+    async with made() as client:
+        if left:
+            await _name_model(client)
+        say(f"ask       {given}: {total} prompts, {before} answered before; model {client.model}, answers in {out}")
+        with bar("prompts", total, before) as update:
+            tell = lambda done, failed: update(before + done + failed, f"{failed} failed" if failed else "")
+            outcome = await ask_all(client, left, out, concurrency, tell)
+        return _report(client, outcome, time.monotonic() - began)
+
+
+def _report(client: AsyncClient, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """The result as JSON has it; amounts as texts, since JSON's numbers are not exact."""
+    totals, prices = client.usage, client.prices
+    counts = {name: f"{value:f}" if isinstance(value, Decimal) else value for name, value in asdict(totals).items()}
+    return {
+        "model": client.model, "seconds": round(seconds, 3),
+        "answered": outcome.answered,
+        "failed": {name: _described(error) for name, error in outcome.failed.items()},
+        "stopped": None if outcome.stopped is None else str(outcome.stopped),
+        "cost": None if totals.cost is None or prices is None else f"{totals.cost:f}",
+        "currency": None if prices is None else prices.currency,
+        "prices_of": None if prices is None else str(prices.date),
+        "usage": counts,
+    }  # fmt: skip
+
+
+def _described(error: ClientError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _summary(report: Mapping[str, Any]) -> list[str]:
+    """What an answer took: tokens, time, attempts, cost."""
+    usage = report["usage"]
+    repeated = usage["attempts"] - usage["requests"] + usage["cached"]
+    found = [f"{usage['completion_tokens']} tokens after {usage['prompt_tokens']}", lasting(report["seconds"])]
+    found += [f"sent {usage['attempts']} times"] if repeated > 0 else []
+    found += ["from the cache"] if usage["cached"] else []
+    return [*found, f"cost {_cost(report)}"]
+
+
+def _cost(report: Mapping[str, Any]) -> str:
+    if report["currency"] is None:
+        return "unknown: no --prices"
+    if report["cost"] is None:
+        return f"unknown: no price of {report['model']}, or a server that does not count tokens"
+    return f"{report['cost']} {report['currency']} by prices of {report['prices_of']}"
+
+
+def _print(report: Mapping[str, Any], out: Path) -> None:
+    """One table, and the first failures."""
+    usage, failed = report["usage"], report["failed"]
+    rows = {"answered": str(report["answered"]), "failed": str(len(failed)), "time": lasting(report["seconds"])}
+    rows |= {"from the cache": str(usage["cached"])} if usage["cached"] else {}
+    rows["sent"] = f"{usage['attempts']} times"
+    rows["tokens"] = f"{usage['prompt_tokens']} of prompts, {usage['completion_tokens']} of answers"
+    predicted = usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"]
+    rows |= {"predicted": f"{usage['accepted_prediction_tokens']} of {predicted} accepted"} if predicted else {}
+    rows["cost"] = _cost(report)
+    if usage["uncertain"]:
+        most = f", at most {usage['uncertain_cost']} {report['currency']}" if report["currency"] else ""
+        rows["may be charged too"] = f"{usage['uncertain']} attempts that broke off{most}"
+    table = console.table("", "")
+    for title, value in rows.items():
+        table.add_row(title, value)
+    console.show(table)
+    for name in list(failed)[:SHOWN]:
+        say(f"          {name}: {failed[name]}")
+    if report["stopped"]:
+        say(f"          stopped early: {report['stopped']}")
+    if failed or report["stopped"]:
+        say(f"          the same command asks again for what has no answer in {out}")

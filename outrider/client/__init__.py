@@ -1,0 +1,14 @@
+"""A client of servers with OpenAI's API that is careful with money and with servers in trouble.  No torch."""
+
+from outrider.client.account import Totals
+from outrider.client.answers import Answer, Chunk
+from outrider.client.asynchronous import AsyncClient
+from outrider.client.blocking import Client
+from outrider.client.failures import BudgetExceeded, CircuitOpen, ClientError, RefusedError, TornStream, Unavailable
+from outrider.client.prices import Price, Prices, Usage, load_prices
+from outrider.client.settings import Limits, Retries, Timeouts
+
+__all__ = [
+    "Answer", "AsyncClient", "BudgetExceeded", "Chunk", "CircuitOpen", "Client", "ClientError", "Limits", "Price",
+    "Prices", "RefusedError", "Retries", "Timeouts", "TornStream", "Totals", "Unavailable", "Usage", "load_prices",
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""The client without asyncio: the same requests, on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from outrider.client.account import Totals
+from outrider.client.answers import Answer, Chunk, Message
+from outrider.client.asynchronous import AsyncClient
+from outrider.client.prices import Prices
+from outrider.client.settings import LIMITS, RETRIES, TIMEOUTS, Limits, Retries, Timeouts
+
+T = TypeVar("T")
+
+
+class Client:
+    """As AsyncClient, for programs without an event loop.  Any thread may use it, and several at once."""
+
+    def __init__(
+        self, base_url: str, *, model: str | None = None, api_key: str | None = None, timeouts: Timeouts = TIMEOUTS,
+        retries: Retries = RETRIES, limits: Limits = LIMITS, budget: Decimal | None = None,
+        prices: Prices | None = None, cache: Path | None = None, transport: httpx.AsyncBaseTransport | None = None,
+    ):  # fmt: skip
+        self._client = AsyncClient(
+            base_url, model=model, api_key=api_key, timeouts=timeouts, retries=retries, limits=limits, budget=budget,
+            prices=prices, cache=cache, transport=transport,
+        )  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def usage(self) -> Totals:
+        """What was used so far."""
+        return self._client.usage
+
+    def chat(self, messages: str | Sequence[Message], **settings: Any) -> Answer:
+        """Answer a chat.  Raises a ClientError."""
+        return self._run(self._client.chat(messages, **settings))
+
+    def complete(self, prompt: str | Sequence[int], **settings: Any) -> Answer:
+        """Continue a text, or token ids.  Raises a ClientError."""
+        return self._run(self._client.complete(prompt, **settings))
+
+    def chat_stream(self, messages: str | Sequence[Message], **settings: Any) -> Iterator[Chunk]:
+        """The answer to a chat as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        return self._streamed(self._client.chat_stream(messages, **settings))
+
+    def complete_stream(self, prompt: str | Sequence[int], **settings: Any) -> Iterator[Chunk]:
+        """A continuation as it is written.  Raises a ClientError, after some chunks a TornStream."""
+        return self._streamed(self._client.complete_stream(prompt, **settings))
+
+    def models(self) -> list[str]:
+        """Names of the server's models.  Raises a ClientError."""
+        return self._run(self._client.models())
+
+    def close(self) -> None:
+        """Close all connections; the client can't be used after."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        found = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return found.result()
+        except BaseException:
+            found.cancel()  # Ctrl-C while it waits: the request is given up
+            raise
+
+    def _streamed(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:
+        try:
+            while (chunk := self._run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._run(chunks.aclose())
+
+
+async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+    return await anext(chunks, None)

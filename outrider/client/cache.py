@@ -1,0 +1,56 @@
+"""Answers on disk by the content of their requests: what was asked word for word before is not asked again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from outrider.errors import ConfigError
+
+
+def digest(*values: Any) -> str:
+    """A hash of JSON values; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class ResponseCache:
+    """A folder with a file for each answer.  Several processes may share it.
+
+    Raises ConfigError where the folder can't be made.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't make the cache {folder}: {error.strerror}; name another folder") from None
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The answer to the request of this digest; None where there is none that can be read."""
+        try:
+            found = json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def put(self, key: str, raw: Mapping[str, Any]) -> None:
+        """Keep an answer; where the disk does not take it, nothing happens."""
+        path = self._path(key)
+        part = path.with_name(f"{path.name}.{uuid4().hex}")
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                part.write_text(json.dumps(raw), encoding="utf-8")
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"

@@ -1,0 +1,3 @@
+from tiny import folder, talker
+
+__all__ = ["folder", "talker"]
