@@ -203,7 +203,10 @@ def batch(found: dict[str, Any]) -> str:
         [
             str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "adaptive")),
             f"{row['speedup']:.2f}",
-            "{:.2f} ({:.2f} to {:.2f})".format(row["adaptive_over_better"], *row["interval"]),
+            "{:.2f} ({})".format(
+                row["adaptive_over_better"],
+                "{:.2f} to {:.2f}".format(*row["interval"]) if "interval" in row else "interval not measured",
+            ),
         ]
         for row in found["rows"]
     ]  # fmt: skip

@@ -37,6 +37,7 @@ VERBS = {
     },
     "Servers": {
         "serve": ("serve", "Serve a target and its drafter to OpenAI's clients"),
+        "ask": ("ask", "Ask a server, by prompt or by file, and what it cost"),
         "tune": ("tune", "Find which draft length pays at which load"),
         "replay": ("replay", "Send recorded traffic to servers, and time the answers"),
         "watch": ("watch", "Warn when a server's acceptance leaves its release's"),

@@ -137,7 +137,7 @@ class Attempt:
     async def _take(self) -> None:
         """A place among those under way, the rates' leave, the budget's, and the breaker's."""
         resources, call = self.resources, self.call
-        await resources.places.acquire()
+        await resources.permits.acquire()
         try:
             if resources.requests is not None:
                 await resources.requests.take()
@@ -150,7 +150,7 @@ class Attempt:
                 resources.account.free(self.most)
                 raise
         except BaseException:
-            resources.places.release()
+            resources.permits.release()
             raise
 
     async def _send(self) -> None:
@@ -229,7 +229,10 @@ class Attempt:
     async def answered(self, usage: Usage | None) -> Decimal | None:
         """The answer is whole; what it cost."""
         cost = cost_of(usage, self.call.price)
-        self.resources.account.charge(self.most, usage, cost)
+        if self.call.body is None:  # no text was asked for
+            self.resources.account.free(self.most)
+        else:
+            self.resources.account.charge(self.most, usage, cost)
         self.resources.breaker.success()
         self._give_back(None if usage is None else usage.total_tokens)
         await self._drain()
@@ -270,15 +273,15 @@ class Attempt:
 
     def _give_back(self, used: int | None) -> None:
         """The place, and tokens of the rate that were not used."""
-        self.resources.places.release()
+        self.resources.permits.release()
         if self.resources.tokens is not None and used is not None:
             self.resources.tokens.correct(used - self.tokens)
 
     async def _drain(self) -> None:
         """Read what follows a whole stream, so that its connection can carry another request."""
-        with suppress(TimeoutError, httpx.HTTPError):
+        with suppress(TimeoutError, httpx.HTTPError, Unreadable):
             async with asyncio.timeout(DRAIN_S):
-                while self._parts is not None and await anext(self._parts, b""):
+                while self._parts is not None and await self._next(self._parts):
                     pass
 
     async def _close(self) -> None:

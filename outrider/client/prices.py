@@ -41,7 +41,7 @@ class Prices(Config):
     date: datetime.date
     """When they were looked up."""
     currency: str
-    models: dict[str, Price] = {}
+    models: dict[str, Price] = Field(default_factory=dict)
 
 
 def load_prices(path: str | Path | None = None) -> Prices:

@@ -46,7 +46,7 @@ class Resources:
     ):  # fmt: skip
         self.base_url, self.timeouts, self.limits, self.account = base_of(base_url), timeouts, limits, account
         self._key = api_key
-        self.places = asyncio.Semaphore(limits.concurrency)
+        self.permits = asyncio.Semaphore(limits.concurrency)
         self.requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute)
         self.tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute)
         self.breaker = Breaker(limits.failures, limits.reset_s)

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from outrider.errors import ConfigError
 
 
+def _above_zero(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value}")
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """Seconds of each phase of a request."""
@@ -53,9 +58,7 @@ class Retries:
         for name in ("base_s", "cap_s", "longest_wait_s"):
             _above_zero(f"retries.{name}", getattr(self, name))
         if not self.share >= 0 or self.spare < 0:
-            raise ConfigError(
-                f"retries.share and retries.spare must not be below 0, got {self.share} and {self.spare}"
-            )
+            raise ConfigError(f"retries.share and retries.spare must not be below 0, got {self.share} and {self.spare}")
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,3 @@ class Limits:
 
 TIMEOUTS, RETRIES, LIMITS = Timeouts(), Retries(), Limits()
 """Of a client that is given none."""
-
-
-def _above_zero(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number of seconds above 0, got {value}")

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from outrider.decoding.draft import padded
@@ -72,5 +73,8 @@ def read(
     scores = target.prefill(cache, rows, padded(pieces, 0, state.device), lengths, drafter.taps)
     for row, length in counts.items():
         state.prefilled[row] += length
+    began = perf_counter()
     drafter.admit(memory, rows, state, scores, lengths)
+    if state.is_drafting:
+        state.read_s, state.read_tokens = state.read_s + perf_counter() - began, state.read_tokens + sum(lengths)
     return scores

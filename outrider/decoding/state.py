@@ -159,6 +159,7 @@ class DecodeState:
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
         self.drafted: list[int] = []  # number of nodes of each
         self.is_drafting = True  # the policy asked for drafts in the last step, or there was none
+        self.read_s, self.read_tokens = 0.0, 0  # prompts that the drafter was given meanwhile: its seconds, and tokens
         self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()
         self._select()

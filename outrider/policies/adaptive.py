@@ -27,8 +27,8 @@ class Adaptive(Policy):
         B * (1 + s[0] + ... + s[depth - 1]) / seconds(depth)
 
     with B live slots, s[n] the probability that node n is accepted, by recent steps, and the mean seconds of recent
-    steps of that depth.  All slots get the same depth: the widest slot sets the cost of a pass, and the sum over
-    different slots is B times their mean's.
+    steps of that depth, with a step's share of the time in which the drafter reads prompts. All slots get the same
+    depth: the widest slot sets the cost of a pass, and the sum over different slots is B times their mean's.
 
     One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a share
     of the time goes into `Probes`, so that drafting resumes by itself: many probes where they lose little, few where
@@ -51,7 +51,7 @@ class Adaptive(Policy):
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
         """The depths to choose from."""
-        self.acceptance, self.probes = Acceptance(limit), Probes()
+        self.acceptance, self.probes, self.prompts = Acceptance(limit), Probes(), Prompts()
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
         self.rows = list[int]()
@@ -69,7 +69,7 @@ class Adaptive(Policy):
         if self._can_rest(state):
             return self.asked
         self._read()
-        self.acceptance.meet(state)
+        self.prompts.meet(self.acceptance.meet(state), self.step, state)
         room = state.room
         live, most, depth = len(room), min(max(room, default=0), self.limit), 0
         if most > 0:
@@ -77,7 +77,9 @@ class Adaptive(Policy):
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
         # a try lasts one step, and a new depth is evaluated at every step
-        is_same = depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
+        is_same = (
+            depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
+        )
         self.steady, self.rows = self.steady + 1 if is_same else 0, state.rows
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
@@ -115,15 +117,15 @@ class Adaptive(Policy):
             self.acceptance.count(steps)
         costs.add(asked, [seconds for seconds, is_odd, _ in unread if not is_odd], self.step)
         for seconds, _, accepted in unread if self.probes.left and asked else ():
-            usual = None if self.paused else costs.at(asked)
-            self.probes.charge(seconds, usual, costs.at(0), sum(accepted.counts) / live)
+            usual = None if self.paused else costs.at(asked) + self.prompts.step_s
+            self.probes.charge(seconds + self.prompts.step_s, usual, costs.at(0), sum(accepted.counts) / live)
 
     def rates(self, live: int, most: int, costs: Costs) -> dict[int, float]:
         """Tokens per second by depth, where no slot has room for more than `most` nodes."""
         expected = list(accumulate(self.acceptance.shares(), initial=0.0))
-        return {
-            depth: live * (1 + expected[min(depth, most)]) / costs.at(min(depth, most)) for depth in (0, *self.depths)
-        }
+        seconds = {depth: costs.at(min(depth, most)) + self.prompts.step_s for depth in self.depths}
+        found = {depth: live * (1 + expected[min(depth, most)]) / own for depth, own in seconds.items()}
+        return {0: live / costs.at(0)} | found
 
     def _planned(self, live: int, most: int, costs: Costs) -> int:
         """The best depth, unless it is time to try another."""
@@ -179,12 +181,13 @@ class Acceptance:
         if not self.is_tree:
             self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
 
-    def meet(self, state: DecodeState) -> None:
-        """Reduce the weight of old counts where slots serve other requests than before."""
-        known = [row for row in state.rows if self.serving.get(row) is state.requests[row]]
-        if len(known) < len(state.rows):
+    def meet(self, state: DecodeState) -> list[Request]:
+        """Reduce the weight of old counts where slots serve other requests than before, which are returned."""
+        new = [state.requests[row] for row in state.rows if self.serving.get(row) is not state.requests[row]]
+        if new:
             self.serving = dict(state.requests)
-            self.lighten(self.NEW_TEXT, len(known) / len(state.rows))
+            self.lighten(self.NEW_TEXT, 1 - len(new) / len(state.rows))
+        return new
 
     def lighten(self, most: float, share: float = 0.0) -> None:
         """Reduce every count to this share of its weight, or to `most` tests, whichever is more."""
@@ -250,6 +253,31 @@ class Probes:
         paid = min(seconds, self.late if usual is None else usual)  # an outlier happens once
         self.late = seconds if usual is None else self.late
         self.credit -= paid / plain - 1 - accepted + self.FEE
+
+
+class Prompts:
+    """What a drafter's reading of prompts costs: it is done before a text's first step, and only while drafts are
+    wanted, so it is part of what drafting costs and of no step's seconds."""
+
+    WINDOW = 4096
+    """Steps after which counts are halved."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        """Seconds a step."""
+        self.tokens = self.steps = 0.0
+        self.last = 0
+
+    def meet(self, new: Sequence[Request], step: int, state: DecodeState) -> None:
+        """These requests are new at this step.  The very first ones show no rate yet."""
+        if self.last:
+            self.steps += step - self.last
+            self.tokens += sum(len(request.prompt) for request in new)
+        self.last = step
+        if self.steps > self.WINDOW:
+            self.steps, self.tokens = self.steps / 2, self.tokens / 2
+        if self.steps and state.read_tokens:
+            self.step_s = state.read_s / state.read_tokens * self.tokens / self.steps
 
 
 class Costs:

@@ -24,7 +24,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Timing
 from outrider.errors import ConfigError
-from outrider.policies.adaptive import Acceptance, Probes
+from outrider.policies.adaptive import Acceptance, Probes, Prompts
 from outrider.policies.step_rates import StepRates, StepSeconds, StepSize
 
 Survival = Sequence[Sequence[float]]
@@ -78,7 +78,8 @@ class ByLoad(Policy):
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
         self.seconds = StepSeconds(limit, rates)
-        self.acceptance, self.promises, self.probes = Acceptance(limit), Promises(limit), Probes()
+        self.acceptance, self.promises = Acceptance(limit), Promises(limit)
+        self.probes, self.prompts = Probes(), Prompts()
         self.is_confident, self.is_on = False, True
         self.depth = limit
         """The best depth to draft, whether that pays or not."""
@@ -111,7 +112,7 @@ class ByLoad(Policy):
         else:
             room = state.room
             self._read()
-            self.acceptance.meet(state)
+            self.prompts.meet(self.acceptance.meet(state), self.step, state)
             before, self.asking = self.asking, self._planned(room)
             self.rest = min(2 * self.rest, self.REST) if self.asking == before else 1
             self.rows, self.decided = state.rows, self.step
@@ -188,7 +189,10 @@ class ByLoad(Policy):
         drafting = (live - bisect_right(ordered, n) for n in range(most))  # slots that may draft node n
         expected = list(accumulate(map(mul, shares, drafting), initial=float(live)))
         found = {0: live / self.seconds.verify(live, live, 0)}
-        depths = {depth: (min(depth, most), self.seconds.draft(live, min(depth, most))) for depth in self.depths}
+        reading = self.prompts.step_s
+        depths = {
+            depth: (min(depth, most), self.seconds.draft(live, min(depth, most)) + reading) for depth in self.depths
+        }
         if self.is_confident:  # which of the nodes asked for will be verified is not known yet
             passes = [self.seconds.verify(live, live * (1 + n), min(n, 1)) for n in range(most + 1)]
             for depth, (nodes, draft) in depths.items():
@@ -280,9 +284,10 @@ class ByLoad(Policy):
 
     def _charge(self, each: Outcome) -> None:
         live, asked, tokens, kind = self._size(each)
-        usual = self.seconds.draft(live, asked) + self.seconds.verify(live, tokens, kind)
+        reading = self.prompts.step_s
+        usual = self.seconds.draft(live, asked) + self.seconds.verify(live, tokens, kind) + reading
         plain, accepted = self.seconds.verify(live, live, 0), sum(each.accepted.counts) / live
-        self.probes.charge(each.draft_s + each.pass_s, None if each.is_first else usual, plain, accepted)
+        self.probes.charge(each.draft_s + each.pass_s + reading, None if each.is_first else usual, plain, accepted)
 
 
 class ByBatch(Policy):

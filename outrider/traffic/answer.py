@@ -2,49 +2,19 @@
 
 TTFT: from the moment the call was first sent to its first text.  E2E: to the end of its answer, waiting and retries
 included. TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
-
-Events are read as in the HTML standard, 9.2.6, server-sent events.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """A longer Retry-After counts as a refusal."""
-
-
-class Events:
-    """Turns bytes, cut anywhere, into the data of server-sent events."""
-
-    def __init__(self) -> None:
-        self.decoder = io.IncrementalNewlineDecoder(
-            codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True
-        )
-        self.rest = ""
-        self.lines: list[str] = []
-
-    def feed(self, data: bytes, is_last: bool = False) -> Iterator[str]:
-        """Every event that `data` completes."""
-        *whole, self.rest = (self.rest + self.decoder.decode(data, is_last)).split("\n")
-        for line in whole:
-            name, _, value = line.partition(":")
-            if name == "data":
-                self.lines.append(value.removeprefix(" "))
-            elif not line and self.lines:
-                event, self.lines = "\n".join(self.lines), []
-                yield event
-
-    def end(self) -> Iterator[str]:
-        """The last event where no empty line closed it: servers that die leave that out, and some others too."""
-        return self.feed(b"\n\n", is_last=True)
 
 
 @dataclass(slots=True)

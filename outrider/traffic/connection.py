@@ -20,8 +20,9 @@ from email.utils import parsedate_to_datetime
 
 import h11
 
+from outrider.client.events import Events
 from outrider.traffic.address import Address
-from outrider.traffic.answer import Answer, Events
+from outrider.traffic.answer import Answer
 
 LARGEST_HEAD_BYTES = 64 * 2**10
 LARGEST_EVENT_BYTES = 16 * 2**20

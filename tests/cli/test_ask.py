@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
         found = capsys.readouterr()
         return found.out, " ".join(found.err.split())
 
-    yield read
+    return read
 
 
 def prompts(path: Path, rows: list[Any]) -> None:

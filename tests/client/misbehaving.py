@@ -33,7 +33,7 @@ from typing import Any
 
 from outrider.client import Price, Prices
 
-WORDS = ["né ", "日本 ", "😀 ", "plain ", "\\n \n", "\"quoted\" ", "data: ", "Ω≈ç ", "[DONE] ", "tail\r\n"]
+WORDS = ["né ", "日本 ", "😀 ", "plain ", "\\n \n", '"quoted" ', "data: ", "Ω≈ç ", "[DONE] ", "tail\r\n"]
 TOKENS_A_PIECE = 2
 MODEL = "stub"
 PRICES = Prices(date="2026-11-25", currency="USD", models={MODEL: Price(input=Decimal(1), output=Decimal(20))})
@@ -125,7 +125,9 @@ class Server(asyncio.Protocol):
         trouble, before = body.get("trouble") or [], self.ledger.arrive(name)
         wish = trouble[before] if before < len(trouble) else {}
         if "status" in wish:
-            error = {name: wish.get(name) for name in ("code", "param")} | {"message": f"told to answer {wish['status']}"}
+            error = {name: wish.get(name) for name in ("code", "param")} | {
+                "message": f"told to answer {wish['status']}"
+            }
             return self._send(wish["status"], json.dumps({"error": error}).encode(), wish.get("headers"))
         pieces = pieces_of(name, body.get("max_completion_tokens") or body.get("max_tokens"))
         usage = {"prompt_tokens": len(name) // 4 + 1, "completion_tokens": TOKENS_A_PIECE * len(pieces)}
@@ -167,8 +169,8 @@ class Server(asyncio.Protocol):
             return self.transport.abort()
         if wish.get("slow"):
             for at in range(0, len(head + data), 40):
-                self.transport.write((head + data)[at : at + 40])
                 await asyncio.sleep(0.001)
+                self.transport.write((head + data)[at : at + 40])
         else:
             self.transport.write(head + data)
         self.ledger.completed[name] += 1
@@ -188,7 +190,7 @@ class Server(asyncio.Protocol):
         self.ledger.begun[name] += 1
         if wish.get("empty"):
             self.transport.write(b"0\r\n\r\n")
-            return
+            return None
         for place, piece in enumerate(pieces):
             if place in (wish.get("cut"), wish.get("stall"), wish.get("error")) or (wish.get("wrong") and place == 1):
                 return await self._end_badly(wish)
@@ -206,6 +208,7 @@ class Server(asyncio.Protocol):
             await self._event(b"[DONE]", bool(wish.get("slow")), 1)
             self.ledger.completed[name] += 1
         self.transport.write(b"0\r\n\r\n")
+        return None
 
     async def _end_badly(self, wish: dict[str, Any]) -> None:
         if "error" in wish or "wrong" in wish:

@@ -53,7 +53,7 @@ def run(url: str, given: Path, to: Path, **settings: Any) -> Outcome:
 
 def test_lines_of_every_kind_are_answered_with_their_ids(stub: tuple[str, Ledger], tmp_path: Path) -> None:
     """Catches a form that is not understood, a setting of a line that everybody's overrides, and an id that is lost."""
-    url, ledger = stub
+    url, _ledger = stub
     rows: list[Any] = [
         "a text", {"prompt": "b", "id": 7, "max_tokens": 4},
         {"messages": [{"role": "user", "content": "c"}], "id": "x"},
@@ -151,9 +151,7 @@ asyncio.run(main())
 """
 
 
-def test_a_run_that_is_killed_loses_nothing_and_answers_nothing_twice(
-    stub: tuple[str, Ledger], tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_loses_nothing_and_answers_nothing_twice(stub: tuple[str, Ledger], tmp_path: Path) -> None:
     """Catches an answer that waits in memory, half a line that is taken for one, and prompts that are asked from the
     start again.  What was under way is asked twice at most once for each kill."""
     url, ledger = stub

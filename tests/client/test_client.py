@@ -102,7 +102,7 @@ def test_a_chat_and_a_text_are_answered_whole_and_as_streams(stub: tuple[str, Le
 
 def test_a_program_without_an_event_loop_is_answered_too(stub: tuple[str, Ledger]) -> None:
     """Catches a thread that is left behind, and a stream that holds its connection after its caller went away."""
-    url, ledger = stub
+    url, _ledger = stub
     before = threading.active_count()
     with Client(url, model=MODEL, prices=PRICES) as client:
         assert client.chat("hi").text == client.complete("hi").text == text_of("hi")
@@ -353,9 +353,7 @@ def test_what_was_asked_before_is_answered_from_disk(stub: tuple[str, Ledger], t
     assert ledger.attempts["hi"] == 4
 
 
-def test_predictions_that_are_rejected_are_left_out(
-    stub: tuple[str, Ledger], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_predictions_that_are_rejected_are_left_out(stub: tuple[str, Ledger], caplog: pytest.LogCaptureFixture) -> None:
     """Catches a client that goes on to pay for rejected tokens.  The server says that it rejects 1,500 each time."""
     url, ledger = stub
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
     clock = Time()
     monkeypatch.setattr(rates_.asyncio, "sleep", clock.sleep)
-    yield clock
+    return clock
 
 
 @pytest.mark.parametrize("limit", [1, 7, 60, 500])
@@ -375,7 +376,7 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 STREAM = (
     'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": null}\n\n'
     ': ping\r\n\r\ndata: {"choices":\ndata: [{"index": 0, "delta": {"content": "né日😀"}}]}\n\n'
-    'id: 3\revent: message\r'
+    "id: 3\revent: message\r"
     'data:{"choices": [{"index": 1, "delta": {"content": "other"}, "finish_reason": "stop"}]}\r\r'
     'data: {"choices": [{"index": 0, "delta": {"content": "data: "}, "finish_reason": "stop"}]}\n\n'
     'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
@@ -386,8 +387,8 @@ STREAM = (
 def test_a_stream_is_the_same_however_its_bytes_are_cut(cuts: list[int]) -> None:
     """Catches characters, line ends and events that are lost at the end of a part; comments, ids and the usage event
     are no text."""
-    reading, places = Reading(), [0, *sorted(cuts), len(STREAM)]
-    for start, end in zip(places, places[1:], strict=False):
+    reading, cuts_at = Reading(), [0, *sorted(cuts), len(STREAM)]
+    for start, end in itertools.pairwise(cuts_at):
         list(reading.feed(STREAM[start:end]))
     list(reading.end())
     assert reading.text == "né日😀data: "

@@ -23,6 +23,7 @@ from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.policies import adaptive
 from outrider.policies.adaptive import Adaptive
+from outrider.policies.by_load import ByLoad
 from outrider.sampling.settings import Sampling
 
 LIMIT = 8
@@ -60,6 +61,8 @@ class World:
         self.clock, self.random = clock, random.Random(seed)
         self.offers: Callable[[int], int] = lambda size: size
         """Of the nodes wanted: how many the drafter gives."""
+        self.text_steps, self.prompt, self.token_s = 0, 100, 0.0
+        """Steps of a text, 0: it never ends; tokens of its prompt; and the drafter's seconds for each of these."""
         self.state = DecodeState(slots, 10**9)
         for row in range(slots):
             self.state.admit(row, Request([1, 2], 10**8, Sampling()))
@@ -74,11 +77,13 @@ class World:
         return self
 
     def play(self, policy: Policy, steps: int) -> World:
-        for _ in range(steps):
+        for step in range(steps):
+            if self.text_steps and step % self.text_steps == 0:
+                self._next_texts()
             wanted = torch.minimum(policy.budget(self.state), torch.tensor(self.state.room)).clamp(0, LIMIT).tolist()
             sizes = [self.offers(size) for size in wanted]
             live = list(zip(self.state.rows, sizes, strict=True))
-            self.state.reached = sizes
+            self.state.reached, self.state.is_drafting = sizes, any(sizes)
             rows, depth = len(sizes) * (1 + max(sizes)), max(wanted)
             kept = verdict([self._kept(row, size) for row, size in live])
             policy.observe(self.state, torch.tensor(sizes), kept, self.clock.timing(rows, depth))
@@ -86,6 +91,15 @@ class World:
             self.tokens.append(self.tokens[-1] + sum(1 + self.worth[row][size] for row, size in live))
             self.elapsed.append(self.elapsed[-1] + sum(self.clock.seconds(rows, depth)))
         return self
+
+    def _next_texts(self) -> None:
+        for row in list(self.state.rows):
+            self.state.free(row)
+            self.state.admit(row, Request([1] * self.prompt, 10**8, Sampling()))
+            if self.state.is_drafting:
+                self.state.read_s += self.prompt * self.token_s
+                self.state.read_tokens += self.prompt
+                self.elapsed[-1] += self.prompt * self.token_s
 
     def rate(self, last: int) -> float:
         """Committed tokens per second of the last steps."""
@@ -250,6 +264,17 @@ def test_unlike_slots_are_asked_for_what_is_best_for_all():
     assert world.rate(350) >= 0.95 * world.best()
 
 
+@pytest.mark.parametrize("make", [Adaptive, ByLoad])
+@pytest.mark.parametrize(("token_s", "is_on"), [(0.0, True), (0.01, True), (1.0, False)])
+def test_reading_prompts_is_part_of_what_drafting_costs(make, token_s, is_on):
+    """Catches a policy that drafts because its steps are faster, while the drafter's reading of every prompt takes more
+    than they save."""
+    world = World(2, Clock(64, 0.01, 0.05), alike(0.7))
+    world.text_steps, world.prompt, world.token_s = 50, 100, token_s
+    depths = world.play(make(LIMIT), 3000).depths(1000)
+    assert depths.count(0) < 100 if is_on else depths.count(0) > 800
+
+
 def test_a_tree_is_asked_for_as_a_whole():
     """Catches chances of a tree read as a chain's: here node 0 is always wrong, and its sibling, node 1, always
     right."""
@@ -327,7 +352,9 @@ class Alone:
         """The state as each slot would see it alone."""
         reached = state.reached or [0] * len(state.rows)
         for row, room, deep in zip(state.rows, state.room, reached, strict=True):
-            yield SimpleNamespace(rows=[0], requests={0: state.requests[row]}, room=[room], reached=[deep])
+            yield SimpleNamespace(
+                rows=[0], requests={0: state.requests[row]}, room=[room], reached=[deep], read_s=0.0, read_tokens=0
+            )
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])

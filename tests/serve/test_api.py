@@ -525,7 +525,9 @@ def test_many_clients_at_once_get_their_own_texts(server: Running, talker: Trans
         assert list(pool.map(asked, prompts)) == wanted
 
 
-@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"include_drafts": True}], ids=["text", "ids", "drafts"])
+@pytest.mark.parametrize(
+    "more", [{}, {"return_token_ids": True}, {"include_drafts": True}], ids=["text", "ids", "drafts"]
+)
 def test_pieces_of_an_interval_come_together(more: dict[str, Any], talker: TransformersTarget) -> None:
     """Catches text that is lost, doubled or given to another choice where several steps are sent as one."""
     with running(talker, interval_s=60) as found:

@@ -30,10 +30,11 @@ from typer.testing import CliRunner
 
 from benchmarks import traffic
 from outrider.cli.replay import replay as verb
+from outrider.client.events import Events
 from outrider.errors import ConfigError, DataError
 from outrider.traffic import latencies, replay, traces
 from outrider.traffic.address import address_of
-from outrider.traffic.answer import Answer, Events
+from outrider.traffic.answer import Answer
 from outrider.traffic.calls import Call
 from outrider.traffic.compared import Compared, first_difference
 from outrider.traffic.connection import Client
