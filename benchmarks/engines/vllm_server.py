@@ -25,8 +25,10 @@ PATIENCE = 3
 
 
 @contextmanager
-def serving(slots: int, speculative: dict[str, Any] | None = None) -> Iterator[httpx.Client]:
-    """The demo target, compiled, in float32, no prefix kept.
+def serving(
+    slots: int, speculative: dict[str, Any] | None = None, prefix_caching: bool = False
+) -> Iterator[httpx.Client]:
+    """The demo target, compiled, in float32; prefix_caching: what prompts share is read once.
 
     Raises FileNotFoundError where the environment is not there, ChildProcessError where the server did not start.
     """
@@ -37,7 +39,7 @@ def serving(slots: int, speculative: dict[str, Any] | None = None) -> Iterator[h
         port = free.getsockname()[1]
     command = [
         HERE / "serve_vllm.sh", "--port", port, "--max-num-seqs", slots, "--no-enforce-eager",
-        "--no-enable-prefix-caching",
+        f"--{'' if prefix_caching else 'no-'}enable-prefix-caching",
         "--per-request-spec-decode-metrics", "none", "--speculative-config", json.dumps(speculative),
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:

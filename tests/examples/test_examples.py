@@ -47,6 +47,18 @@ def test_a_served_text_is_the_same_with_drafts(capsys: pytest.CaptureFixture[str
     assert steps[0] < steps[1] == 64
 
 
+def test_a_servers_text_is_the_same_with_drafts_made_here(capsys: pytest.CaptureFixture[str]) -> None:
+    load("remote").main()
+    out = capsys.readouterr().out
+    assert "the same text with drafts and without" in out
+    assert "than plain requests" in out
+
+
+def test_a_pasted_draft_is_seen_to_change_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    load("pasted_draft").main()
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
 def test_a_drafter_is_trained_exported_and_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
