@@ -69,6 +69,14 @@ KEYS = {
 }
 
 
+LEARNING = {
+    "Commands": {
+        "log": ("learning", "What was trained, served, refused and rolled back"),
+        "undo": ("learning", "Go back to an earlier version of the drafter"),
+    },
+}
+
+
 class Verbs(TyperGroup):
     """Verbs listed in a table, and loaded when they are called."""
 
@@ -136,6 +144,14 @@ app.add_command(
 app.add_command(
     Verbs("keys", KEYS, prefix="keys_", help="API keys of a server: add, list, revoke.", rich_help_panel="Servers")
 )
+
+
+app.add_command(
+    Verbs(
+        "learning", LEARNING, prefix="learning_", help="A drafter that learns while it serves: log, undo.",
+        rich_help_panel="Servers",
+    )
+)  # fmt: skip
 
 
 def main() -> None:

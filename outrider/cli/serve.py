@@ -7,10 +7,11 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
 import typer
 import yaml
 
@@ -35,6 +36,8 @@ from outrider.serve.config import Config
 from outrider.serve.door import Door
 from outrider.serve.engine import Engine
 from outrider.serve.keys import KeyRing
+from outrider.serve.learning import folder as learning
+from outrider.serve.learning.learner import Learner
 from outrider.serve.metrics import Telemetry
 from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
@@ -174,18 +177,23 @@ def _service(served: Served) -> Iterator[tuple[Service, Post]]:
         # In a thread that ends: OpenMP keeps the threads of everyone who ever computed, and where they are more than
         # cores, those that decode sleep at every barrier instead of spinning: a step takes six times as long.
         with ThreadPoolExecutor(1, "outrider-load") as loading:
-            service, post = loading.submit(_loaded, served, printer, log).result()
-        with service.engine:
+            service, post, learner = loading.submit(_loaded, served, printer, log).result()
+        with ExitStack() as running:
+            if learner is not None:
+                running.enter_context(learner)
+                say(f"learning  from what is served, version {learner.state.version}; log in {learner.folder.path}")
+            running.enter_context(service.engine)
             _say_engine(service.engine, config)
             yield service, post
 
 
-def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service, Post]:
+def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service, Post, Learner | None]:
     config = served.config
+    learned = _learned(served)
     printer.loading(served.target)
     target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
     printer.loaded(target)
-    drafter, label, names = _drafter(served, target, printer)
+    drafter, label, names = _drafter(served, target, printer, learned)
     name, post = config.name or _name_of(target.spec.name), Post()
     telemetry = Telemetry(name, config.slots, drafter=label)
     memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
@@ -196,18 +204,31 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
         drafter_timeout_s=config.drafter_timeout_s,
     )  # fmt: skip
     telemetry.length = engine.length
-    return Service(engine, target, config, name=name, drafters=names, log=log), post
+    learner = None if learned is None else Learner(engine, target, learned)
+    return Service(engine, target, config, name=name, drafters=names, log=log), post, learner
 
 
-def _drafter(served: Served, target: TransformersTarget, printer: Printer) -> tuple[Drafter | None, str, list[str]]:
+def _learned(served: Served) -> learning.Folder | None:
+    """The folder of a drafter that learns.  Raises ConfigError for one that can't, before anything loads."""
+    if served.config.learning is None:
+        return None
+    kind = served.drafter if isinstance(served.drafter, str | None) else parted(served.drafter)[0]
+    return learning.opened(served.config.learning, kind or "none", served.target.model_dump(), torch.get_num_threads())
+
+
+def _drafter(
+    served: Served, target: TransformersTarget, printer: Printer, learned: learning.Folder | None
+) -> tuple[Drafter | None, str, list[str]]:
     """The drafter, what it is called, and the names that a request may ask for."""
     if served.drafter is None:
         say("drafter   none: texts are decoded plainly, or drafted from a request's prediction")
         return None, "", []
     kind, own = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
-    drafter = load_drafter(kind, target, **own)
+    drafter = load_drafter(kind if learned is None else learned.current, target, **own)
     if served.target.compile:
         compile_drafter(drafter, printer)
+    if learned is not None:
+        learned.set(compile=any(step.graph is not None for step in drafter.steps))
     names = list(drafter.names) if isinstance(drafter, Mix) else [str(kind)]
     of = f" of {', '.join(names)}" if isinstance(drafter, Mix) else ""
     say(f"drafter   {kind}{of}: at most {drafter.limit} tokens a step")

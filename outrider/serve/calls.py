@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from outrider.decoding.state import FinishReason, Request
 from outrider.errors import OutriderError
@@ -55,6 +55,20 @@ class Call:
     """Drafted tokens that were accepted."""
     written: int = 0
     """Tokens written so far."""
+    is_stored: bool = True
+    """A drafter may learn from it."""
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    """Of each step, where the engine has a listener: depth of its draft, and how many drafted tokens were accepted."""
+
+
+class Listener(Protocol):
+    """Is told of texts by the engine, in its thread, so it returns at once."""
+
+    def ended(self, call: Call, answer: list[int]) -> None:
+        """A text ended by itself."""
+
+    def busy(self, is_busy: bool) -> None:
+        """There are calls from now on, or none."""
 
 
 class EngineStopped(OutriderError):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from outrider.config import Config as Base
+from outrider.serve.learning.config import Learning
 
 
 class Config(Base):
@@ -68,3 +69,6 @@ class Config(Base):
     """File that gets a JSON line for each request, which `outrider replay` reads; lengths without texts."""
     log_prompts: bool = False
     """Write prompts and answers into the request log too.  Ask those who send them first."""
+    learning: Learning | None = None
+    """The drafter learns from the texts that are served, which are stored; see docs/learning.md.  It does not unless
+    given."""

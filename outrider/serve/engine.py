@@ -23,8 +23,8 @@ from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
-from outrider.serve.calls import Call, Ending, EngineStopped, Output, QueueFull, WaitingCalls
-from outrider.serve.guard import Abandoned, GuardedDrafter
+from outrider.serve.calls import Call, Ending, EngineStopped, Listener, Output, QueueFull, WaitingCalls
+from outrider.serve.guard import Abandoned, GuardedDrafter, shape_of
 from outrider.serve.memory import slot_length
 from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.prediction import Predicted
@@ -65,9 +65,8 @@ class Engine:
         self.target, self.post, self.interval_s = target, post, interval_s
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
-        self._drafts_always = bool(inner.limit)
-        if not inner.probe_rows:
-            inner = Predicted(inner, target.spec.vocabulary, inner.limit or PREDICTED)
+        self._drafts_always, self._shape = bool(inner.limit), shape_of(inner)
+        inner = self._with_predictions(inner)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
@@ -79,6 +78,11 @@ class Engine:
         self.prefixes = PrefixStore(prefix_bytes)
         self.error = ""
         """Why the engine ended by itself; "" while it works."""
+        self.listener: Listener | None = None
+        """Set before `start`."""
+        self.replaced = 0.0
+        """When another drafter was taken, by `time.monotonic`."""
+        self._replacement: Drafter | None = None
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}  # by slot, in the order of admission
         self._cancelled: set[Call] = set()
@@ -86,7 +90,7 @@ class Engine:
         self._sent = 0.0
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
-        self._drafter_timeout_s, self._threads = drafter_timeout_s, torch.get_num_threads()
+        self._drafter_timeout_s, self.threads = drafter_timeout_s, torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._read_tokens = self._invalid = 0
@@ -137,6 +141,17 @@ class Engine:
             self._cancelled.add(call)
             self._changed.notify()
 
+    def replace(self, drafter: Drafter) -> None:
+        """Draft with other weights from the next step on; slots go on with what is stored for them.  No text changes.
+
+        Raises ConfigError for a drafter of another shape.
+        """
+        if (shape := shape_of(drafter)) != self._shape:
+            raise ConfigError(f"a drafter like {shape} can't replace one like {self._shape}; start a server with it")
+        with self._changed:
+            self._replacement = drafter
+            self._changed.notify()
+
     def stop(self, drain_s: float = 0.0) -> None:
         """Take no more calls, let those that are here end for so many seconds, then cancel the rest."""
         with self._changed:
@@ -169,7 +184,7 @@ class Engine:
         self._thread.start()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # a new thread does not take over what was set in another
+        torch.set_num_threads(self.threads)  # a new thread does not take over what was set in another
         try:
             with torch.inference_mode():
                 if not self._is_warm:
@@ -203,6 +218,7 @@ class Engine:
         self._emit(None)  # of a step that another thread did not finish
         if not self._admit():
             return False
+        self._exchange()
         self._read()
         if self.state.rows:
             self._step()
@@ -211,9 +227,9 @@ class Engine:
     def _admit(self) -> bool:
         """Drop calls that are over, give free slots to calls that wait; sleeps while there is nothing to do."""
         with self._changed:
-            while not (self._serving or self._waiting or self._is_draining):
+            while not (self._serving or self._waiting or self._is_draining or self._replacement):
                 self._cancelled.clear()
-                self._changed.wait()
+                self._sleep()
             over, self._cancelled = self._over_by_now(self._cancelled), set()
             for call in over:
                 self._waiting.remove(call)
@@ -235,6 +251,28 @@ class Engine:
             self.telemetry.admitted(call)
         self._limit_drafts()
         return True
+
+    def _sleep(self) -> None:
+        """Until something changes; the listener knows that there are no calls meanwhile."""
+        if self.listener is not None:
+            self.listener.busy(False)
+        self._changed.wait()
+        if self.listener is not None:
+            self.listener.busy(True)
+
+    def _exchange(self) -> None:
+        """Take another drafter where one was given."""
+        with self._changed:
+            drafter, self._replacement = self._replacement, None
+        if drafter is not None:
+            self.drafter.replace(self._with_predictions(drafter))
+            self.replaced = time.monotonic()
+
+    def _with_predictions(self, drafter: Drafter) -> Drafter:
+        """The same drafter for requests that say what their answers repeat, too."""
+        if drafter.probe_rows:
+            return drafter
+        return Predicted(drafter, self.target.spec.vocabulary, drafter.limit or PREDICTED)
 
     def _limit_drafts(self) -> None:
         """Without a drafter, a step asks for drafts only while a request has a prediction."""
@@ -298,6 +336,9 @@ class Engine:
         written = [len(state.tokens[row]) - was for row, was in zip(rows, before, strict=True)]
         for call, count, nodes in zip(calls, counts, state.drafted, strict=True):
             call.steps, call.drafted, call.accepted = call.steps + 1, call.drafted + nodes, call.accepted + count
+        if self.listener is not None:
+            for call, depth, count in zip(calls, state.reached, counts, strict=True):
+                call.drafts.append((depth, count))
         parts = timing.draft, timing.verify, timing.other
         record = StepRecord(calls, written, counts, state.drafted, state.reached, seconds, *parts, self._read_tokens)
         self.telemetry.stepped(record)
@@ -340,6 +381,8 @@ class Engine:
                 call.first, call.written = call.first or now, call.written + len(tokens)
             if not call.finished and reason is not None:
                 self._ended(call, reason)
+                if self.listener is not None:
+                    self.listener.ended(call, state.tokens[row][len(call.request.prompt) :])
         if is_due:
             self._send()
         for row in over:

@@ -23,6 +23,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+def shape_of(drafter: Drafter) -> tuple[object, ...]:
+    """What is equal where one drafter can take over what another stores of its slots."""
+    own = drafter.taps, drafter.limit, drafter.hidden, drafter.confidence_before_draw, drafter.probe_rows
+    return (type(drafter), *own)
+
+
 class Abandoned(BaseException):
     """Raised in a thread whose drafter came back too late: another thread decodes by now, so this one must end."""
 
@@ -38,6 +44,10 @@ class GuardedDrafter(Drafter):
         self.is_off = False
         self._busy_since: float | None = None
         self._lock = threading.Lock()
+
+    def replace(self, inner: Drafter) -> None:
+        """Ask this one from now on; it takes over the memory of the one before, see `shape_of`."""
+        self.inner = inner
 
     def allocate(self, cache: Cache) -> Any:
         return self.inner.allocate(cache)

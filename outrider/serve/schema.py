@@ -157,9 +157,10 @@ class Asked(Body):
     return_token_ids: bool | None = None
     timeout: float | None = Field(None, gt=0, le=86_400)
     """Seconds after which the request ends with 408."""
-    user: str | None = None
-    """No effect, as the four below."""
     store: bool | None = None
+    """false: no drafter learns from the texts of this request."""
+    user: str | None = None
+    """No effect, as the three below."""
     metadata: Annotated[dict[str, str], Field(max_length=MOST_KEYS), BeforeValidator(_few)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

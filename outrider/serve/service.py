@@ -64,8 +64,10 @@ class Job:
         """A further answer of this request."""
         index = len(self.calls)
         self.choices.append(Choice(index))
-        self.calls.append(Call(request, functools.partial(self._take, index), owner, deadline))
-        return self.calls[-1]
+        call = Call(request, functools.partial(self._take, index), owner, deadline)
+        call.is_stored = self.body.store is not False
+        self.calls.append(call)
+        return call
 
     def _take(self, index: int, output: Output) -> None:
         self._arrived.append((index, output))
