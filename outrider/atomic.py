@@ -1,4 +1,4 @@
-"""Write a file or a folder whole or not at all: under another name, then renamed."""
+"""Write a file or a folder whole or not at all, under another name, then renamed; and lines that were written whole."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines, with their numbers, of a file that a run was adding to; none where there is no file.  A last one that was
+    cut short is taken away."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                file.truncate(end)
+                return
+            end += len(line)
+            yield number, line
 
 
 def sync(path: Path) -> None:

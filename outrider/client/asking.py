@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from outrider.atomic import whole_lines
 from outrider.client.answers import Answer
 from outrider.client.asynchronous import AsyncClient
 from outrider.client.cache import digest
@@ -112,21 +113,13 @@ def answered(path: Path) -> dict[str, str]:
 
     Raises DataError for a file of something else.
     """
-    if not path.exists():
-        return {}
     found: dict[str, str] = {}
-    with path.open("r+b") as file:
-        end = 0
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                file.truncate(end)
-                break
-            end += len(line)
-            try:
-                row = json.loads(line)
-                found[row["id"]] = row["request"]
-            except (ValueError, LookupError, TypeError):
-                raise DataError(f"{path}, line {number}, is no answer of `outrider ask`; name another file") from None
+    for number, line in whole_lines(path):
+        try:
+            row = json.loads(line)
+            found[row["id"]] = row["request"]
+        except (ValueError, LookupError, TypeError):
+            raise DataError(f"{path}, line {number}, is no answer of `outrider ask`; name another file") from None
     return found
 
 

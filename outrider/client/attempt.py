@@ -234,9 +234,11 @@ class Attempt:
         else:
             self.resources.account.charge(self.most, usage, cost)
         self.resources.breaker.success()
-        self._give_back(None if usage is None else usage.total_tokens)
-        await self._drain()
-        await self._close()
+        try:
+            await self._drain()
+            await self._close()
+        finally:
+            self._give_back(None if usage is None else usage.total_tokens)
         return cost
 
     async def broken(self, usage: Usage | None = None, is_ours: bool = True) -> None:

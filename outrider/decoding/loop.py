@@ -42,10 +42,11 @@ def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state
     nothing = Draft.empty(len(state.rows), state.device)
     if not drafter.limit or target.spec.mode == "off":
         return nothing
-    wanted = zip(policy.budget(state).tolist(), state.room, strict=True)
-    most = [max(0, min(own, room, drafter.limit)) for own, room in wanted]
-    state.is_drafting = any(most)
-    if not state.is_drafting:
+    wanted, rooms = policy.budget(state).tolist(), state.room
+    most = [max(0, min(own, room, drafter.limit)) for own, room in zip(wanted, rooms, strict=True)]
+    if any(room > 0 for room in rooms):  # else texts are at their last token, whatever the policy wants
+        state.is_drafting = any(most)
+    if not any(most):
         return nothing
     draft = Draft.checked(drafter.propose(memory, state, budget := torch.tensor(most)), len(state.rows))
     if target.spec.mode == "chain":

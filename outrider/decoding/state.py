@@ -158,7 +158,7 @@ class DecodeState:
         self.reading: set[int] = set()  # slots whose prompt is being read, which take no part in steps
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
         self.drafted: list[int] = []  # number of nodes of each
-        self.is_drafting = True  # the policy asked for drafts in the last step, or there was none
+        self.is_drafting = True  # the policy wanted drafts in the last step with room for any, or there was none
         self.read_s, self.read_tokens = 0.0, 0  # prompts that the drafter was given meanwhile: its seconds, and tokens
         self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()

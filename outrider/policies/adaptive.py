@@ -51,10 +51,10 @@ class Adaptive(Policy):
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
         """The depths to choose from."""
-        self.acceptance, self.probes, self.prompts = Acceptance(limit), Probes(), Prompts()
+        self.acceptance, self.probes, self.prompts = Acceptance(limit), Probes(), PromptCosts()
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
-        self.rows = list[int]()
+        self.rows: list[int] = []
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
         self.unread: list[tuple[float, bool, Accepted]] = []
         """Steps since the last decision: seconds, whether the step was unusual, and what was accepted."""
@@ -77,10 +77,9 @@ class Adaptive(Policy):
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
         # a try lasts one step, and a new depth is evaluated at every step
-        is_same = (
-            depth == self.depth and not self.probes.left and (wanted == self.wanted if depth else not any(self.wanted))
-        )
-        self.steady, self.rows = self.steady + 1 if is_same else 0, state.rows
+        as_before = wanted == self.wanted if depth else not any(self.wanted)
+        is_steady = depth == self.depth and not self.probes.left and as_before
+        self.steady, self.rows = self.steady + 1 if is_steady else 0, state.rows
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
 
@@ -255,7 +254,7 @@ class Probes:
         self.credit -= paid / plain - 1 - accepted + self.FEE
 
 
-class Prompts:
+class PromptCosts:
     """What a drafter's reading of prompts costs: it is done before a text's first step, and only while drafts are
     wanted, so it is part of what drafting costs and of no step's seconds."""
 

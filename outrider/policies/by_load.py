@@ -24,7 +24,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Timing
 from outrider.errors import ConfigError
-from outrider.policies.adaptive import Acceptance, Probes, Prompts
+from outrider.policies.adaptive import Acceptance, Probes, PromptCosts
 from outrider.policies.step_rates import StepRates, StepSeconds, StepSize
 
 Survival = Sequence[Sequence[float]]
@@ -79,7 +79,7 @@ class ByLoad(Policy):
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
         self.seconds = StepSeconds(limit, rates)
         self.acceptance, self.promises = Acceptance(limit), Promises(limit)
-        self.probes, self.prompts = Probes(), Prompts()
+        self.probes, self.prompts = Probes(), PromptCosts()
         self.is_confident, self.is_on = False, True
         self.depth = limit
         """The best depth to draft, whether that pays or not."""

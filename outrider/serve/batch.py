@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
+from outrider.atomic import whole_lines
 from outrider.errors import ConfigError, DataError
 from outrider.serve.parsing import read
 from outrider.serve.refusals import Refusal, invalid
@@ -68,20 +69,12 @@ def _line(text: bytes, where: str, known: set[str]) -> Line:
 def answered(path: Path) -> set[str]:
     """The custom_ids that have an answer; a last line that was cut short is taken away.  Raises DataError for a file of
     something else."""
-    if not path.exists():
-        return set()
     found: set[str] = set()
-    with path.open("r+b") as file:
-        end = 0
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                file.truncate(end)
-                break
-            end += len(text)
-            try:
-                found.add(json.loads(text)["custom_id"])
-            except (ValueError, LookupError, TypeError):
-                raise DataError(f"{path}, line {number}, is no answer of a batch; name another file") from None
+    for number, line in whole_lines(path):
+        try:
+            found.add(json.loads(line)["custom_id"])
+        except (ValueError, LookupError, TypeError):
+            raise DataError(f"{path}, line {number}, is no answer of a batch; name another file") from None
     return found
 
 

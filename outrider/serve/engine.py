@@ -88,6 +88,7 @@ class Engine:
         self._cancelled: set[Call] = set()
         self._unsent: list[tuple[Call, Output]] = []
         self._sent = 0.0
+        """When outputs were last given to `post`."""
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
         self._drafter_timeout_s, self.threads = drafter_timeout_s, torch.get_num_threads()

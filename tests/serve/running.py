@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,12 @@ def engine_of(target: TransformersTarget, drafter: Drafter | None, config: Confi
         yield engine, post
 
 
+def _run(own: server.Server, work: Coroutine[Any, Any, None]) -> None:
+    """On the event loop that the server would take."""
+    with asyncio.Runner(loop_factory=own.config.get_loop_factory()) as runner:
+        runner.run(work)
+
+
 @contextmanager
 def running(
     target: TransformersTarget, drafter: Drafter | None = None, drafters: tuple[str, ...] = (),
@@ -72,8 +78,7 @@ def running(
         app = make_app(service, engine.telemetry, lambda: door.is_closed)
         door = Door(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
         own = server.Server(door, service, post)
-        runner = asyncio.Runner(loop_factory=own.config.get_loop_factory())
-        thread = threading.Thread(target=lambda: runner.run(own.serve([sock])), daemon=True)
+        thread = threading.Thread(target=lambda: _run(own, own.serve([sock])), daemon=True)
         thread.start()
         found = Running(server.address_of(sock), service, door, own)
         assert found.settled(lambda: own.started)
@@ -83,4 +88,3 @@ def running(
             own.should_exit = True
             thread.join(20)
             assert not thread.is_alive(), "the server did not end"
-            runner.close()

@@ -1,0 +1,98 @@
+"""When a drafter reads the target's features: ahead while it drafts, and not before it does while it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import Case
+from torch import Tensor
+
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import DecodeState
+from outrider.generation import generate
+from outrider.nn.memory import FeatureBuffer
+from outrider.policies.fixed import Fixed
+from outrider.targets.transformers import TransformersTarget
+
+PROMPTS = [[n % 64 for n in range(40)], [(3 * n) % 64 for n in range(40)], [(5 * n) % 64 for n in range(40)]]
+
+
+class Late(Policy):
+    """Plain steps, so many, then drafts."""
+
+    def __init__(self, plain: int):
+        self.left = plain
+
+    def budget(self, state: DecodeState) -> Tensor:
+        self.left -= 1
+        return torch.full((len(state.rows),), 0 if self.left >= 0 else 3)
+
+
+@pytest.fixture(params=["dspark", "eagle3"])
+def drafter(request: pytest.FixtureRequest, drafter_of: Callable[[Case], Drafter]) -> Drafter:
+    return drafter_of(Case(request.param))
+
+
+def reads(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the unread features of a slot each time that the drafter reads ahead."""
+    found: list[int] = []
+    read: Any = type(drafter).read
+
+    def counted(self: Any, memory: Any, row: int, state: DecodeState) -> None:
+        found.append(memory.features.count(row))
+        read(self, memory, row, state)
+
+    monkeypatch.setattr(type(drafter), "read", counted)
+    return found
+
+
+def texts(target: TransformersTarget, drafter: Drafter | None, policy: Policy, count: int) -> list[list[int]]:
+    found = generate(target, PROMPTS, drafter, max_new_tokens=count, policy=policy, slots=1)
+    return [one.tokens for one in found]
+
+
+def test_prompts_are_read_ahead_while_it_drafts(
+    target: TransformersTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the last step of a text, which has no room for a draft, taken for a policy that wants none."""
+    found = reads(drafter, monkeypatch)
+    propose: Any = type(drafter).propose
+    monkeypatch.setattr(type(drafter), "propose", lambda *given: (found.append(-1), propose(*given))[1])
+    assert texts(target, drafter, Fixed(3), 2) == texts(target, None, Fixed(0), 2)
+    ahead = [count for count, following in pairwise(found) if following == -1 and count >= len(PROMPTS[0]) - 2]
+    assert len(ahead) == len(PROMPTS)
+
+
+def test_prompts_are_not_read_while_it_does_not(
+    target: TransformersTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a drafter that is paid for whether it drafts or not.  The first prompt comes before the first step."""
+    found = reads(drafter, monkeypatch)
+    texts(target, drafter, Fixed(0), 8)
+    assert len(found) == 1
+
+
+def test_what_waited_is_read_before_the_first_draft(
+    target: TransformersTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches features that are lost or read twice when drafting resumes: then fewer tokens are accepted."""
+    policy = Late(12)  # the whole first text, and some steps of the second
+    found = reads(drafter, monkeypatch)
+    assert texts(target, drafter, policy, 9) == texts(target, None, Fixed(0), 9)
+    assert any(count >= len(PROMPTS[0]) for count in found)
+
+
+def test_no_more_than_a_bound_waits(
+    target: TransformersTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches features of a long text that are kept for ever by a drafter that is off."""
+    monkeypatch.setattr(FeatureBuffer, "MAX_UNREAD", 16)
+    monkeypatch.setattr(FeatureBuffer, "MAX_PASSES", 16)
+    found = reads(drafter, monkeypatch)
+    texts(target, drafter, Fixed(0), 60)
+    assert len(found) >= 2 * len(PROMPTS)
+    assert max(found) <= len(PROMPTS[0]) + 16
