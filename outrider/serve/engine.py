@@ -277,6 +277,8 @@ class Engine:
             taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
             call.cached += taken
             self.telemetry.cached(taken)
+            if any(self.prefixes.shares(self.state, row, other) for other in counts):
+                continue  # in the next round it is taken over
             count = min(self.state.unread(row), most)
             width = max(count, *counts.values(), 0)
             if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
