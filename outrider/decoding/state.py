@@ -134,8 +134,8 @@ class DecodeState:
     """Slots of one batch.  A slot is admitted, advances by `commit`, is finished, and is freed for the next request.
 
     Drafters and policies read these, and change none:
-    `rows` list[int], the live slots, ascending; a finished one stays until it is freed, before the next step; one whose
-    prompt is still being read is not live
+    `rows` list[int], the live slots; a finished one stays until it is freed, before the next step; one whose prompt is
+    still being read is not live
     `tokens[row]` list[int], prompt and committed tokens, the last one the anchor; between admit and free it only grows
     `requests[row]` the slot's `Request`, absent where the slot is free; `prefilled[row]` prompt tokens the target has
     read `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of
@@ -162,6 +162,7 @@ class DecodeState:
         self.read_s, self.read_tokens = 0.0, 0  # prompts that the drafter was given meanwhile: its seconds, and tokens
         self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()
+        self.rows: list[int] = []
         self._select()
 
     def admit(self, row: int, request: Request, is_live: bool = True) -> None:
@@ -193,7 +194,12 @@ class DecodeState:
         self._select()
 
     def _select(self) -> None:
-        self.rows = sorted(self.requests.keys() - self.reading)
+        live = self.requests.keys() - self.reading
+        stay = sum(row in live for row in self.rows)
+        # the last take the places of those that are gone, and new ones come last: a cache moves few slots together
+        last = iter([row for row in self.rows[stay:] if row in live])
+        places = [row if row in live else next(last) for row in self.rows[:stay]]
+        self.rows = places + sorted(live.difference(places))
         self.judge.select(self.requests, self.rows, self.device)
         seeded = [self.shared_noise and self.requests[row].sampling.seed is not None for row in self.rows]
         self.seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None

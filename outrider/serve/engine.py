@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ PREDICTED = 8
 """Most tokens of a prediction that are drafted in one step where there is no drafter."""
 INTERNAL = "the engine failed on this request; the server's log says why"
 READ_WITH_STEPS = 128
-"""Most prompt tokens read between two steps of other slots."""
+"""Most prompt tokens read between two steps of other slots; more where many prompts wait for few such slots."""
+STREAMS = 8
+"""Streams whose pieces are `interval_s` apart.  To more streams, as many pieces are sent in a second as to these."""
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -49,7 +51,7 @@ class Engine:
     free unless given.  policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
     queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
     post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step, or once every interval_s
-    seconds where steps are shorter.  First tokens and ends don't wait.
+    seconds where steps are shorter, and less often with many calls.  First tokens and ends don't wait.
     drafter_timeout_s: seconds after which a drafter that does not return is given up.
 
     On a CPU, load and build what it needs in a thread that ends before `start`: OpenMP keeps the threads of everyone
@@ -291,9 +293,8 @@ class Engine:
     def _read(self) -> None:
         """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
         state = self.state
-        counts = self._pieces(READ_WITH_STEPS if state.rows else PREFILL_CHUNK)
+        counts = self._pieces(_most_read(len(state.reading), len(state.rows)))
         if counts:
-            self._send()  # a pass over a prompt takes longer than a step
             try:
                 scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
                 self.prefixes.put(self.target, self.drafter, self.cache, state, counts, scores)
@@ -314,6 +315,8 @@ class Engine:
             taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
             call.cached += taken
             self.telemetry.cached(taken)
+            if any(self.prefixes.shares(self.state, row, other) for other in counts):
+                continue  # in the next round it is taken over
             count = min(self.state.unread(row), most)
             width = max(count, *counts.values(), 0)
             if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
@@ -370,7 +373,8 @@ class Engine:
     def _emit(self, accepted: Sequence[int] | None) -> None:
         """Give every caller the tokens that are new, and free the slots of texts that ended."""
         state, now = self.state, time.monotonic()
-        is_due, over = now - self._sent >= self.interval_s, []
+        urgent: set[Call] = set()
+        over = []
         for b, row in enumerate(state.rows):
             call, reason = self._serving[row], state.finished[row]
             if reason is not None:
@@ -378,14 +382,17 @@ class Engine:
             tokens = state.tokens[row][len(call.request.prompt) + call.written :]
             if not call.finished and (tokens or reason):
                 self._unsent.append((call, self._output(row, tokens, accepted[b] if accepted else 0)))
-                is_due = is_due or not call.first or reason is not None
+                if not call.first or reason is not None:
+                    urgent.add(call)
                 call.first, call.written = call.first or now, call.written + len(tokens)
             if not call.finished and reason is not None:
                 self._ended(call, reason)
                 if self.listener is not None:
                     self.listener.ended(call, state.tokens[row][len(call.request.prompt) :])
-        if is_due:
+        if now - self._sent >= self.interval_s * max(1.0, len(self._serving) / STREAMS):
             self._send()
+        elif urgent:
+            self._send_to(urgent)
         for row in over:
             self._free(row)
 
@@ -393,6 +400,12 @@ class Engine:
         if self._unsent:
             self.post(functools.partial(_deliver, self._unsent))
             self._unsent, self._sent = [], time.monotonic()
+
+    def _send_to(self, calls: Collection[Call]) -> None:
+        """What these calls have not been given."""
+        found = [one for one in self._unsent if one[0] in calls]
+        self.post(functools.partial(_deliver, found))
+        self._unsent = [one for one in self._unsent if one[0] not in calls]
 
     def _output(self, row: int, tokens: list[int], drafted: int) -> Output:
         judge: Any = self.state.judge
@@ -411,7 +424,7 @@ class Engine:
         if row is not None:
             self._free(row)
         self._unsent.append((call, Output(finish_reason=reason, error=error)))
-        self._send()
+        self._send_to({call})
         self._ended(call, reason)
 
     def _ended(self, call: Call, reason: Ending) -> None:
@@ -425,6 +438,13 @@ class Engine:
                 self._waiting.remove(call)
         for call in [*self._serving.values(), *waiting]:
             self._end(call, "error", error)
+
+
+def _most_read(reading: int, live: int) -> int:
+    """Prompt tokens that are read before the next step, where so many slots read prompts and so many take part in
+    steps."""
+    wanted = max(READ_WITH_STEPS, 4 * READ_WITH_STEPS * (reading - 1) // live) if live else PREFILL_CHUNK
+    return min(wanted, PREFILL_CHUNK)
 
 
 def _deliver(outputs: Sequence[tuple[Call, Output]]) -> None:

@@ -102,6 +102,14 @@ class PrefixStore:
             self._warn(f"beginnings of prompts are not stored for {target.spec.name}: {why}")
         return not why
 
+    def shares(self, state: DecodeState, row: int, other: int) -> bool:
+        """Whether a slot could take over what another is about to read."""
+        begin, tenants = state.prefilled[row], [state.requests[one].tenant for one in (row, other)]
+        if not self.budget_bytes or begin != state.prefilled[other] or not (self.is_shared or len(set(tenants)) == 1):
+            return False
+        ends = begin + self.block
+        return len(state.tokens[row]) > ends and state.tokens[row][:ends] == state.tokens[other][:ends]
+
     def take(
         self, target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int,
         most: int | None = None,

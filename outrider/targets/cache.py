@@ -134,9 +134,9 @@ class SlotCache:
         if rows is self._gathered:
             return
         current = [self.buffer_rows[row] for row in rows]
-        # where most of them stay
+        # where most of them stay; if that leaves no room for all, at the beginning, so that more can follow
         [(first, _)] = Counter(index - n for n, index in enumerate(current)).most_common(1)
-        first = max(0, min(first, self.slots - len(rows)))
+        first = first if 0 <= first <= self.slots - len(rows) else 0
         wanted = dict(zip(rows, range(first, first + len(rows)), strict=True))
         if current != list(wanted.values()):
             taken = set(wanted.values())
