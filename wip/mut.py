@@ -7,7 +7,7 @@ Fault("a prompt's side is drawn each time",[Edit(L+"buffer.py","int.from_bytes(d
 Fault("what shows no loss passes",[Edit(L+"trial.py","self.gain.low > 1","self.gain.low > 0")],[J]),
 Fault("held-out texts train",[Edit(L+"job.py",'folder.buffer.newest("train", config','folder.buffer.newest("held_out", config')],[J]),
 Fault("store: false is forgotten",[Edit("outrider/serve/service.py","call.is_stored = self.body.store is not False","call.is_stored = True")],[T]),
-Fault("a version is taken with nothing to compare",[Edit(L+"learner.py","len(self._recent) < FEWEST or self._before or self.engine","self._before or self.engine")],[J]),
+Fault("a version is taken with nothing to compare",[Edit(L+"learner.py","len(self._recent) < BEFORE or self._before or self.engine","self._before or self.engine")],[J]),
 Fault("a version that was rolled back is taken again",[Edit(L+"learner.py","self._use(before, self.state.newest)","self._use(before, before)")],[J]),
 Fault("the job runs while requests are there",[Edit(L+"learner.py","self._job.stand_still(is_busy)","self._job.stand_still(False)")],[J]),
 Fault("the last step counts",[Edit(L+"acceptance.py","text.drafts[:-1]","text.drafts")],[T]),

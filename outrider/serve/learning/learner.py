@@ -41,8 +41,10 @@ MOST_WAITING = 10_000
 """Texts that may wait to be stored; more are not."""
 RECENT = 256
 """Texts by which acceptance is judged, before a swap and after it."""
+BEFORE = 128
+"""Texts under the version that is served without which no other is taken: too few would hide that one is worse."""
 FEWEST = 16
-"""Texts on either side without which nothing is judged."""
+"""Texts under a new version without which it is not judged."""
 TAIL = 0.001
 """Chance of going back where nothing got worse, at each look."""
 IDLE_S = 5.0
@@ -189,7 +191,7 @@ class Learner:
             if not result["passed"] or result["from"] != self.state.version:
                 self._use(self.state.version, version)
                 continue
-            if len(self._recent) < FEWEST or self._before or self.engine.is_degraded:
+            if len(self._recent) < BEFORE or self._before or self.engine.is_degraded:
                 return
             before, texts = self.state.version, list(self._recent)
             self._use(before, version)  # not again, should it fail
