@@ -259,12 +259,16 @@ class TransformersTarget:
             return self._rows_of(ids, cache, probe.mask, probe.depths, keys)
 
     def _rows_of(self, tokens: Tensor, cache: TextCache, mask: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        """Hidden states of rows [B, Q] at positions `at`, which see keys at positions `keys` under mask [B, Q, K]."""
+        """Hidden states of rows [B, Q]; the rest as in `masked`."""
+        found: Tensor = self._trunk(input_ids=tokens, **self.masked(cache, mask, at, keys)).last_hidden_state
+        return found
+
+    def masked(self, cache: Any, mask: Tensor, at: Tensor, keys: Tensor) -> dict[str, Any]:
+        """Arguments of a pass over rows at positions `at` [B, Q], which see keys at positions `keys` [B or 1, K] under
+        mask [B, Q, K] bool, each kind of layer within its limit.  cache: None for a pass without."""
         limits = self.family.limits.items()
         masks = {kind: additive(limited(mask, limit, at, keys), self.model.dtype) for kind, limit in limits}
-        at = at.clamp(max=self.spec.context - 1).expand(len(tokens), -1)
-        found: Tensor = self._trunk(input_ids=tokens, **self.family.arguments(cache, masks, at)).last_hidden_state
-        return found
+        return self.family.arguments(cache, masks, at.clamp(max=self.spec.context - 1).expand(len(mask), -1))
 
     @functools.cached_property
     def _has_ids_in_layers(self) -> bool:
