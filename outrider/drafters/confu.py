@@ -8,8 +8,8 @@ the future f of the next draft: every step of it, from the first on, adds what a
 and f.
 
 Training goes through the frozen target: at drawn positions the rows are read behind the text again, and the draft's
-loss reaches their embeddings.  f of a position serves all steps of the rollout from there.  The rest is EAGLE-3's (arXiv
-2503.01840): three taps, one layer, its own output fed back.
+loss reaches their embeddings.  f of a position serves all steps of the rollout from there.  The rest is EAGLE-3's
+(arXiv 2503.01840): three taps, one layer, its own output fed back.
 
 Differs from the paper, whose code is not public: the soft prompt stands behind each row, not before the text; its
 embeddings are the same everywhere, without experts chosen by the last state; f joins a step's output, not its input,

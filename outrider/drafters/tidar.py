@@ -176,8 +176,9 @@ class TargetModel(DraftModel):
 
 
 class Rows(DetachedRows):
-    """Predictions of the masks behind drawn positions; mask k behind position i has label token i + 2 + k.  Each row has
-    beside it the state of the text that has the same label."""
+    """Predictions of the masks behind drawn positions; mask k behind position i has label token i + 2 + k.
+
+    Each row has beside it the state of the text that has the same label."""
 
     def __init__(self, model: TargetModel, batch: Batch):
         length, block = batch.tokens.shape[1], model.config.block

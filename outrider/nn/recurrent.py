@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache
+from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
 from outrider.nn.blocks import Attend, attending, attention, rotary
@@ -101,7 +101,7 @@ class RecurrentModel(DraftModel):
     def predict(self, batch: Batch) -> UnrolledRows:
         return UnrolledRows(self, batch, self.features(self.target_states(batch)))
 
-    def drafter(self) -> RecurrentDrafter:
+    def drafter(self) -> Drafter:
         return RecurrentDrafter(self)
 
 
@@ -276,9 +276,7 @@ def foremost(live: Tensor) -> Tensor:
     return order[:, :most].sort(1).values
 
 
-def unrolled(
-    model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, guide: Tensor | None = None
-) -> Tensor:
+def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, guide: Tensor | None = None) -> Tensor:
     """Outputs of all steps of the rollouts at positions `at` [B, A], [B, A, K, H].  features [B, S, H], guide [B, A,
     H]."""
     config, length = model.config, batch.tokens.shape[1]

@@ -92,7 +92,12 @@ class TableTarget:
         return self._scores(before, tokens, taps)
 
     def verify(
-        self, cache: TableCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple = (),
+        self,
+        cache: TableCache,
+        rows: Sequence[int],
+        anchor: Tensor,
+        draft: Draft,
+        taps: tuple = (),
         probe: Probe | None = None,
     ) -> Scores:
         tokens = draft.tokens.clamp(0, self.spec.vocabulary - 1)

@@ -90,7 +90,7 @@ def test_logits_without_the_rows_are_the_same_in_float64(target):
 
 
 def test_the_gradient_reaches_the_rows_through_the_frozen_target(target):
-    """Catches a pass without a gradient, or one that stops at the keys of the rows before: beside finite differences."""
+    """Catches a pass without a gradient, or one that ends at the keys of the rows before: beside finite differences."""
     model = model_of(target)
     batch, at = batch_of(target, model.taps, torch.arange(20)[None]), torch.tensor([[3, 9, 17]])
     weights = torch.randn(3, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

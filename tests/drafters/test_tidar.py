@@ -112,7 +112,7 @@ def test_the_loss_falls_and_the_target_stays(target):
 
 
 def test_rows_are_labelled_with_the_token_after_the_next(target):
-    """Catches a shift between masks, labels, the target's logits and the text's own rows.  Texts are counted through."""
+    """Catches a shift between masks, labels, the target's logits and the text's own rows.  A text is counted."""
     model, counted = made(target), torch.arange(24)[None]
     batch = batch_of(target, (), counted)
     rows, logits = model.predict(batch), target.head(batch.hidden)
@@ -121,7 +121,7 @@ def test_rows_are_labelled_with_the_token_after_the_next(target):
         assert bool((places - rows.depth[part] >= 2).all())
         torch.testing.assert_close(own, logits[0, places - 1], rtol=1e-10, atol=1e-10)
         # before any training the rows of text are the target's: their distance is 0
-        assert float(model.terms(rows, part, draft, own)["ar"].abs().max()) < 1e-5
+        assert float(model.terms(rows, part, draft, own)["ar"].detach().abs().max()) < 1e-5
 
 
 def test_no_mask_sees_a_later_token_or_another_text(target):
