@@ -56,7 +56,7 @@ class Model(RecurrentModel, FusedTaps):
         self.layers = nn.ModuleList([PairLayer(hidden, self.shape, norm_before_residual=False, qk_norm=False)])
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         words = target.embed(torch.arange(min(256, target.spec.vocabulary), device=target.device))
-        self.prompt = nn.Parameter(torch.randn(1, config.rows, hidden) * float(words.float().std()))
+        self.prompt = nn.Parameter(torch.randn(1, config.rows, hidden, device=words.device) * words.float().std())
         """[1, rows, H] embeddings."""
         self.state_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.join = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.SiLU(), nn.Linear(hidden, hidden, bias=False))
@@ -87,12 +87,12 @@ class Model(RecurrentModel, FusedTaps):
         """The rows behind n others, which stand at depths [B, n] and see mask [B, n, K]; row for row, P = n * rows."""
         (slots, count), each = depths.shape, self.config.rows
         order = torch.arange(each, device=depths.device)
-        behind = torch.arange(count, device=depths.device).repeat_interleave(each)
+        of = torch.arange(count, device=depths.device).repeat_interleave(each)
         before = order.repeat(count)
-        beside = (behind[:, None] == behind) & (before[:, None] >= before)
+        own = (of[:, None] == of) & (before[:, None] >= before)
         return Probe(
             self.prompt.expand(slots, -1, -1).repeat(1, count, 1),
-            torch.cat([mask.repeat_interleave(each, 1), beside.expand(slots, -1, -1)], 2),
+            torch.cat([mask.repeat_interleave(each, 1), own.expand(slots, -1, -1)], 2),
             depths.repeat_interleave(each, 1) + 1 + before,
         )
 

@@ -85,7 +85,7 @@ class Tidar(Drafter):
 
     @torch.inference_mode()
     def probe(self, memory: list[Tensor | None], state: DecodeState, draft: Draft) -> Probe:
-        mask, depths = masks_behind(*draft.rows(), self.limit)
+        mask, depths = masks_after(*draft.rows(), self.limit)
         return Probe(self.target.embed(torch.full_like(depths, self.mask_token)), mask, depths)
 
     def observe(
@@ -105,7 +105,7 @@ def build(config: Config, target: Target) -> Tidar:
     return Tidar(target, config)
 
 
-def masks_behind(mask: Tensor, depths: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def masks_after(mask: Tensor, depths: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Attention mask [B, n * K, m + n * K] bool and depths [B, n * K] of a block of masks behind each of n rows, which
     stand at depths [B, n] and see mask [B, n, m]."""
     slots, count = depths.shape
@@ -136,10 +136,10 @@ class TargetModel(DraftModel):
         length, block, source = tokens.shape[1], self.config.block, self.target
         order = torch.arange(length, device=tokens.device)
         text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
-        mask, places = masks_behind(text.gather(1, at[..., None].expand(-1, -1, length)), at, block)
-        mask = torch.cat([torch.nn.functional.pad(text, (0, places.shape[1])), mask], 1)
-        positions = torch.cat([order.expand(len(tokens), -1), places], 1)
-        ids = torch.cat([tokens, torch.full_like(places, self.mask_token)], 1)
+        mask, after = masks_after(text.gather(1, at[..., None].expand(-1, -1, length)), at, block)
+        mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
+        positions = torch.cat([order.expand(len(tokens), -1), after], 1)
+        ids = torch.cat([tokens, torch.full_like(after, self.mask_token)], 1)
         given = source.masked(None, mask, positions, positions) | {"use_cache": False}  # type: ignore[attr-defined]
         return causal_lm.states(self.lm, ids, **given)
 
