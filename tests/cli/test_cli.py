@@ -342,9 +342,9 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     """Catches a verb whose options can't be built, and -h that is unknown."""
     verbs = [[verb] for verb in cli.app.commands]
-    for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS)):
+    for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS), ("learning", cli.LEARNING)):
         verbs += [[group, verb] for verb in table["Commands"]]
-    assert len(verbs) == 35
+    assert len(verbs) == 38
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
