@@ -130,7 +130,9 @@ def traffic(wanted: argparse.Namespace, folder: Path, found: dict[str, Any]) -> 
             visited(one, clients, asked(prompts, 999)[:6], 0.05)
         while time.monotonic() < ends:
             due, turn = asked(prompts, turn)[: wanted.requests], turn + 1
-            both = (("learning", learning), ("still", still)) if turn % 2 else (("still", still), ("learning", learning))
+            both = (
+                (("learning", learning), ("still", still)) if turn % 2 else (("still", still), ("learning", learning))
+            )
             for name, one in both:
                 windows[name].append(visited(one, clients, due, wanted.thought_s))
             with learning.awake():

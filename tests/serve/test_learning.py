@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Case, Workshop
-from serve.running import MODEL, running
-from serve.test_engine import Caller, alone, mixed
 
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError
@@ -21,6 +19,8 @@ from outrider.serve.learning import buffer
 from outrider.serve.learning.acceptance import Counts, change, counts_of, tokens_per_draft
 from outrider.serve.learning.buffer import FILES, Buffer, Text
 from outrider.targets.transformers import TransformersTarget
+from serve.running import MODEL, running
+from serve.test_engine import Caller, alone, mixed
 
 DEPTHS = 4
 

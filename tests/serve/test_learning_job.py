@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Case, Workshop
-from serve.test_engine import Caller, request
 from tiny import randomise
 from verbs import outrider_with
 
@@ -33,6 +32,7 @@ from outrider.serve.learning.learner import BEFORE, FEWEST, Job, Learner
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
+from serve.test_engine import Caller, request
 
 TRAIN = TrainConfig(steps=40, batch=4, lr=4e-2, dtype="float32", loss={"ce": 1.0})
 NEW = 24
@@ -93,7 +93,10 @@ def test_a_job_makes_a_version_that_drafts_better_and_passes(learned: Folder, fl
     assert result["tokens_per_step"]["new"] > result["tokens_per_step"]["old"] + 0.05
     assert learned.events()[-1]["event"] == "passed"
     assert {"data", "texts", "rejected", "seconds", "reason"} <= learned.events()[-1].keys()
-    assert load_drafter(learned.checkpoint(1), float_target).limit == load_drafter(learned.checkpoint(0), float_target).limit
+    assert (
+        load_drafter(learned.checkpoint(1), float_target).limit
+        == load_drafter(learned.checkpoint(0), float_target).limit
+    )
     assert learned.state().version == 0  # a server takes it, not the job
     files = {path.name for path in learned.place(1).iterdir()}
     assert files >= {"checkpoint", "result.json", "gate.json", "new.json", "old.json", "metrics.jsonl"}
@@ -247,7 +250,9 @@ def test_the_training_stands_still_while_requests_are_there(
 ) -> None:
     """Catches a job that takes the processor from those who are served, and one that never goes on."""
     there = copied(learned, tmp_path / "still")
-    there.set(learning=there.config.model_dump(mode="json") | {"every_texts": 10**6, "steps": 10**6, "while_busy": while_busy})
+    there.set(
+        learning=there.config.model_dump(mode="json") | {"every_texts": 10**6, "steps": 10**6, "while_busy": while_busy}
+    )
     with learning(float_target, Folder(there.path)) as (learner, serve):
         serve(1)  # the engine has begun
         job = learner._job = Job(there)
@@ -266,7 +271,9 @@ def test_the_training_stands_still_while_requests_are_there(
     assert job.code is not None  # it ends with the server
 
 
-def test_a_server_trains_by_itself(quick: None, tmp_path: Path, learned: Folder, float_target: TransformersTarget) -> None:
+def test_a_server_trains_by_itself(
+    quick: None, tmp_path: Path, learned: Folder, float_target: TransformersTarget
+) -> None:
     """From traffic to a version in the log, with the real job; catches any part that does not fit the next."""
     there = copied(learned, tmp_path / "alone")
     there.use(1, 1)

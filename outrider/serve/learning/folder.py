@@ -122,7 +122,9 @@ class Folder:
         before = self.state().version
         if to is None:
             if not before:
-                raise ConfigError(f"{self.path} serves version 0, the drafter as it was given; there is nothing to undo")
+                raise ConfigError(
+                    f"{self.path} serves version 0, the drafter as it was given; there is nothing to undo"
+                )
             to = int(self.result(before)["from"])
         self.use(to, max([self.state().newest, *self.versions()]))
         self.log("undone", version=before, to=to)
@@ -208,4 +210,3 @@ def remove_unfinished(path: Path) -> None:
     """Delete what a job left that did not end."""
     for part in path.glob("versions/*.part"):
         shutil.rmtree(part, ignore_errors=True)
-

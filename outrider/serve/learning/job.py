@@ -119,9 +119,15 @@ def settings_of(manifest: Mapping[str, Any], steps: int, lr: float | None, seed:
     before = TrainConfig(**(manifest["training"].get("config") or {}))
     return before.model_copy(
         update={
-            "steps": steps, "epochs": None, "lr": lr or SHARE_OF_LR * before.lr, "seed": seed, "save_every": steps,
-            "select": 1.0, "reference": None, "calibrate": 0,
-        }  # fmt: skip
+            "steps": steps,
+            "epochs": None,
+            "lr": lr or SHARE_OF_LR * before.lr,
+            "seed": seed,
+            "save_every": steps,
+            "select": 1.0,
+            "reference": None,
+            "calibrate": 0,
+        }
     )
 
 
