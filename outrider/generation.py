@@ -100,7 +100,7 @@ def generate(
     for progress in serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise):
         generation = found[progress.request]
         generation.tokens += progress.tokens
-        generation.text += judge.new_text[progress.row]
+        generation.text += judge.text(progress.row)
         generation.steps += 1
         generation.accepted.append(progress.accepted)
         generation.finish_reason = progress.finish_reason or "length"
@@ -125,7 +125,7 @@ def stream(
 
     return (
         Piece(
-            step.request, step.tokens, judge.new_text[step.row], step.accepted,
+            step.request, step.tokens, judge.text(step.row), step.accepted,
             tuple(judge.logprobs[step.row][-len(step.tokens) :]),
         )
         for step in served
@@ -141,7 +141,7 @@ def serve(
     """Serve requests over slots, a step at a time.
 
     `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities
-    of a step are the judge's: `judge.new_text[progress.row]`.
+    of a step are the judge's: `judge.text(progress.row)`.
     """
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:

@@ -34,8 +34,6 @@ class SamplingJudge(Judge):
         self.rule = rule
         self.serves: Callable[[], DecodeState | None] | None = None
         """Weak reference to the batch whose texts it holds; None before the first."""
-        self.new_text: dict[int, str] = {}
-        """By slot: text that became final with the last commit, where the request has a detokenizer; see `text`."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
         """By slot: log probabilities of the committed tokens, where the request asks for them."""
         self._prefixes: dict[int, Prefix] = {}
@@ -49,7 +47,7 @@ class SamplingJudge(Judge):
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
         """Raises ConfigError for a stop string that can never match."""
         self.free(row)  # left over where this judge served before
-        self.logprobs[row], self.new_text[row] = [], ""
+        self.logprobs[row] = []
         if request.detokenizer is not None or request.stop:
             self._texts[row] = TextStream(request.detokenizer, request.stop)
         if request.sampling.is_processed:
@@ -114,10 +112,14 @@ class SamplingJudge(Judge):
             return accept_top1(draft, logits.shape[-1], choose)
         return (self.rule or accept_chain)(draft, self.distribution(logits), streams)
 
+    def text(self, row: int) -> str:
+        """What became final of this slot's text since this was last asked; "" where the request has no detokenizer."""
+        return self._texts[row].take() if row in self._texts else ""
+
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         count, is_stopped = len(tokens), False
         if row in self._texts:
-            self.new_text[row], count, is_stopped = self._texts[row].push(tokens, is_last)
+            count, is_stopped = self._texts[row].write(tokens, is_last)
         if row in self._prefixes:
             self._prefixes[row].push(tokens[:count])
         return count, is_stopped

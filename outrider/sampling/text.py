@@ -99,25 +99,40 @@ class TextStream:
         """Decoded text after them."""
         self._held = ""
         """Final text that was not given out, since it may begin a stop string."""
+        self._end: str | None = None
+        """All that is left of a text that is over, until it is given out."""
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
-        """Add tokens, up to the one that first completes a stop string.
+        """`write`, and the text that has become final."""
+        count, is_stopped = self.write(tokens, is_last)
+        return Pushed(self.take(), count, is_stopped)
 
-        Returns text that has become final; with `is_last`, and at a stop string, all the rest.
+    def write(self, tokens: Sequence[int], is_last: bool = False) -> tuple[int, bool]:
+        """Add tokens, up to the one that first completes a stop string; is_last: the text is over.
+
+        Returns how many were added, and whether a stop string ended the text.  Without stop strings nothing is decoded.
         """
         for count, token in enumerate(tokens, 1):
             self._append(token)
             end = self._find_stop() if self._stops else -1
             if end >= 0:
-                return Pushed(self._left()[:end], count, True)
+                self._end = self._left()[:end]
+                return count, True
         if is_last:
-            return Pushed(self._left(), len(tokens))
+            self._end = self._left()
+        return len(tokens), False
+
+    def take(self) -> str:
+        """Text that has become final since this was last asked; all the rest of one that is over."""
+        if self._end is not None:
+            text, self._end, self._held = self._end, "", ""
+            return text
         if self._detokenizer.is_local:
             self._decode_window()
         begins = (stop[:n] for stop in self._stops for n in range(1, len(stop) + 1))
         cut = len(self._held) - max((len(begin) for begin in begins if self._held.endswith(begin)), default=0)
         ready, self._held = self._held[:cut], self._held[cut:]
-        return Pushed(ready, len(tokens))
+        return ready
 
     def _append(self, token: int) -> None:
         if token in self._detokenizer.skipped:

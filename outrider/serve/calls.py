@@ -17,10 +17,11 @@ Ending = FinishReason | Literal["cancelled", "deadline", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step added to one call's text, and whether it ended."""
+    """What one step added to one call, and whether it ended."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    """What became final of its text; of several steps that are given out together, with the last."""
     drafted: int = 0
     """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -41,6 +42,8 @@ class Call:
     """Slots are shared fairly among owners, such as the names of API keys."""
     deadline: float | None = None
     """A time of `time.monotonic` at which the call ends, whatever it has written."""
+    slot: int | None = None
+    """Where it is written, while it is."""
     arrived: float = 0.0
     admitted: float = 0.0
     first: float = 0.0

@@ -11,7 +11,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Engine:
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}  # by slot, in the order of admission
         self._cancelled: set[Call] = set()
-        self._unsent: list[tuple[Call, Output]] = []
+        self._unsent: dict[Call, list[Output]] = {}
         self._sent = 0.0
         """When outputs were last given to `post`."""
         self._changed = threading.Condition()
@@ -248,7 +249,7 @@ class Engine:
             self._end_all("the server is stopping")
             return False
         for row, call in admitted:
-            call.admitted = time.monotonic()
+            call.admitted, call.slot = time.monotonic(), row
             self._serving[row] = call
             self.state.admit(row, call.request, is_live=False)
             self.telemetry.admitted(call)
@@ -381,7 +382,8 @@ class Engine:
                 over.append(row)
             tokens = state.tokens[row][len(call.request.prompt) + call.written :]
             if not call.finished and (tokens or reason):
-                self._unsent.append((call, self._output(row, tokens, accepted[b] if accepted else 0)))
+                output = self._output(row, tokens, accepted[b] if accepted else 0)
+                self._unsent.setdefault(call, []).append(output)
                 if not call.first or reason is not None:
                     urgent.add(call)
                 call.first, call.written = call.first or now, call.written + len(tokens)
@@ -398,33 +400,41 @@ class Engine:
 
     def _send(self) -> None:
         if self._unsent:
-            self.post(functools.partial(_deliver, self._unsent))
-            self._unsent, self._sent = [], time.monotonic()
+            self._send_to(list(self._unsent))
+            self._sent = time.monotonic()
 
-    def _send_to(self, calls: Collection[Call]) -> None:
-        """What these calls have not been given."""
-        found = [one for one in self._unsent if one[0] in calls]
+    def _send_to(self, calls: Iterable[Call]) -> None:
+        """What these calls have not been given; a text is decoded once for all those steps, and comes with the last."""
+        found = []
+        for call in calls:
+            *earlier, last = self._unsent.pop(call)
+            found += [(call, output) for output in earlier]
+            found.append((call, replace(last, text=last.text + self._text(call))))
         self.post(functools.partial(_deliver, found))
-        self._unsent = [one for one in self._unsent if one[0] not in calls]
+
+    def _text(self, call: Call) -> str:
+        """What became final of its text since this was last asked."""
+        judge: Any = self.state.judge
+        return "" if call.slot is None else judge.text(call.slot)
 
     def _output(self, row: int, tokens: list[int], drafted: int) -> Output:
         judge: Any = self.state.judge
         logprobs = tuple(judge.logprobs[row][-len(tokens) :]) if tokens and judge.logprobs[row] else ()
-        return Output(tokens, judge.new_text[row], min(drafted, len(tokens)), logprobs, self.state.finished[row])
+        text = judge.text(row) if logprobs else ""  # which tell of each token's text
+        return Output(tokens, text, min(drafted, len(tokens)), logprobs, self.state.finished[row])
 
     def _free(self, row: int) -> None:
         self.cache.free([row])
         self.state.free(row)
-        del self._serving[row]
+        self._serving.pop(row).slot = None
         self.drafter.free(self.memory, [row])  # last, since it may not return
 
     def _end(self, call: Call, reason: Ending, error: str = "") -> None:
         """End a call that did not end by itself."""
-        row = next((row for row, other in self._serving.items() if other is call), None)
-        if row is not None:
-            self._free(row)
-        self._unsent.append((call, Output(finish_reason=reason, error=error)))
-        self._send_to({call})
+        self._unsent.setdefault(call, []).append(Output(text=self._text(call), finish_reason=reason, error=error))
+        if call.slot is not None:
+            self._free(call.slot)
+        self._send_to([call])
         self._ended(call, reason)
 
     def _ended(self, call: Call, reason: Ending) -> None:

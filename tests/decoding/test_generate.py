@@ -127,7 +127,7 @@ def test_a_request_without_a_detokenizer_is_not_decoded():
     calls = []
     counting = Detokenizer(lambda tokens: calls.append(tokens) or "", is_local=True)
     request, judge = Request([1], 5, Sampling()), SamplingJudge()
-    assert [judge.new_text[progress.row] for progress in serve(TABLE, [request], judge=judge)] == [""] * 5
+    assert [judge.text(progress.row) for progress in serve(TABLE, [request], judge=judge)] == [""] * 5
     assert calls == []
     list(serve(TABLE, [replace(request, detokenizer=counting)]))
     assert calls

@@ -162,12 +162,12 @@ def test_a_slot_used_again_tells_no_text_of_the_request_before():
     """Catches a request without a detokenizer that is given the last piece of text of the slot's former one."""
     state = one_slot()
     committed(state, [2, 3])
-    assert state.judge.new_text == {0: "cd"}
+    assert state.judge.text(0) == "cd"
     state.free(0)
     state.admit(0, Request([1, 2], 4, Sampling()))
-    assert state.judge.new_text == {0: ""}
+    assert state.judge.text(0) == ""
     committed(state, [2, 3])
-    assert state.judge.new_text == {0: ""}
+    assert state.judge.text(0) == ""
 
 
 def test_what_is_seen_otherwise_is_changed_for_nobody_else():
