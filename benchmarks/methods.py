@@ -108,6 +108,7 @@ METHODS: dict[str, Method] = {
     "domino": Method("demo-domino", SOFT),
     "deer": Method("demo-deer", SOFT),
     "eagle3": Method("demo-eagle3", TREE),
+    "confu": Method("demo-confu", TREE),
     "eagle": Method("demo-eagle", TREE),
     "peagle": Method("demo-peagle"),
     "specblock": Method("demo-specblock", ("drafter.nodes=7",)),
@@ -157,6 +158,8 @@ CLAIMS = [
     Claim("small_model, adaspec", "small_model", 1.0, 0.0, "the same, begun from a model that writes already"),
     Claim("eagle3", "eagle", 1.0, 0.0, "taps and unrolled training, no feature loss"),
     Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
+    Claim("confu", "eagle3", 1.08, 0.0, "contemplate rows in the target's pass"),
+    Claim("confu", "eagle3", 1.08, 1.0, "contemplate rows in the target's pass"),
 ]
 CLAIMS += [
     Claim(f"{claim.better}, {what}", f"{claim.worse}, {what}", 1.0, claim.temperature, claim.said)

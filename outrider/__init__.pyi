@@ -36,6 +36,16 @@ __version__: str
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["confu"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
+    intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, length: int = 5,
+    width: int = 1, nodes: int = 16, replacement: bool = False, ttt: int = 7, decay: float = 0.8,
+    anchors: int | None = None, taps: Sequence[int] | None = None, rows: int = 2,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["cross_vocabulary"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, model: str = 'demo', vocabulary: Literal['intersection', 'text'] = 'intersection',
     min_overlap: float = 0.8, length: int = 4,
@@ -210,6 +220,12 @@ def load_drafter(
     quantize: str | None = None, nodes: int = 16, levels: int = 16, factor: float = 16.0, min_confidence: float = 0.005,
     shortest: int = 1, longest: int = 8, corpora: Sequence[str] = (), shared: Literal[False, 'tenant', 'all'] = False,
     capacity: int = 1000000, tenants: int = 64,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
+    kind_or_path: Literal["tidar"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, block: int = 4, mask_token: int | None = None, anchors: int = 64,
 ) -> Drafter: ...
 
 @overload

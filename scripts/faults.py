@@ -194,6 +194,21 @@ FAULTS = [
         [Edit(PREFIX, "if len(self.tokens) - self.start + len(path) <", "if len(self.tokens) + len(path) <")],
         ["tests/sampling/test_prefix.py::test_every_row_is_what_it_is_by_hand"],
     ),
+    Fault(
+        "confu remembers the soft prompt's state for the contemplate token's",
+        [Edit("outrider/drafters/confu.py", "[-1] * each + each - 1 for", "[-1] * each for")],
+        ["tests/drafters/test_confu.py::test_training_reads_the_future_that_serving_sees"],
+    ),
+    Fault(
+        "a probe behind a text in training sees keys that saw another text",
+        [Edit("outrider/targets/transformers.py", "(texts.mT == texts)", "(texts.mT >= texts)")],
+        ["tests/drafters/test_confu.py::test_no_future_sees_another_text_or_a_later_token"],
+    ),
+    Fault(
+        "a block of tidar's masks sees the blocks before it",
+        [Edit("outrider/drafters/tidar.py", "own = (of[:, None] == of)", "own = (of[:, None] >= of)")],
+        ["tests/drafters/test_tidar.py::test_masks_stand_behind_their_row_and_see_its_path_and_their_block"],
+    ),
 ]
 
 

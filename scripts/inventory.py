@@ -134,8 +134,9 @@ def facts() -> Iterator[str]:
     yield from (*run, *settings("sampling ", home("Sampling")), *settings("metric report.", home("Report")))
     yield from ("optimizer " + line.split("'")[1] for line in run if line.startswith("setting train.optimizer may be "))
     for kind in home("kinds")():
-        module = sys.modules[home("kinds").__module__].find(kind)
-        yield from (f"kind {kind}{fact}" for fact in ("", " can be trained")[: 1 + hasattr(module, "Model")])
+        registry = sys.modules[home("kinds").__module__]
+        module, learns = registry.find(kind), registry.trained(kind) is not None
+        yield from (f"kind {kind}{fact}" for fact in ("", " can be trained")[: 1 + learns])
         yield from settings(f"setting drafter[{kind}].", module.Config)
     for place in (place for place, text in TEXTS.items() if re.search(r"def (budget|keep)\(", text)):
         ours = [

@@ -7,7 +7,7 @@ import typer
 from outrider.cli import complete, console
 from outrider.cli.console import JsonTo
 from outrider.cli.show import heading, settings_table
-from outrider.drafters import find, kinds
+from outrider.drafters import find, kinds, trained
 from outrider.errors import ConfigError
 from outrider.runs import settings
 
@@ -50,6 +50,6 @@ def about(kind: str) -> dict[str, Any]:
     return {
         "kind": kind,
         "summary": summary,
-        "trains": hasattr(module, "Model"),
+        "trains": trained(kind) is not None,
         "taps": "taps" in module.Config.model_fields,
     }

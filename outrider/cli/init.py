@@ -10,7 +10,7 @@ import yaml
 from outrider.cli.console import say
 from outrider.data.config import Config as Prepare
 from outrider.data.conversations import read
-from outrider.drafters import find
+from outrider.drafters import trained
 from outrider.errors import ConfigError, OutriderError
 from outrider.hub import missing_path
 from outrider.runs.file import load
@@ -58,7 +58,7 @@ def init(
     """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten."""
     target = target or _ask("target", "Target (folder, Hugging Face id, or demo)", "demo")
     kind = kind or _ask("kind", "Drafter", "dspark")
-    trains = hasattr(find(kind), "Model")
+    trains = trained(kind) is not None
     data = data or (_ask("data", "Prompts (file, data set, or stdlib:train)", "stdlib:train") if trains else None)
     place = file or Path(f"{kind}.yaml")
     if place.exists():

@@ -198,8 +198,8 @@ class DecodeState:
         stay = sum(row in live for row in self.rows)
         # the last take the places of those that are gone, and new ones come last: a cache moves few slots together
         last = iter([row for row in self.rows[stay:] if row in live])
-        places = [row if row in live else next(last) for row in self.rows[:stay]]
-        self.rows = places + sorted(live.difference(places))
+        ordered = [row if row in live else next(last) for row in self.rows[:stay]]
+        self.rows = ordered + sorted(live.difference(ordered))
         self.judge.select(self.requests, self.rows, self.device)
         seeded = [self.shared_noise and self.requests[row].sampling.seed is not None for row in self.rows]
         self.seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None

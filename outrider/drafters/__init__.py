@@ -1,7 +1,8 @@
 """One file per method; the file's name is its kind.  `find` is the registry: this folder, and entry points of others.
 
 A drafter file offers `Config` (its `kind` is a Literal of the file's name) and `build(config, target) -> Drafter`.  One
-that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`.
+that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`; one whose weights are the target's,
+trained further, offers `TargetModel` instead, whose `save_target(folder)` writes the target that it drafts for.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ def find(kind: str) -> ModuleType:
         ) from error
     _refuse_incomplete(module, kind, place, "file" if is_own else "entry point")
     return module
+
+
+def trained(kind: str) -> Any:
+    """The class of what is trained of a drafter, its `Model` or `TargetModel`; None where there is nothing to train."""
+    offered = vars(find(kind))
+    return offered.get("Model") or offered.get("TargetModel")
+
+
+def trains_target(kind: str) -> bool:
+    """Whether training changes the target: what is measured afterwards is the target that was saved."""
+    return "TargetModel" in vars(find(kind))
 
 
 def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) -> None:

@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache
+from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
 from outrider.nn.blocks import Attend, attending, attention, rotary
@@ -90,10 +90,18 @@ class RecurrentModel(DraftModel):
         """words, features [B, n, H] to the next step's features, [B, n, H].  cos_sin: as the method of that name
         returns it."""
 
+    def guide(self, batch: Batch, at: Tensor) -> Tensor | None:
+        """What the rollouts from positions `at` [B, A] are given besides the features, [B, A, H]; None for nothing."""
+        return None
+
+    def guided(self, states: Tensor, guide: Tensor | None) -> Tensor:
+        """A step's output [B, n, H] with what its rollout is given, [B, n or 1, H]."""
+        return states
+
     def predict(self, batch: Batch) -> UnrolledRows:
         return UnrolledRows(self, batch, self.features(self.target_states(batch)))
 
-    def drafter(self) -> RecurrentDrafter:
+    def drafter(self) -> Drafter:
         return RecurrentDrafter(self)
 
 
@@ -105,6 +113,8 @@ class Memory(FeatureMemory):
 
     outputs: Tensor
     """[slots, D * H]: outputs of all modules for the last pair read, concatenated; 0 before the first."""
+    guide: Tensor | None = None
+    """[slots, H]: what the next draft of each slot is given besides; None for nothing."""
 
 
 class RecurrentDrafter(PairDrafter):
@@ -125,7 +135,8 @@ class RecurrentDrafter(PairDrafter):
 
     def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
         self._read(memory, state.rows, state)
-        rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[state.rows])
+        guide = None if memory.guide is None else memory.guide[state.rows]
+        rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[state.rows], guide)
         try:
             first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
             return self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
@@ -163,11 +174,14 @@ class RecurrentDrafter(PairDrafter):
 class Rollout:
     """Drafted tokens after the pairs that some slots have read.  Their keys follow the pairs' until `forget`."""
 
-    def __init__(self, model: RecurrentModel, cache: SlotCache, rows: Sequence[int], root: Tensor):
-        """root [B, D * H]: outputs of the modules for each slot's last token."""
+    def __init__(
+        self, model: RecurrentModel, cache: SlotCache, rows: Sequence[int], root: Tensor, guide: Tensor | None = None
+    ):  # fmt: skip
+        """root [B, D * H]: outputs of the modules for each slot's last token.  guide [B, H] as in `Memory`."""
         self.model, self.kv_cache, self.rows = model, cache, rows
         self.starts = [cache.lengths[row] for row in rows]
-        self.hidden = root[:, None]
+        self.guide = None if guide is None else guide[:, None]
+        self.hidden = model.guided(root[:, None], self.guide)
         """[B, 1 + E, D * H] outputs: of the last token, and of drafted nodes in the order they were read.
 
         A module that no longer predicts from a node does not read it; its output for an earlier one is repeated there.
@@ -198,7 +212,8 @@ class Rollout:
         for module, mask in masks.items():
             # after the last module its own output is fed back
             features = before[module - 1 if self._step < model.num_modules else module]
-            found[module] = model.step(module, words, features, cos_sin, attending(mask, cache))
+            states = model.step(module, words, features, cos_sin, attending(mask, cache))
+            found[module] = model.guided(states, self.guide)
         self.hidden = torch.cat([self.hidden, torch.cat(found, -1)], 1)
         return model.logits(found[first])
 
@@ -250,7 +265,7 @@ class UnrolledRows(SharedLabels):
             if model.num_modules == 1
             else torch.arange(live.shape[1], device=live.device).expand_as(live)
         )
-        states = unrolled(model, batch, features, at)[live.gather(1, at)]
+        states = unrolled(model, batch, features, at, model.guide(batch, at))[live.gather(1, at)]
         super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
 
 
@@ -261,8 +276,9 @@ def foremost(live: Tensor) -> Tensor:
     return order[:, :most].sort(1).values
 
 
-def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) -> Tensor:
-    """Outputs of all steps of the rollouts at positions `at` [B, A], [B, A, K, H].  features [B, S, H]."""
+def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, guide: Tensor | None = None) -> Tensor:
+    """Outputs of all steps of the rollouts at positions `at` [B, A], [B, A, K, H].  features [B, S, H], guide [B, A,
+    H]."""
     config, length = model.config, batch.tokens.shape[1]
     every = torch.arange(max(1, length - 2), device=features.device).expand(len(features), -1)
     attend = Unrolled(batch.documents, every, at, model.limits)
@@ -272,9 +288,9 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) 
         return model.step(min(number, model.num_modules - 1), words, hidden, model.cos_sin(rows + number), attend)
 
     first = step(0, features[:, : every.shape[1]], every)
-    states = [first.gather(1, at[..., None].expand(-1, -1, first.shape[-1]))]
+    states = [model.guided(first.gather(1, at[..., None].expand(-1, -1, first.shape[-1])), guide)]
     for number in range(1, config.ttt):
-        states.append(step(number, states[-1], at))
+        states.append(model.guided(step(number, states[-1], at), guide))
     return torch.stack(states, 2)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from outrider import lock, machine
 from outrider.checkpoint import amend
-from outrider.drafters import kinds
+from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError
 from outrider.loading import describe
 from outrider.measure.config import Config
@@ -74,14 +74,22 @@ class Evaluation:
 
 def of_run(settings: RunConfig) -> Evaluation:
     """The evaluation of a run file that has one: its baselines and its own drafter."""
-    config = settings.evaluate
+    config, target = settings.evaluate, settings.target
     assert config is not None
     checkpoint = settings.folder / "checkpoint" if settings.train is not None else None
     own = settings.drafter.get("from", settings.drafter) if checkpoint is None else str(checkpoint)
+    if checkpoint is not None and trains_target(settings.drafter["kind"]):
+        target = target.model_copy(update={"name": str(target_folder(settings)), "revision": None})
+        own, checkpoint = settings.drafter, None
     return Evaluation(
-        settings.name, settings.target, (*config.baselines, own),
+        settings.name, target, (*config.baselines, own),
         config, settings.folder, settings.model_dump(mode="json"), checkpoint, settings.usual_minutes.get("evaluate"),
     )  # fmt: skip
+
+
+def target_folder(settings: RunConfig) -> Path:
+    """Where a run whose training changes the target saves it."""
+    return settings.folder / "target"
 
 
 def of_drafters(

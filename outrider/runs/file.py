@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat
 from outrider import config as configs
 from outrider.config import Config as Base
 from outrider.data.config import Config as PrepareConfig
-from outrider.drafters import find, kinds
+from outrider.drafters import find, kinds, trained
 from outrider.errors import ConfigError
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs.start import settings_from
@@ -141,7 +141,7 @@ def _check_stages(run: RunConfig) -> None:
 
 
 def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
-    if not hasattr(find(kind), "Model"):
+    if trained(kind) is None:
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
     if train.calibrate and run.evaluate is None:
         raise ConfigError(

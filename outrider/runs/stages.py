@@ -16,7 +16,7 @@ from outrider.data.answers import Answer, answers_for, hold_out, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
 from outrider.data.rendering import template_hash
-from outrider.drafters import find
+from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
 from outrider.measure.prompts import as_tokens
@@ -151,7 +151,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
-    model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
+    kind = settings.drafter["kind"]
+    model: Any = trained(kind)(settings.drafter_config, target).to(target.device)
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
@@ -180,6 +181,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
             ),
         )  # fmt: skip
+    if trains_target(kind):
+        model.save_target(evaluation.target_folder(settings))
     metrics = metrics_of(place)
     probed = next((row["probe_tokens_per_step"] for row in reversed(metrics) if "probe_tokens_per_step" in row), None)
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
@@ -210,7 +213,7 @@ def _probe(
         facts: dict[str, Any] = {}
         with suppress(DataError):  # none is held out, or all are too short
             facts["held_out"] = held_out_facts(model, held_out(), drawn_at)
-        if chosen is None:
+        if chosen is None or trains_target(settings.drafter["kind"]):
             return facts
         texts = [as_tokens(target, prompt) for prompt in inputs.drawn[chosen.tasks[0]].prompts[:4]]
         found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens), policy="fixed")
@@ -239,4 +242,9 @@ def calibrate(
 
 def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Report | None:
     """Measure the run's drafter and its baselines; see `runs.evaluation`."""
-    return evaluation.measure(evaluation.of_run(settings), target, inputs.drawn, reporter)
+    found = evaluation.of_run(settings)
+    if found.target != settings.target:  # the training's own
+        reporter.loading(found.target)
+        target = load_target(found.target.name, **found.target.model_dump(exclude={"name"}))
+        reporter.loaded(target)
+    return evaluation.measure(found, target, inputs.drawn, reporter)

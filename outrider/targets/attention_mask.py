@@ -113,3 +113,38 @@ class TracedCache:
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
+
+
+class TextCache:
+    """The cache of a pass over texts and of one over rows behind them: nothing is written in place, so the second pass
+    has a gradient."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx not in self._held:
+            self._held[layer_idx] = keys, values
+            return keys, values
+        text = self._held[layer_idx]
+        return torch.cat([text[0], keys], 2), torch.cat([text[1], values], 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._held[layer_idx][0].shape[2] if layer_idx in self._held else 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+
+def limited(mask: Tensor, limit: Limit | None, queries: Tensor, keys: Tensor) -> Tensor:
+    """mask [R, Q, K] bool without what lies beyond a limit.  Positions: queries [R or 1, Q], keys [R or 1, K]."""
+    if limit is None:
+        return mask
+    queries, keys = queries[..., None], keys[:, None]
+    if limit.kind == "window":
+        return mask & (keys > queries - limit.size)
+    return mask & (keys // limit.size == queries // limit.size)

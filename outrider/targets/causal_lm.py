@@ -170,9 +170,9 @@ def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> T
     return torch.cat([own[:n] for own, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
 
 
-def states(lm: Any, tokens: Tensor, **given: Tensor) -> Tensor:
+def states(lm: Any, tokens: Tensor, **given: Any) -> Tensor:
     """States [B, S, H] before the head."""
-    found: Tensor = trunk(lm)(input_ids=tokens, use_cache=False, **given).last_hidden_state
+    found: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **given}).last_hidden_state
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.decoding import protocols as decoding
+from outrider.decoding.protocols import Probe
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 
@@ -95,6 +96,17 @@ class Target(decoding.Target, Protocol):
     def read(self, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a
         cache."""
+
+    def check_probe(self) -> None:
+        """Raises TargetError where the passes take no probe."""
+
+    def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
+        """Hidden states [B, P, H] of a probe's rows behind whole texts [B, S], for training: the gradient reaches its
+        embeddings.
+
+        documents [B, S] as in `Batch`: a token attends to its own text's up to itself.  The probe's mask is [B, P,
+        S + P], over text and probe, and its depths are positions.
+        """
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         """How a prompt is continued where no `Sampling` is given: greedily, with what the model itself asks for."""

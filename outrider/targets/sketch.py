@@ -32,6 +32,9 @@ class Sketch:
     def head(self, hidden: Tensor) -> Tensor:
         return torch.empty(*hidden.shape[:-1], self.spec.vocabulary, device=self.device)
 
+    def check_probe(self) -> None:
+        """Whether its passes take a probe is known with its weights."""
+
     head_rows = embedding_rows = embed
 
     def layer(self, index: int) -> nn.Module:

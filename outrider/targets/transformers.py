@@ -28,7 +28,7 @@ from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import chunks, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
-from outrider.targets.attention_mask import Tree
+from outrider.targets.attention_mask import TextCache, Tree, additive, limited
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
@@ -203,16 +203,7 @@ class TransformersTarget:
         self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...], probe: Probe
     ) -> Scores:
         """A plain pass with the probe's rows after those of anchor and draft."""
-        family = self.family
-        is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
-        # embeddings in every layer need token ids, which a probe's rows do not have
-        if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
-            raise TargetError(
-                f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
-                "the "
-                "length of "
-                "the text or on token ids in every layer; draft without one"
-            )
+        self.check_probe()
         slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
         tokens, _ = passed(anchor, draft, self.spec.vocabulary)
         tokens = torch.cat([tokens, tokens.new_zeros(slots, more)], 1)
@@ -223,6 +214,17 @@ class TransformersTarget:
         with hooks.replacing(self._embedding, words):
             scores = self._scores(tokens, cache, Tree(mask, torch.cat([depths, probe.depths], 1)), taps)
         return scores.first(width)._replace(probe=scores.hidden[:, width:])
+
+    def check_probe(self) -> None:
+        """Raises TargetError where the family's passes take no probe."""
+        family = self.family
+        is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
+        # embeddings in every layer need token ids, which a probe's rows do not have
+        if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
+            raise TargetError(
+                f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
+                "the length of the text or on token ids in every layer; draft without one"
+            )
 
     def compile(self) -> float:
         """Have verify passes compiled; returns the seconds it took, 0 where that was done before.
@@ -239,6 +241,34 @@ class TransformersTarget:
         cache.open(range(len(tokens)), tokens.shape[1])
         found: tuple[Tensor, Tensor | None] = self._each(self._hidden, tokens, cache, None, taps)
         return found
+
+    def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
+        """Hidden states [B, P, H] after the final norm of a probe's rows behind whole texts; the gradient reaches
+        their embeddings.
+
+        As the target's `read_probe` says.  Raises TargetError as `verify` does.
+        """
+        self.check_probe()
+        cache, texts, order = TextCache(), documents[:, None], torch.arange(tokens.shape[1], device=tokens.device)
+        causal = (texts.mT == texts) & (order[:, None] >= order)
+        with torch.no_grad():
+            self._rows_of(tokens, cache, causal, order[None], order[None])
+        ids = tokens.new_zeros(probe.depths.shape)
+        with hooks.replacing(self._embedding, probe.embeddings.to(self.model.dtype) / self._scale):
+            keys = torch.cat([order.expand(len(ids), -1), probe.depths], 1)
+            return self._rows_of(ids, cache, probe.mask, probe.depths, keys)
+
+    def _rows_of(self, tokens: Tensor, cache: TextCache, mask: Tensor, at: Tensor, keys: Tensor) -> Tensor:
+        """Hidden states of rows [B, Q]; the rest as in `masked`."""
+        found: Tensor = self._trunk(input_ids=tokens, **self.masked(cache, mask, at, keys)).last_hidden_state
+        return found
+
+    def masked(self, cache: Any, mask: Tensor, at: Tensor, keys: Tensor) -> dict[str, Any]:
+        """Arguments of a pass over rows at positions `at` [B, Q], which see keys at positions `keys` [B or 1, K] under
+        mask [B, Q, K] bool, each kind of layer within its limit.  cache: None for a pass without."""
+        limits = self.family.limits.items()
+        masks = {kind: additive(limited(mask, limit, at, keys), self.model.dtype) for kind, limit in limits}
+        return self.family.arguments(cache, masks, at.clamp(max=self.spec.context - 1).expand(len(mask), -1))
 
     @functools.cached_property
     def _has_ids_in_layers(self) -> bool:

@@ -67,7 +67,7 @@ def emitted(
         state.seeds[seed] = seed
     del state._select
     state._select()
-    cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1)
+    cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1 + drafter.probe_rows)
     memory = drafter.allocate(cache)
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
-from outrider.decoding.protocols import Drafter
+from outrider.decoding.protocols import Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.policies.fixed import Fixed
 from outrider.sampling.distribution import distribution
@@ -92,19 +92,37 @@ class TableTarget:
         return self._scores(before, tokens, taps)
 
     def verify(
-        self, cache: TableCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple = (), probe: None = None
+        self,
+        cache: TableCache,
+        rows: Sequence[int],
+        anchor: Tensor,
+        draft: Draft,
+        taps: tuple = (),
+        probe: Probe | None = None,
     ) -> Scores:
         tokens = draft.tokens.clamp(0, self.spec.vocabulary - 1)
         own = torch.cat([anchor[:, None], tokens], 1)
         parents = torch.minimum(draft.parents, torch.arange(tokens.shape[1]) - 1).clamp(min=-1)
         before = torch.cat([cache.before[list(rows)][:, None], own.gather(1, parents + 1)], 1)
         cache.now = rows, anchor, tokens
-        return self._scores(before, own, taps)
+        scores = self._scores(before, own, taps)
+        return scores if probe is None else scores._replace(probe=self._probed(scores.hidden, probe))
 
     def read(self, tokens: Tensor, taps: tuple = ()) -> tuple[Tensor, Tensor | None]:
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
         scores = self._scores(before, tokens, taps)
         return scores.hidden, scores.taps
+
+    def check_probe(self) -> None: ...
+
+    def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
+        return self._probed(self.read(tokens)[0], probe)
+
+    @staticmethod
+    def _probed(hidden: Tensor, probe: Probe) -> Tensor:
+        """A row of a probe knows its embedding and the last row that it sees."""
+        last = probe.mask[:, :, : hidden.shape[1]].int().cumsum(-1).argmax(-1)
+        return hidden.gather(1, last[..., None].expand(-1, -1, HIDDEN)) + probe.embeddings
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         return Sampling()

@@ -260,7 +260,8 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
 
     def watched(memory, state, budget):
         draft = propose(memory, state, budget)
-        seen[len(state.tokens[0])] = int(draft.tokens[0, 0])
+        if draft.tokens.shape[1]:
+            seen[len(state.tokens[0])] = int(draft.tokens[0, 0])
         return draft
 
     drafter.propose = watched

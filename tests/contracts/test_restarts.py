@@ -7,6 +7,7 @@ No test here is random.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -41,8 +42,14 @@ def restarted(target, drafter, prompt: list[int], found: Generation) -> list[int
     """Drafted tokens accepted in the first step behind each text that a step of `found` began with."""
     accepted, done = [], 0
     for step in found.accepted:
-        request = Request(prompt + found.tokens[:done], TOKENS - done, Sampling())
-        accepted.append(next(serve(target, [request], drafter)).accepted)
+        text = prompt + found.tokens[:done]
+        if not drafter.probe_rows:
+            request = Request(text, TOKENS - done, Sampling())
+            accepted.append(next(serve(target, [request], drafter)).accepted)
+        else:  # a probe answers from the first pass on, which here reads up to the last token and emits it
+            request = Request(text[:-1], TOKENS - done + 1, Sampling())
+            _, second = itertools.islice(serve(target, [request], drafter), 2)
+            accepted.append(second.accepted if done else 0)
         done += step + 1
     return accepted
 

@@ -1,0 +1,191 @@
+"""TiDAR: one pass of one model verifies a draft and writes the next one, in masks behind every place where it may end.
+(arXiv 2511.08923.)
+
+Behind the anchor and every drafted node stand `block` masks.  They see what that row sees and each other in both
+directions; no row of the text sees them, and none is cached.  After the acceptance rule has found where the draft
+ends, the masks behind that row are the next draft: a step is one pass of block + 1 + (block + 1) * block rows.  Slots
+of a block are independent, so q is the softmax of each mask's own row.
+
+The model is a language model whose weights were trained for both: `TargetModel` continues a target's weights on rows of
+text, and on masks behind drawn positions of it.  The result is a target of its own, which writes alone as well: texts
+are exact relative to it, not to the target that it began from.  Masks are a token of it, so the drafter has no weights.
+
+Differs from the paper: the mask at place t + 1 predicts token t + 2, as a language model's rows do, not its own place,
+and token t + 1 is always the acceptance rule's, so the first mask does not know it; masks stand behind drawn positions,
+not behind the whole text in blocks; the rows of text learn the target's own distribution by KL (`ar`), so that the
+model stays near it, where the paper has cross entropy of labels; and none stands behind a prompt, so a text's first
+step drafts nothing.
+
+B live slots, N drafted nodes, A drawn positions of a text, K masks of a block, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Cache, Drafter, Probe
+from outrider.decoding.state import DecodeState, Scores
+from outrider.errors import DrafterError
+from outrider.nn import serving
+from outrider.nn.draft_model import LEARNT, Batch, DraftModel, draw, with_mask
+from outrider.nn.rows import DetachedRows, Labelled
+from outrider.targets import causal_lm
+from outrider.targets.load import load_target
+from outrider.targets.protocol import Target
+
+
+class Config(Base):
+    kind: Literal["tidar"] = "tidar"
+    block: PositiveInt = 4
+    """Masks behind every row of the verified pass, and tokens drafted per step."""
+    mask_token: NonNegativeInt | None = None
+    """Id of the target's token that stands for masks.  Unless given: the tokenizer's mask token, else the first unused
+    row of the embedding."""
+    anchors: PositiveInt = 64
+    """Most blocks trained per text and step."""
+
+
+class Tidar(Drafter):
+    """Its memory: of every slot the states [K, H] of the masks behind its last token, None before the first pass."""
+
+    def __init__(self, target: Target, config: Config):
+        target.check_probe()
+        config = with_mask(config, target)
+        if config.mask_token is None or str(config.mask_token) == LEARNT:
+            raise DrafterError(
+                f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
+                "drafter.mask_token"
+            )
+        self.target, self.limit, self.hidden = target, config.block, target.spec.hidden
+        self.mask_token, self.probe_rows = config.mask_token, (config.block + 1) * config.block
+
+    def allocate(self, cache: Cache) -> list[Tensor | None]:
+        return [None] * cache.slots
+
+    @torch.inference_mode()
+    def propose(self, memory: list[Tensor | None], state: DecodeState, budget: Tensor) -> Draft:
+        found = [memory[row] for row in state.rows]
+        sizes = budget * torch.tensor([own is not None for own in found])
+        if not sizes.any():
+            return Draft.empty(len(found), state.device)
+        some = next(own for own in found if own is not None)
+        states = torch.stack([torch.zeros_like(some) if own is None else own for own in found])
+        logits = self.target.head(states[:, : int(sizes.max())])
+        return serving.possible(serving.side_by_side(logits, sizes, state), state)
+
+    @torch.inference_mode()
+    def probe(self, memory: list[Tensor | None], state: DecodeState, draft: Draft) -> Probe:
+        mask, depths = masks_after(*draft.rows(), self.limit)
+        return Probe(self.target.embed(torch.full_like(depths, self.mask_token)), mask, depths)
+
+    def observe(
+        self, memory: list[Tensor | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
+    ) -> None:
+        assert scores.probe is not None
+        for b, row in enumerate(state.rows):
+            last = accepted.rows(b)[-1]
+            memory[row] = scores.probe[b, last * self.limit : (last + 1) * self.limit].clone()
+
+    def free(self, memory: list[Tensor | None], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = None
+
+
+def build(config: Config, target: Target) -> Tidar:
+    return Tidar(target, config)
+
+
+def masks_after(mask: Tensor, depths: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Attention mask [B, n * K, m + n * K] bool and depths [B, n * K] of a block of masks behind each of n rows, which
+    stand at depths [B, n] and see mask [B, n, m]."""
+    slots, count = depths.shape
+    of = torch.arange(count, device=depths.device).repeat_interleave(block)
+    own = (of[:, None] == of).expand(slots, -1, -1)
+    order = torch.arange(block, device=depths.device).repeat(count)
+    return torch.cat([mask.repeat_interleave(block, 1), own], 2), depths.repeat_interleave(block, 1) + 1 + order
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TargetModel(DraftModel):
+    """A copy of the target's model, all of its weights trained: it becomes the target that it drafts for."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.target, self.config = target, with_mask(config, target)
+        self.mask_token = Tidar(target, config).mask_token
+        source: Any = target
+        self.lm: Any = copy.deepcopy(source.model).requires_grad_(True)
+        self._finish, _ = causal_lm.learn(self.lm, target.spec.name)
+
+    def read(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
+        """States [B, S + A * K, H] of texts [B, S] and of a block of masks behind each position `at` [B, A]."""
+        length, block, source = tokens.shape[1], self.config.block, self.target
+        order = torch.arange(length, device=tokens.device)
+        text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
+        mask, after = masks_after(text.gather(1, at[..., None].expand(-1, -1, length)), at, block)
+        mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
+        positions = torch.cat([order.expand(len(tokens), -1), after], 1)
+        ids = torch.cat([tokens, torch.full_like(after, self.mask_token)], 1)
+        given = source.masked(None, mask, positions, positions) | {"use_cache": False}  # type: ignore[attr-defined]
+        return causal_lm.states(self.lm, ids, **given)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., H], of which a row of `Rows` has two side by side."""
+        head = self.lm.get_output_embeddings()
+        logits: Tensor = self._finish(head(states[..., : self.target.spec.hidden].to(head.weight.dtype)))
+        return logits
+
+    def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        p = target.float().log_softmax(-1)
+        own = self.logits(rows.states[part][..., self.target.spec.hidden :]).float().log_softmax(-1)
+        return {"ar": (p.exp() * (p - own)).sum(-1)}
+
+    def predict(self, batch: Batch) -> Rows:
+        return Rows(self, batch)
+
+    def drafter(self) -> Tidar:
+        """For its own copy of the weights, which is `drafter().target`."""
+        return Tidar(load_target(copy.deepcopy(self.lm).requires_grad_(False)), self.config)
+
+    def save_target(self, folder: Path) -> None:
+        """Write the model as a target, with the tokenizer of the one that it began from."""
+        source: Any = self.target
+        self.lm.save_pretrained(folder)
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(folder)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TargetModel:
+        """Weights follow a change of type; buffers that are computed once, such as rotary frequencies, do not."""
+        with causal_lm.keeping_computed(self):
+            super()._apply(fn, recurse)
+        return self
+
+
+class Rows(DetachedRows):
+    """Predictions of the masks behind drawn positions; mask k behind position i has label token i + 2 + k.
+
+    Each row has beside it the state of the text that has the same label."""
+
+    def __init__(self, model: TargetModel, batch: Batch):
+        length, block = batch.tokens.shape[1], model.config.block
+        drawn = draw(batch, model.config.anchors, 2, block)
+        states = model.read(batch.tokens, batch.documents, drawn.at)
+        b, a, depth = drawn.learnt.nonzero().unbind(-1)
+        label = drawn.labels_at[b, a, depth]
+        weight, number = torch.ones(len(b), device=b.device), b * drawn.at.shape[1] + a
+        both = torch.cat([states[b, length + a * block + depth], states[b, label - 1]], -1)
+        super().__init__(model, both, batch.hidden, Labelled.of(batch, b, label, weight, depth, number))
