@@ -227,9 +227,7 @@ def first_of(local: TransformersTarget, text: list[int]) -> Tensor:
 
 
 def sampled(target: RemoteTarget, drafter: Drafter, prompt: list[int], count: int) -> list[tuple[int, int]]:
-    found = target.generate(
-        [prompt] * count, drafter, max_new_tokens=2, sampling=SAMPLING, policy="fixed", slots=8
-    )
+    found = target.generate([prompt] * count, drafter, max_new_tokens=2, sampling=SAMPLING, policy="fixed", slots=8)
     return [(one.tokens[0], (one.tokens[1:] or [-1])[0]) for one in found.texts]
 
 

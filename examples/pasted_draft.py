@@ -14,8 +14,8 @@ import outrider
 from outrider import demo
 from outrider.targets.transformers import TransformersTarget
 
-PROMPTS = ["import os\nimport re\n\n\ndef find(path, ", "class Stack:\n    def __init__(self):\n        self.", "for "]
-DRAFTS, LENGTH, TEXTS = 64, 8, 1000
+PROMPTS = ["import json\n", "class Stack:\n    def __init__(self):\n        self."]
+TEXTS = 1000
 DRAWN = outrider.Sampling(temperature=1.0)
 
 
@@ -26,19 +26,17 @@ def next_token(model: TransformersTarget, text: list[int]) -> Tensor:
     return model.head(hidden[0, -1]).double().softmax(-1)
 
 
-def pasted(target: TransformersTarget, small: TransformersTarget, prompt: str) -> Tensor:
+def pasted(target: TransformersTarget, small: TransformersTarget, asked: dict[str, str]) -> Tensor:
     """The distribution of the answer's first token by the recipe: the mean over drafts, each with its own weight."""
-    drafts = outrider.generate(small, [prompt] * DRAFTS, max_new_tokens=LENGTH, sampling=DRAWN)
-    asked = {"role": "user", "content": prompt}
+    drafts = outrider.generate(small, [small.encode([asked])] * 64, max_new_tokens=8, sampling=DRAWN)
     chats = [target.encode([asked, {"role": "assistant", "content": draft.text}]) for draft in drafts]
     return torch.stack([next_token(target, chat) for chat in chats]).mean(0)
 
 
-def counted(target: TransformersTarget, drafter: outrider.Drafter | None, prompt: str) -> Tensor:
-    """The first token's frequencies over many texts."""
-    texts = outrider.generate(
-        target, [prompt] * TEXTS, drafter, max_new_tokens=3, sampling=DRAWN, policy="fixed", slots=100
-    )
+def counted(target: TransformersTarget, drafter: outrider.Drafter | None, chat: list[int]) -> Tensor:
+    """The first token's frequencies over many texts of two tokens, of which the first is drafted."""
+    prompts = [chat] * TEXTS
+    texts = outrider.generate(target, prompts, drafter, max_new_tokens=2, sampling=DRAWN, policy="fixed", slots=100)
     first = torch.tensor([text.tokens[0] for text in texts])
     return first.bincount(minlength=target.spec.vocabulary).double() / TEXTS
 
@@ -48,12 +46,14 @@ def main() -> None:
     drafter = outrider.load_drafter("small_model", target)
     print("total variation of the first token      draft pasted    speculative    plain (by chance)")
     for prompt in PROMPTS:
-        p = next_token(target, target.encode(prompt))
-        found = pasted(target, small, prompt), counted(target, drafter, prompt), counted(target, None, prompt)
-        away = [float((p - other).abs().sum() / 2) for other in found]
-        print(f"{prompt[-30:]!r:38}  {away[0]:12.3f}  {away[1]:13.3f}  {away[2]:19.3f}")
-        assert away[0] > 0.2, "the recipe changes what is written"
-        assert away[1] < away[2] + 0.1, "speculative decoding does not"
+        asked = {"role": "user", "content": prompt}
+        p = next_token(target, chat := target.encode([asked]))
+        found = pasted(target, small, asked), counted(target, drafter, chat), counted(target, None, chat)
+        away = [float((p - other).abs().sum()) / 2 for other in found]
+        print(f"{prompt.splitlines()[-1]!r:38}  {away[0]:12.3f}  {away[1]:13.3f}  {away[2]:19.3f}", flush=True)
+        # six runs: 0.79 to 0.97, and 0.02 at most between the other two; a draft that nothing verifies has 0.8 or more
+        assert away[0] > 0.7, "the recipe changes what is written"
+        assert away[1] < away[2] + 0.07, "speculative decoding does not"
 
 
 if __name__ == "__main__":

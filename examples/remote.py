@@ -17,7 +17,7 @@ from outrider import demo
 from outrider.targets.remote import Method, RemoteTarget, compare
 
 SERVE = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--port", "0"]
-PROMPT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write(path, text):\n"
+PROMPT = "EPERM = 1\nENOENT = 2\nESRCH = 3\nEINTR = 4\nEIO = 5\n"
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def demo_server() -> Iterator[str]:
 
 def show(url: str, tokenizer: str, method: Method = "probes") -> None:
     with RemoteTarget(url, tokenizer, method=method) as target:
-        drafter = outrider.load_drafter("ngram", target, length=3)
+        drafter = outrider.load_drafter("suffix", target)
         plain = target.plain(PROMPT, max_new_tokens=64)
         drafted = target.generate(PROMPT, drafter, max_new_tokens=64)
         print(PROMPT + drafted.texts[0].text)

@@ -14,8 +14,8 @@ from outrider import checkpoint
 from outrider.compiled import Compiled
 from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
-from outrider.drafters import find, kinds
-from outrider.errors import CheckpointError, ConfigError, first_line
+from outrider.drafters import find, kinds, trained
+from outrider.errors import CheckpointError, ConfigError, DrafterError, first_line
 from outrider.export import formats, reading
 from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
 from outrider.hub import missing_path
@@ -59,12 +59,14 @@ def load_drafter(
     trained with the weights that a target was quantised from fits it, and the log reports it.
 
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
-    another target, ExportError for a folder of others that can't be read or does not fit.
+    another target, ExportError for a folder of others that can't be read or does not fit, DrafterError for one that
+    reads more than the target sends.
     """
     if isinstance(target, str | Path):
         raise ConfigError(f"target must be loaded, got {target!r}; give load_target({str(target)!r})")
     name = str(kind_or_path)
     if name in kinds():
+        _refuse_without_layers(name, name, target)
         module, given = find(name), {} if quantize is None else {"quantize": quantize}
         settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
         # a drafter made of others opens checkpoints by this function, which is on a higher floor
@@ -72,6 +74,7 @@ def load_drafter(
         place = device or getattr(settings, "device", None)
         return _placed(lambda target: module.build(settings, target, **opens), target, place)
     source = describe(name)
+    _refuse_without_layers(name, source.kind, target)
     if config:
         raise ConfigError(f"{name} is a trained drafter with settings of its own; leave out {', '.join(config)}")
     own = source.manifest.get("config") or {}
@@ -142,6 +145,15 @@ def find_folder(name: str | Path) -> Path:
             f"{name!r} is not a folder here and can't be fetched from the hub: {reason}; check the name, or download "
             "it and name the folder"
         ) from None
+
+
+def _refuse_without_layers(name: str, kind: str, target: Target) -> None:
+    """Raises DrafterError for a draft model that needs more of a server's target than tokens."""
+    model = trained(kind)
+    if not target.spec.layers and model is not None and model.reads_target:
+        raise DrafterError(
+            f"{name} reads hidden states, which {target.spec.name} does not send; take ngram, suffix or small_model"
+        )
 
 
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:

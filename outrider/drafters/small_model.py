@@ -164,6 +164,7 @@ class Model(DraftModel):
     """A causal LM of the target's vocabulary, all of its weights trained; embedding and head are its own."""
 
     taps: tuple[int, ...] = ()
+    reads_target = False
 
     def __init__(self, config: Config, target: Target):
         super().__init__()

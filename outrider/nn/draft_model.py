@@ -101,6 +101,8 @@ class DraftModel(nn.Module, ABC):
     """The method's own Config, `kind` among its fields."""
     target: Target
     taps: tuple[int, ...]
+    reads_target: bool = True
+    """It needs the target's embedding, head or states, and not its tokens alone."""
     progress: float = 1.0
     """Share of the training that is done, set before every step; 1 where no training runs."""
 

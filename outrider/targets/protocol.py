@@ -43,6 +43,7 @@ class TargetSpec:
     name: str
     revision: str | None
     layers: int
+    """0 where they are out of reach, on a server."""
     hidden: int
     vocabulary: int
     context: int

