@@ -172,7 +172,7 @@ class RemoteTarget:
         for progress in advance(rows, requests, drafter, named.policy(policy, drafter), state):
             own = found[progress.request]
             own.tokens += progress.tokens
-            own.text += judge.new_text[progress.row]
+            own.text += judge.text(progress.row)
             own.accepted.append(progress.accepted)
             own.finish_reason = "stop" if progress.finish_reason == "stop" else "length"
         wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, rows.rounds
