@@ -7,6 +7,7 @@ these sizes are ten times slower.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -33,14 +34,14 @@ class Adaptive(Policy):
     One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a share
     of the time goes into `Probes`, so that drafting resumes by itself: many probes where they lose little, few where
     drafts are slow. Measurements are evaluated every `REST` steps, and at once where something is tried or slots
-    change, or while off their number; in between a step costs nothing.  Budgets depend on earlier steps alone, so the
-    output stays exact; equal outcomes and timings give equal budgets.
+    change; while off, before the next probe and where their number changes.  In between a step costs nothing.  Budgets
+    depend on earlier steps alone, so the output stays exact; equal outcomes and timings give equal budgets.
     """
 
     EXPLORE = 64
     """Steps between two that try another depth."""
-    REST = 8
-    """Steps between two decisions."""
+    REST, REST_OFF = 8, 64
+    """Steps between two decisions, and most of them while off."""
     LOYALTY = 0.98
     """A depth changes only where another one's rate times this is higher, and drafts must beat plain steps by as
     much."""
@@ -58,8 +59,10 @@ class Adaptive(Policy):
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
         self.unread: list[tuple[float, bool, Accepted]] = []
         """Steps since the last decision: seconds, whether the step was unusual, and what was accepted."""
-        self.step = self.decided = self.steady = 0
-        """Number of steps; the step of the last decision; decisions in a row that left the depth unchanged."""
+        self.step = self.decided = 0
+        """Number of steps; the step of the last decision."""
+        self.rest, self.steady = 1, 0
+        """Steps from the last decision to the next; decisions in a row that left the depth unchanged."""
         self.pause = self.paused = self.since = self.tries = 0
         """Plain steps since the last draft, and the same before the last step; steps since another depth was tried, and
         number of such tries."""
@@ -80,12 +83,16 @@ class Adaptive(Policy):
         as_before = wanted == self.wanted if depth else not any(self.wanted)
         is_steady = depth == self.depth and not self.probes.left and as_before
         self.steady, self.rows = self.steady + 1 if is_steady else 0, state.rows
+        if depth:
+            self.rest = self.REST if self.steady > self.REST else 1
+        else:
+            self.rest = self.probes.wait(self.REST, self.REST_OFF) if is_steady else 1
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
 
     def _can_rest(self, state: DecodeState) -> bool:
-        """Whether the last decision is still good: it was the same for a while, and the same slots have room for it."""
-        if self.steady <= self.REST or self.step >= self.decided + self.REST:
+        """Whether the last decision is still good: it is not old, and the same slots have room for it."""
+        if self.step >= self.decided + self.rest:
             return False
         if self.depth:
             return state.rows is self.rows and min(state.room) >= self.depth
@@ -235,13 +242,20 @@ class Probes:
         """Steps left of a probe."""
         self.credit, self.late = self.FUND, float("inf")
         """Plain steps saved; seconds of the last probe's first step, which reads what the drafter missed."""
+        self.income = self.SHARE
+        """What a plain step saves."""
 
     def due(self, promise: float, steps: int) -> bool:
         """Whether to draft now.  promise: best draft's expected rate / plain rate; steps since this was last asked."""
-        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * steps, self.FUND)
+        self.income = self.SHARE * promise**self.DOUBT
+        self.credit = min(self.credit + self.income * steps, self.FUND)
         if not self.left and self.credit > 0:
             self.left = 2  # since the first after a pause does not show a draft's usual seconds
         return self.left > 0
+
+    def wait(self, least: int, most: int) -> int:
+        """Steps until enough is saved for a probe, within these bounds."""
+        return max(least, min(most, math.ceil(-self.credit / max(self.income, 1e-9))))
 
     def charge(self, seconds: float, usual: float | None, plain: float, accepted: float) -> None:
         """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit.
