@@ -253,9 +253,9 @@ class Probes:
             self.left = 2  # since the first after a pause does not show a draft's usual seconds
         return self.left > 0
 
-    def wait(self, least: int, most: int) -> int:
+    def wait(self, minimum: int, most: int) -> int:
         """Steps until enough is saved for a probe, within these bounds."""
-        return max(least, min(most, math.ceil(-self.credit / max(self.income, 1e-9))))
+        return max(minimum, min(most, math.ceil(-self.credit / max(self.income, 1e-9))))
 
     def charge(self, seconds: float, usual: float | None, plain: float, accepted: float) -> None:
         """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit.

@@ -255,6 +255,7 @@ def test_the_training_stands_still_while_requests_are_there(
     )
     with learning(float_target, Folder(there.path)) as (learner, serve):
         serve(1)  # the engine has begun
+        assert until(lambda: not learner._is_busy, 5)
         job = learner._job = Job(there)
         stat = Path(f"/proc/{job._process.pid}/stat")
         is_still = lambda: stat.read_text().rpartition(")")[2].split()[0] == "T"
