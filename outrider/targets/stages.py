@@ -1,7 +1,7 @@
 """Ranges of a target's layers as stages of a pipeline: each has a cache of its own, so each may hold another length.
 
-While a range runs, the layers outside it hand their input on, and what the layer before it gave stands in place of the
-embeddings.  So masks, positions and norms are the family's own, whatever it is.
+While a range runs, the layers outside it hand their input on, but for the one before it, which gives what it gave when
+it ran.  So embeddings, masks, positions and norms are the family's own, whatever it is.
 
 S tokens of a pass, T taps, H hidden size, V vocabulary.
 """
@@ -9,17 +9,14 @@ S tokens of a pass, T taps, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.pipeline import Stage, StageOutput
 from outrider.errors import TargetError
-from outrider.targets import hooks
 from outrider.targets.anatomy import BROKEN
 from outrider.targets.cache import SlotCache
-from outrider.targets.protocol import Skip
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -40,8 +37,6 @@ class LayerRange(Stage):
         self.target, self.layers = target, layers
         self.taps = tuple(tap for tap in taps if tap in layers)
         self.kv_cache = SlotCache(1, length, target.device, len(layers))
-        others = frozenset(range(target.spec.layers)).difference(layers)
-        self._others = Skip(others, others)
         self._given: tuple[Tensor, Tensor | None] | None = None
 
     def begin(self, tokens: Tensor, states: Tensor | None, start: int) -> None:
@@ -55,9 +50,7 @@ class LayerRange(Stage):
         (tokens, states), self._given = self._given, None
         target, last = self.target, self.layers[-1]
         self.kv_cache.open([0], tokens.shape[1])
-        # the model itself applies the family's scale to what stands for embeddings
-        words = nullcontext() if states is None else hooks.replacing(target._embedding, states / target._scale)
-        with words, target._sublayers.left_out(self._others):
+        with target._sublayers.only(self.layers, states):
             out, caught = target._passed(target._trunk, tokens, self.kv_cache, None, (*self.taps, last))
         self.kv_cache.append([tokens.shape[1]])
         taps = target._tapped(caught, self.taps)
