@@ -106,8 +106,9 @@ def cycles(
             tokens = torch.tensor([[own.token]], device=state.device)
             stages[own.depth].begin(tokens, own.states, anchor_at + behind)
         following = _guessed(drafter, memory, state, flight)
-        logits = [own.passed(stages[own.depth].end()) for own in flight][0]
-        committed = None
+        logits = committed = None
+        for own in reversed(flight):  # the first stage is this process's own, so the others are waited for after it
+            logits = own.passed(stages[own.depth].end())
         if logits is not None:
             committed, stays = _verified(drafter, memory, state, flight, logits)
             flight, following = (flight[1:], following) if stays else ([], InFlight(committed))
@@ -133,9 +134,7 @@ def _read_prompt(stages: Sequence[Stage], drafter: Drafter, memory: Any, state: 
         drafter.admit(memory, [0], state, Scores(logits, states, taps), [count])
 
 
-def _guessed(
-    drafter: PipelineDrafter, memory: Any, state: DecodeState, flight: Sequence[InFlight]
-) -> InFlight | None:
+def _guessed(drafter: PipelineDrafter, memory: Any, state: DecodeState, flight: Sequence[InFlight]) -> InFlight | None:
     """The next token to set in flight: the likeliest at temperature 0, else drawn; None where there is no room."""
     if len(flight) > state.room[0]:
         return None

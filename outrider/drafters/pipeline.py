@@ -197,6 +197,5 @@ class Rows(DetachedRows):
         states = model.drafted(batch, drawn.at, fill)
         text = torch.arange(len(states), device=states.device).repeat_interleave(states.shape[1])
         weight = drawn.learnt.flatten(0, 1).to(states.dtype)
-        super().__init__(
-            model, states.flatten(0, 1), batch.hidden, Labelled.blocks(batch, text, drawn.labels_at.flatten(0, 1), weight)
-        )
+        rows = Labelled.blocks(batch, text, drawn.labels_at.flatten(0, 1), weight)
+        super().__init__(model, states.flatten(0, 1), batch.hidden, rows)

@@ -9,6 +9,7 @@ S tokens of a pass, T taps, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def ranges(layers: int, stages: int) -> list[range]:
     if not 1 <= stages <= layers:
         raise TargetError(f"{layers} layers can't be cut into {stages} stages; choose from 1 to {layers}")
     cuts = [round(number * layers / stages) for number in range(stages + 1)]
-    return [range(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(cuts)]
 
 
 class LayerRange(Stage):
