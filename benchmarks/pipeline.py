@@ -7,8 +7,8 @@
 
 `train`: one drafter for each number of stages and each seed, by recipes/demo-pipeline.yaml.  `cycles`: all stages in
 this process; counted are the cycles of `decoding.pipeline.cycles`, and n times tokens per cycle is the paper's
-equivalent accept length.  Intervals are from a bootstrap over seeds and, within them, prompts.  Its prompts are those of
-benchmarks/methods.py, whose cells of `eagle3` with as many steps it is compared with.
+equivalent accept length.  Intervals are from a bootstrap over seeds and, within them, prompts.  Its prompts are the
+first of benchmarks/methods.py, whose cells of `eagle3` with as many steps it is compared with.
 
 `processes`: two halves of the target.  Prompt by prompt, by turns: plain decoding in one process with one thread and
 with two, both halves in one process, both halves in two processes of one thread each with the trained drafter, and with

@@ -96,6 +96,8 @@ def cycles(
 
     The text is the one that the whole target would write, greedy or sampled.
     """
+    if not request.max_new_tokens:
+        return
     state.admit(0, request)
     memory = drafter.allocate(Room(1, len(request.prompt) + request.max_new_tokens + len(stages)))
     _read_prompt(stages, drafter, memory, state)

@@ -144,10 +144,11 @@ class Pipeline(PairDrafter, PipelineDrafter):
 
     def __init__(self, model: Model):
         super().__init__(model, 1, 2)
+        self.stages: int = model.config.stages
 
     def allocate(self, cache: Cache) -> FeatureMemory:
         # besides the text's pairs: those in flight, and columns where slots bring unequal numbers of pairs
-        return FeatureMemory(cache.slots, cache.length + self.model.config.stages + self.most + 1, 1, self.model)
+        return FeatureMemory(cache.slots, cache.length + self.stages + self.most + 1, 1, self.model)
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
         states, tokens, counts = memory.features.take_with_tokens(state.rows, state)
