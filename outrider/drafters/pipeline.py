@@ -37,6 +37,7 @@ from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig, resolved
+from outrider.targets.causal_lm import positions
 from outrider.targets.protocol import Target
 from outrider.targets.stages import ranges
 
@@ -189,14 +190,17 @@ class Pipeline(PairDrafter, PipelineDrafter):
 
 
 class Rows(DetachedRows):
-    """Predictions from drawn positions, each with a fill of its own; the row of position i has label token i + 2."""
+    """Predictions from drawn positions; the row of position i has label token i + 2, and for its depth how many tokens
+    were in flight before the newest."""
 
     def __init__(self, model: Model, batch: Batch):
         drawn = draw(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
         # on the CPU, whose random state a checkpoint stores
         fill = torch.randint(1, model.config.stages + 1, drawn.at.shape).to(drawn.at.device)
-        states = model.drafted(batch, drawn.at, fill)
-        text = torch.arange(len(states), device=states.device).repeat_interleave(states.shape[1])
-        weight = drawn.learnt.flatten(0, 1).to(states.dtype)
-        rows = Labelled.blocks(batch, text, drawn.labels_at.flatten(0, 1), weight)
-        super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
+        # no more are in flight than the text has
+        fill = torch.minimum(fill, positions(batch.documents).gather(1, drawn.at) + 2)
+        states = model.drafted(batch, drawn.at, fill).flatten(0, 1)
+        row = torch.arange(len(states), device=states.device)
+        text, weight = row // drawn.at.shape[1], drawn.learnt.flatten().to(states.dtype)
+        rows = Labelled.of(batch, text, drawn.labels_at.flatten(), weight, (fill - 1).flatten(), row)
+        super().__init__(model, states, batch.hidden, rows)
