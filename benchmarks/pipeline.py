@@ -73,7 +73,6 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     target = load_target("demo", compile=False)
-    target.ends = frozenset()
     if options.part == "train":
         trained(target, pairs, options.steps)
         return
