@@ -299,8 +299,9 @@ def pipeline(found: dict[str, Any]) -> str:
                 ["decoded with", "ms a token", "over one thread (95 %)", "over two threads (95 %)"], ways, slice(1, 4)
             ),
             f"Alone on one core a whole step takes {ms['whole']:.2f} ms, the first half {ms['first']:.2f}, the second "
-            f"with the head {ms['second']:.2f}, a guess {ms['guess']:.2f}. With {timed['tokens_per_cycle']:.3f} tokens a "
-            f"cycle two cores of their own allow at most {bound['trained']:.2f} times one; with no wrong guess, and "
+            f"with the head {ms['second']:.2f}, a guess {ms['guess']:.2f}. With "
+            f"{timed['tokens_per_cycle']:.3f} tokens a cycle two cores of their own allow at most "
+            f"{bound['trained']:.2f} times one; with no wrong guess, and "
             f"guesses for nothing, {bound['no_wrong_guess']:.2f}; with these guesses and no cost but equal stages "
             f"{bound['no_cost_but_stages']:.2f}.",
         ]
