@@ -99,7 +99,8 @@ def cycles(
     if not request.max_new_tokens:
         return
     state.admit(0, request)
-    memory = drafter.allocate(Room(1, len(request.prompt) + request.max_new_tokens + len(stages)))
+    room: Any = Room(1, len(request.prompt) + request.max_new_tokens + len(stages))
+    memory = drafter.allocate(room)
     _read_prompt(stages, drafter, memory, state)
     flight = [InFlight(state.tokens[0][-1])]
     while not state.finished[0]:
