@@ -211,7 +211,7 @@ FAULTS = [
     ),
     Fault(
         "every stage reads from the position of the oldest token in flight",
-        [Edit("outrider/decoding/pipeline.py", "own.states, anchor_at + behind)", "own.states, anchor_at)")],
+        [Edit("outrider/decoding/pipeline.py", "own.states, anchor_at + after)", "own.states, anchor_at)")],
         ["tests/decoding/test_pipelined.py::test_every_text_is_the_targets_own"],
     ),
     Fault(

@@ -105,9 +105,9 @@ def cycles(
     flight = [InFlight(state.tokens[0][-1])]
     while not state.finished[0]:
         anchor_at = len(state.tokens[0]) - 1
-        for behind, own in enumerate(flight):
+        for after, own in enumerate(flight):
             tokens = torch.tensor([[own.token]], device=state.device)
-            stages[own.depth].begin(tokens, own.states, anchor_at + behind)
+            stages[own.depth].begin(tokens, own.states, anchor_at + after)
         following = _guessed(drafter, memory, state, flight)
         logits = committed = None
         for own in reversed(flight):  # the first stage is this process's own, so the others are waited for after it
@@ -169,8 +169,8 @@ def _verified(
     assert oldest.states is not None
     rows = draft.tokens.shape[1] + 1
     # the rule asks for a row behind the drafted token too; what it draws from it is not used
-    seen = Scores(logits.expand(-1, rows, -1), oldest.states.expand(-1, rows, -1), None)
-    found = state.judge(draft, seen, state)
+    given = Scores(logits.expand(-1, rows, -1), oldest.states.expand(-1, rows, -1), None)
+    found = state.judge(draft, given, state)
     stays = bool(found.paths[0])
     token = flight[1].token if stays else found.next_tokens[0]
     nothing = Draft.empty(1, device)

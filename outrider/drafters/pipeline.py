@@ -91,8 +91,8 @@ class Model(DraftModel):
         """States [B, A, H] of the pairs at positions `at` [B, A], with `fill` [B, A] tokens in flight."""
         tokens, taps = batch.tokens[:, 1:], self.target_states(batch)[:, :-1]
         features = torch.stack([self.features(taps[:, :, :count]) for count in self.kinds], 1)
-        pairs = torch.arange(tokens.shape[1], device=at.device)
-        every, count = pairs.repeat(len(self.kinds))[None], len(self.kinds)
+        order, count = torch.arange(tokens.shape[1], device=at.device), len(self.kinds)
+        every = order.repeat(count)[None]
         words = self.target.embed(tokens).to(features.dtype).repeat(1, count, 1)
         rows = [self.layer.input_layernorm(words), self.layer.hidden_norm(features.flatten(1, 2))]
         keys = self.layer.self_attn.keys_values(torch.cat(rows, -1), rotary(every, self.shape))
@@ -110,11 +110,10 @@ class Model(DraftModel):
     def mask(self, documents: Tensor, at: Tensor, fill: Tensor) -> Tensor:
         """What the pairs at `at` [B, A] attend to, [B, A, K, P] bool: earlier pairs of their own text and themselves,
         each with the feature that is known of it."""
-        pairs = torch.arange(documents.shape[1] - 1, device=at.device)
-        back = at[..., None] - pairs
-        seen = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
+        back = at[..., None] - torch.arange(documents.shape[1] - 1, device=at.device)
+        own = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
         kinds = torch.arange(len(self.kinds), device=at.device)[:, None]
-        return seen[:, :, None] & (self.kind(back, fill[..., None])[:, :, None] == kinds)
+        return own[:, :, None] & (self.kind(back, fill[..., None])[:, :, None] == kinds)
 
     def predict(self, batch: Batch) -> Rows:
         return Rows(self, batch)
