@@ -274,6 +274,44 @@ def layer_skip(found: dict[str, Any]) -> str:
     return "\n\n".join([said, _table(heads, lines, slice(0, 5)), ways])
 
 
+def pipeline(found: dict[str, Any]) -> str:
+    """Equivalent lengths, then ways to run two halves, with what bounds them."""
+    lines = []
+    for row in found["cycles"]:
+        length, over = row["equivalent_length"], row["over_eagle3"]
+        seeds = f"{length['seeds']} x {length['prompts']}"
+        lines.append(
+            [str(row["stages"]), f"{row['temperature']:g}", seeds, f"{row['tokens']:,}", f"{row['cycles']:,}",
+             _within(length), "" if over is None else _within(over)]
+        )  # fmt: skip
+    heads = [
+        "stages", "T", "seeds x prompts", "tokens", "cycles", "equivalent length (95 %)", "over eagle3's (95 %)",
+    ]  # fmt: skip
+    parts = [_machine(found), _table(heads, lines, slice(0, 7))]
+    if (timed := found["processes"]) is not None:
+        ways = [
+            [row["way"], f"{row['ms_per_token']:.1f}", _within(row["one_thread"]), _within(row["two_threads"])]
+            for row in timed["rows"]
+        ]
+        ms, bound = timed["parts_ms"], timed["bound"]
+        parts += [
+            _table(
+                ["decoded with", "ms a token", "over one thread (95 %)", "over two threads (95 %)"], ways, slice(1, 4)
+            ),
+            f"Alone on one core a whole step takes {ms['whole']:.2f} ms, the first half {ms['first']:.2f}, the second "
+            f"with the head {ms['second']:.2f}, a guess {ms['guess']:.2f}. With "
+            f"{timed['tokens_per_cycle']:.3f} tokens a cycle two cores of their own allow at most "
+            f"{bound['trained']:.2f} times one; with no wrong guess, and "
+            f"guesses for nothing, {bound['no_wrong_guess']:.2f}; with these guesses and no cost but equal stages "
+            f"{bound['no_cost_but_stages']:.2f}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def _within(found: dict[str, Any]) -> str:
+    return f"{found['figure']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
+
+
 def methods(found: dict[str, Any]) -> str:
     """A table a column of cells, and the published orders."""
     exact = "every text" if found["exact"] else "**not** every text"
@@ -707,7 +745,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
-    "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
+    "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip

@@ -192,6 +192,15 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["pipeline"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
+    intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, stages: int = 4,
+    taps: Sequence[int] | None = None, anchors: int | None = None,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["recycle"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, nodes: int = 16, depth: int = 6, successors: int = 8, shared: bool = False,
 ) -> Drafter: ...

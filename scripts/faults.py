@@ -205,6 +205,21 @@ FAULTS = [
         ["tests/drafters/test_confu.py::test_no_future_sees_another_text_or_a_later_token"],
     ),
     Fault(
+        "a stage's cache is not rolled back after a rejection",
+        [Edit("outrider/targets/stages.py", "        self.kv_cache.lengths[0] = start  #", "        #")],
+        ["tests/decoding/test_pipelined.py::test_every_text_is_the_targets_own"],
+    ),
+    Fault(
+        "every stage reads from the position of the oldest token in flight",
+        [Edit("outrider/decoding/pipeline.py", "own.states, anchor_at + after)", "own.states, anchor_at)")],
+        ["tests/decoding/test_pipelined.py::test_every_text_is_the_targets_own"],
+    ),
+    Fault(
+        "pipeline's tokens in flight are one stage further in training",
+        [Edit("outrider/drafters/pipeline.py", "stages = back + 1", "stages = back + 2")],
+        ["tests/drafters/test_pipeline.py::test_training_shows_what_a_guess_sees"],
+    ),
+    Fault(
         "a block of tidar's masks sees the blocks before it",
         [Edit("outrider/drafters/tidar.py", "own = (of[:, None] == of)", "own = (of[:, None] >= of)")],
         ["tests/drafters/test_tidar.py::test_masks_stand_behind_their_row_and_see_its_path_and_their_block"],

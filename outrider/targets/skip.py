@@ -53,6 +53,19 @@ class Sublayers:
         handing_on = {module: _answering(shape, lambda hidden: hidden) for module, shape in layers}
         return _replaced(handing_on | self.silent(Skip(skip.attention - whole, skip.mlp - whole)))
 
+    def only(self, layers: range, states: Tensor | None) -> AbstractContextManager[None]:
+        """While this is open, the model runs these layers alone.  states: what the layer before them gives; None where
+        they are the first."""
+        answers = {
+            module: _answering(shape, lambda hidden: hidden)
+            for index, (module, shape) in enumerate(self.layers)
+            if index not in layers
+        }
+        if states is not None:
+            before, shape = self.layers[layers.start - 1]
+            answers[before] = _answering(shape, lambda _hidden: states)
+        return _replaced(answers)
+
     def silent(self, skip: Skip) -> dict[nn.Module, StandIn]:
         """Stand-ins that add nothing, for these sublayers."""
         chosen = [*(self.attention[index] for index in skip.attention), *(self.mlp[index] for index in skip.mlp)]

@@ -1,0 +1,205 @@
+"""Pipeline: guesses one token from the states of tokens that are still on their way through the target's stages.
+(Speculative Pipeline Decoding, arXiv 2605.30852.)
+
+The target is cut into `stages` ranges of layers.  While a token has passed d of them, only the taps of those are known;
+each number of known taps has a linear layer that makes one feature of them.  One decoder layer reads pairs of a token
+and the feature of the token before it, and predicts the next token.  Training shows it what it sees when served: from
+every drawn position, the tokens of the last `fill` - 1 places have passed as many stages as they are places back, those
+before have passed all.  `fill` is drawn from 1 to `stages`, since after a wrong guess the pipeline fills up again.
+
+In the ordinary loop a step begins with one token in flight, the anchor, and everything before it known: it drafts one
+token.  `decoding.pipeline` is the loop of its own, where stages and drafter work side by side.
+
+Differs from the paper: rows are pairs, as EAGLE's are, where the paper's hold a token's own states; there is one layer,
+so keys of a row depend on nothing but the row; the head is the target's; there are no trees.
+
+B slots or texts, S tokens, A drawn positions, P = S - 1 pairs, K kinds of feature, T taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from outrider import prepacked
+from outrider.decoding.draft import Draft
+from outrider.decoding.pipeline import PipelineDrafter
+from outrider.decoding.protocols import Cache
+from outrider.decoding.state import DecodeState
+from outrider.errors import DrafterError
+from outrider.nn.blocks import Attend, PairLayer, RMSNorm, attending, attention, rotary
+from outrider.nn.draft_model import Batch, DraftModel, draw, resolve_taps
+from outrider.nn.memory import FeatureMemory, PairDrafter
+from outrider.nn.rows import DetachedRows, Labelled
+from outrider.nn.serving import Sampler
+from outrider.nn.shape import LayerConfig, resolved
+from outrider.targets.causal_lm import positions
+from outrider.targets.protocol import Target
+from outrider.targets.stages import ranges
+
+
+class Config(LayerConfig):
+    kind: Literal["pipeline"] = "pipeline"
+    stages: PositiveInt = 4
+    """Ranges of layers that the target is cut into."""
+    taps: tuple[int, ...] | None = None
+    """Target layers it reads, counted from 0; unless given, the last layers of the stages 1, 3 and 6, and the layer
+    before the target's last."""
+    anchors: PositiveInt | None = None
+    """Most positions trained per text and step; all unless given."""
+
+
+class Model(DraftModel):
+    """A linear layer for each number of known taps, one layer of pairs, a norm; the head is the target's."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        ends = _ends(target.spec.layers, config.stages)
+        self.config, self.shape = resolved(config, target.spec)
+        self.target = target
+        self.taps = resolve_taps(_taps(ends) if config.taps is None else config.taps, target.spec)
+        if self.taps[0] >= ends[0]:
+            raise DrafterError(
+                f"pipeline.taps {self.taps} begin after the first of {config.stages} stages, which has layers 0 to "
+                f"{ends[0] - 1}; add one of these"
+            )
+        self.known = [sum(tap < end for tap in self.taps) for end in ends]
+        """Taps that are known of a token that has passed 1, 2, ... stages."""
+        self.kinds = sorted(set(self.known))
+        hidden = target.spec.hidden
+        self.fc = nn.ModuleDict({str(count): nn.Linear(count * hidden, hidden, bias=False) for count in self.kinds})
+        self.layer = PairLayer(hidden, self.shape, norm_before_residual=False, qk_norm=False)
+        self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
+
+    def features(self, taps: Tensor) -> Tensor:
+        """Features [B, n, H] of the taps that are known, [B, n, T or fewer, H]."""
+        return self.fc[str(taps.shape[2])](taps.flatten(2).to(self.dtype))
+
+    def step(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """States [B, n, H] of pairs: tokens [B, n] and the features [B, n, H] of the tokens before them."""
+        words = self.target.embed(tokens).to(features.dtype)
+        return self.layer(words, features, rotary(positions, self.shape), attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return super().logits(self.norm(states))
+
+    def drafted(self, batch: Batch, at: Tensor, fill: Tensor) -> Tensor:
+        """States [B, A, H] of the pairs at positions `at` [B, A], with `fill` [B, A] tokens in flight."""
+        tokens, taps = batch.tokens[:, 1:], self.target_states(batch)[:, :-1]
+        features = torch.stack([self.features(taps[:, :, :count]) for count in self.kinds], 1)
+        order, count = torch.arange(tokens.shape[1], device=at.device), len(self.kinds)
+        every = order.repeat(count)[None]
+        words = self.target.embed(tokens).to(features.dtype).repeat(1, count, 1)
+        rows = [self.layer.input_layernorm(words), self.layer.hidden_norm(features.flatten(1, 2))]
+        keys = self.layer.self_attn.keys_values(torch.cat(rows, -1), rotary(every, self.shape))
+        kind = self.kind(torch.zeros_like(at), fill)
+        own = features[torch.arange(len(at), device=at.device)[:, None], kind, at]
+        mask = self.mask(batch.documents, at, fill).flatten(2)[:, None]
+        return self.step(tokens.gather(1, at), own, at, lambda q, *_: attention(q, *keys, mask))
+
+    def kind(self, back: Tensor, fill: Tensor) -> Tensor:
+        """Index of the kind of feature that the pair so many places back has where `fill` tokens are in flight."""
+        stages = back + 1  # the feature is of the token before the pair's own
+        of = torch.tensor([self.kinds.index(count) for count in (self.known[0], *self.known)], device=back.device)
+        return torch.where(stages >= fill, len(self.kinds) - 1, of[stages.clamp(0, self.config.stages)])
+
+    def mask(self, documents: Tensor, at: Tensor, fill: Tensor) -> Tensor:
+        """What the pairs at `at` [B, A] attend to, [B, A, K, P] bool: earlier pairs of their own text and themselves,
+        each with the feature that is known of it."""
+        back = at[..., None] - torch.arange(documents.shape[1] - 1, device=at.device)
+        own = (back >= 0) & (documents.gather(1, at)[..., None] == documents[:, None, :-1])
+        kinds = torch.arange(len(self.kinds), device=at.device)[:, None]
+        return own[:, :, None] & (self.kind(back, fill[..., None])[:, :, None] == kinds)
+
+    def predict(self, batch: Batch) -> Rows:
+        return Rows(self, batch)
+
+    def drafter(self) -> Pipeline:
+        return Pipeline(self)
+
+
+build = Model.build
+
+
+def _ends(layers: int, stages: int) -> list[int]:
+    return [own.stop for own in ranges(layers, stages)]
+
+
+def _taps(ends: Sequence[int]) -> tuple[int, ...]:
+    """The paper's choice, by the ends of the stages."""
+    some = {ends[0] - 1, *(ends[i] - 1 for i in (2, 5) if i < len(ends)), max(ends[-1] - 2, 0)}
+    return tuple(sorted(some))
+
+
+# ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pipeline(PairDrafter, PipelineDrafter):
+    """Reads the pairs of committed tokens once; those of tokens in flight in every guess, since more of them becomes
+    known."""
+
+    def __init__(self, model: Model):
+        super().__init__(model, 1, 2)
+        self.stages: int = model.config.stages
+
+    def allocate(self, cache: Cache) -> FeatureMemory:
+        # besides the text's pairs: those in flight, and columns where slots bring unequal numbers of pairs
+        return FeatureMemory(cache.slots, cache.length + self.stages + self.most + 1, 1, self.model)
+
+    def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
+        states, tokens, counts = memory.features.take_with_tokens(state.rows, state)
+        found = self._read(memory, state.rows, tokens, self.model.features(states), counts)
+        last = found[range(len(counts)), [max(count - 1, 0) for count in counts]]
+        sampler = Sampler(state)
+        sampler.next(self.model.logits(last))
+        return sampler.draft(sizes.clamp(max=1) * (torch.tensor(counts) > 0))
+
+    @torch.inference_mode()
+    def guess(self, memory: Any, state: DecodeState, tokens: Sequence[int], known: Sequence[Tensor]) -> Tensor | None:
+        states, before, [count] = memory.features.take_with_tokens([0], state)
+        if not count + len(tokens):
+            return None
+        features = torch.cat([self.model.features(own) for own in (states, *known) if own.shape[1]], 1)
+        ids = torch.cat([before, torch.tensor([list(tokens)], dtype=torch.int64, device=state.device)], 1)
+        with prepacked.enabled():
+            found = self._read(memory, [0], ids, features, [count])
+            return self.model.logits(found[:, -1])
+
+    def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
+        states, tokens, counts = memory.features.take_with_tokens([row], state, leave=1)
+        self._read(memory, [row], tokens, self.model.features(states), counts)
+
+    def _read(
+        self, memory: FeatureMemory, rows: Sequence[int], tokens: Tensor, features: Tensor, counts: Sequence[int]
+    ) -> Tensor:
+        """States [B, n, H] of pairs that follow what the slots have read, of which the first counts[b] stay."""
+        cache = memory.kv_cache
+        cache.open(rows, tokens.shape[1])
+        mask = cache.mask(None, self.model.dtype)
+        found: Tensor = self.model.step(tokens, features, cache.positions(), attending(mask, cache))
+        cache.append(counts)
+        return found
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Rows(DetachedRows):
+    """Predictions from drawn positions; the row of position i has label token i + 2, and for its depth how many tokens
+    were in flight before the newest."""
+
+    def __init__(self, model: Model, batch: Batch):
+        drawn = draw(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
+        # on the CPU, whose random state a checkpoint stores
+        fill = torch.randint(1, model.config.stages + 1, drawn.at.shape).to(drawn.at.device)
+        # no more are in flight than the text has
+        fill = torch.minimum(fill, positions(batch.documents).gather(1, drawn.at) + 2)
+        states = model.drafted(batch, drawn.at, fill).flatten(0, 1)
+        row = torch.arange(len(states), device=states.device)
+        text, weight = row // drawn.at.shape[1], drawn.learnt.flatten().to(states.dtype)
+        rows = Labelled.of(batch, text, drawn.labels_at.flatten(), weight, (fill - 1).flatten(), row)
+        super().__init__(model, states, batch.hidden, rows)

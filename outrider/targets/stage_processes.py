@@ -1,0 +1,136 @@
+"""Stages of a target in processes of their own, which speak to the first over torch.distributed (gloo).
+
+The first process has the first stage, the drafter and the text; each of the others loads the target and runs its layers
+for whoever asks.  A pass goes out as its width, its start and the states before it; what comes back are the states
+after it, the taps, and of the last stage the logits.
+
+S tokens of a pass, T taps, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from outrider.decoding.pipeline import Stage, StageOutput
+from outrider.errors import TargetError
+from outrider.targets.load import load_target
+from outrider.targets.protocol import TargetSpec
+from outrider.targets.stages import LayerRange, check, ranges
+from outrider.targets.transformers import TransformersTarget
+
+LOADING_S, MEETING_S = 300.0, 60.0
+"""Longest time until all processes have loaded the target; until they have met."""
+
+
+class RemoteStage(Stage):
+    """A stage after the first, which process `rank` runs."""
+
+    def __init__(self, rank: int, target: TransformersTarget, layers: range, taps: Sequence[int]):
+        self.rank, self.hidden = rank, target.spec.hidden
+        self.taps = sum(tap in layers for tap in taps)
+        self.logits = target.spec.vocabulary if layers.stop == target.spec.layers else 0
+        self.dtype, self._width = target.model.dtype, 0
+
+    def begin(self, tokens: Tensor, states: Tensor | None, start: int) -> None:
+        assert states is not None
+        self._width = tokens.shape[1]
+        dist.send(torch.tensor([self._width, start]), self.rank)
+        dist.send(states.contiguous(), self.rank)
+
+    def end(self) -> StageOutput:
+        width, hidden = self._width, self.hidden
+        found = torch.empty(width * hidden * (1 + self.taps) + self.logits, dtype=self.dtype)
+        dist.recv(found, self.rank)
+        states, taps, logits = found.split([width * hidden, width * hidden * self.taps, self.logits])
+        return StageOutput(
+            states.view(1, width, hidden),
+            taps.view(1, width, self.taps, hidden) if self.taps else None,
+            logits.view(1, 1, -1) if self.logits else None,
+        )
+
+    def stop(self) -> None:
+        dist.send(torch.tensor([0, 0]), self.rank)
+
+
+def _run(rank: int, world: int, meeting: str, name: str, spec: TargetSpec, loaded: Any, given: dict[str, Any]) -> None:
+    """A process's life: load, say whether that went well, meet, run passes until it is told to stop."""
+    torch.set_num_threads(given.pop("threads"))
+    try:
+        target = load_target(name, dtype=spec.dtype, compile=False)
+    except TargetError as error:
+        loaded.put(str(error))
+        return
+    same = target.spec.weights_hash == spec.weights_hash
+    loaded.put(None if same else f"{name} is not the target {spec.name}: its weights are others; name the same model")
+    if not same:
+        return
+    stage, hidden, dtype = LayerRange(target, **given), target.spec.hidden, target.model.dtype
+    _meet(rank, world, meeting)
+    header = torch.empty(2, dtype=torch.int64)
+    while True:
+        dist.recv(header, 0)
+        width, start = header.tolist()
+        if not width:
+            break
+        states = torch.empty(1, width, hidden, dtype=dtype)
+        dist.recv(states, 0)
+        stage.begin(torch.zeros(1, width, dtype=torch.int64), states, start)
+        dist.send(torch.cat([part.flatten() for part in stage.end() if part is not None]), 0)
+    dist.destroy_process_group()
+
+
+def _meet(rank: int, world: int, meeting: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=MEETING_S)
+    )
+
+
+@contextmanager
+def in_processes(
+    target: TransformersTarget, name: str, stages: int, length: int, taps: Sequence[int] = (), threads: int = 1
+) -> Iterator[list[Stage]]:
+    """While this is open, the target's stages, all but the first in a process of its own, on a CPU.
+
+    name: what the others load, as `load_target` takes it; it must be the same model.  threads: of each of them.
+    Raises TargetError for a target that can't be cut, for one on another device, for a name that is not this target's,
+    or where a process group is open.
+    """
+    check(target, stages)
+    if target.device.type != "cpu":
+        raise TargetError(f"stages in processes run on a CPU, not on {target.device}; load the target there")
+    if dist.is_initialized():
+        raise TargetError("a process group is open already; close it, or run the stages in one process")
+    cuts, spawn = ranges(target.spec.layers, stages), multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        workers, loaded = [], spawn.Queue()
+        for rank, layers in enumerate(cuts[1:], 1):
+            given = {"layers": layers, "length": length, "taps": tuple(taps), "threads": threads}
+            args = rank, stages, meeting, name, target.spec, loaded, given
+            workers.append(spawn.Process(target=_run, args=args, daemon=True))
+            workers[-1].start()
+        problems = [problem for _ in workers if (problem := loaded.get(timeout=LOADING_S)) is not None]
+        if problems:
+            for worker in workers:
+                worker.terminate()
+            raise TargetError(f"a stage's process has no target: {problems[0]}")
+        _meet(0, stages, meeting)
+        remote = [RemoteStage(rank, target, layers, taps) for rank, layers in enumerate(cuts[1:], 1)]
+        try:
+            yield [LayerRange(target, cuts[0], length, taps), *remote]
+        finally:
+            for stage in remote:
+                stage.stop()
+            for worker in workers:
+                worker.join(10)
+            dist.destroy_process_group()

@@ -1,0 +1,173 @@
+"""Pipelined decoding: the text is the target's, and cycles are counted as the paper counts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Case
+from contracts.chances import follows
+from contracts.parties import TableTarget
+
+from outrider.decoding import pipeline
+from outrider.decoding.pipeline import PipelineDrafter, StageOutput, cycles
+from outrider.generation import batch, requests
+from outrider.sampling.distribution import Settings
+from outrider.sampling.settings import Sampling
+from outrider.targets.stages import LayerRange, stages_of
+
+CASE = Case("pipeline")
+
+
+class Oracle(PipelineDrafter):
+    """Knows the text, or always guesses a token beside it."""
+
+    def __init__(self, text: list[int], vocabulary: int, beside: int = 0):
+        self.text, self.vocabulary, self.beside = text, vocabulary, beside
+
+    def guess(self, memory, state, tokens, known):
+        token = (self.text[len(state.tokens[0]) + len(tokens)] + self.beside) % self.vocabulary
+        return torch.nn.functional.one_hot(torch.tensor([token]), self.vocabulary).double()
+
+
+def written(target, stages, drafter, prompt, count, sampling=None) -> tuple[list[int], list[int | None]]:
+    """The new tokens, and what each cycle committed."""
+    state = batch(target, 1, ends=frozenset())
+    (request,) = requests(target, prompt, count, sampling or Sampling())
+    found = list(cycles(stages, drafter, state, request))
+    return state.tokens[0][len(prompt) :], found
+
+
+def stages_for(target, count, drafter, length=90) -> list[LayerRange]:
+    return stages_of(target, count, length, drafter.taps)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_text_is_the_targets_own(target, prompts, plain, drafter_of, stages):
+    """Catches a stage that reads other positions, keys of a dropped token, or a token committed for being guessed."""
+    drafter = drafter_of(CASE)
+    for prompt in prompts:
+        text, found = written(target, stages_for(target, stages, drafter), drafter, prompt, 24)
+        assert text == plain(target, prompt, 24)
+        assert [token for token in found if token is not None] == text
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_right_guess_costs_a_cycle_and_a_wrong_one_all_stages(target, prompts, plain, stages):
+    """Catches cycles that the paper does not count, or bubbles that are not: with an oracle the first token takes n
+    cycles and each further one 1; guesses that are always wrong take n each."""
+    prompt, count = prompts[2], 20
+    text = prompt + plain(target, prompt, count + 8)
+    for beside, cycles_taken in ((0, stages + count - 1), (1, stages * count)):
+        drafter = Oracle(text, 64, beside)
+        found, cycle = written(target, stages_for(target, stages, drafter), drafter, prompt, count)
+        assert found == text[len(prompt) :][:count]
+        assert len(cycle) == cycles_taken
+
+
+class Forgetful(LayerRange):
+    """Planted fault: what was read of dropped tokens stays in its cache."""
+
+    def begin(self, tokens, states, start):
+        super().begin(tokens, states, start)
+        self.kv_cache.lengths[0] = max(start, getattr(self, "most", 0))
+        self.most = self.kv_cache.lengths[0] + tokens.shape[1]
+
+
+class Behind(LayerRange):
+    """Planted fault: it reads one token less than it holds."""
+
+    def begin(self, tokens, states, start):
+        super().begin(tokens, states, max(0, start - 1) if tokens.shape[1] == 1 else start)
+
+
+@pytest.mark.parametrize(
+    ("fault", "at"), [(Forgetful, 0), (Forgetful, 1), (Behind, 0), (Behind, 1), (Behind, 2)]
+)  # the last stage never reads a token that is dropped
+def test_a_stage_of_a_wrong_length_changes_a_text(target, prompts, plain, fault, at):
+    """The faults that the tests above are to catch are caught, in whichever stage they are."""
+    differ = []
+    for prompt in prompts:
+        drafter = Oracle(prompt + plain(target, prompt, 40), 64, 1)
+        stages = stages_for(target, 3, drafter, 300)
+        own = stages[at].layers
+        stages[at] = fault(target, own, 300)
+        differ.append(written(target, stages, drafter, prompt, 24)[0] != plain(target, prompt, 24))
+    assert any(differ)
+
+
+def test_a_seeded_text_is_plain_decodings(target, prompts, drafter_of):
+    """Catches noise of another output index: drafted and judged by the target's own draws, the text is the same."""
+    drafter, sampling = drafter_of(CASE), Sampling(1.0, seed=5)
+    for prompt in prompts[:4]:
+        plain_text, _ = written(target, stages_for(target, 1, drafter), drafter, prompt, 16, sampling)
+        text, _ = written(target, stages_for(target, 4, drafter), drafter, prompt, 16, sampling)
+        assert text == plain_text
+
+
+class TableStage:
+    """Stage `number` of a table's three: only the last gives logits, of the token that it reads and the one before."""
+
+    def __init__(self, target: TableTarget, number: int):
+        self.target, self.number, self.text = target, number, list[int]()
+
+    def begin(self, tokens, states, start):
+        assert (states is None) == (self.number == 0)
+        self.text[start:] = tokens[0].tolist()
+
+    def end(self):
+        before, own = ([0, *self.text])[-2:]
+        logits = self.target.table[before, own][None, None] if self.number == 2 else None
+        return StageOutput(self.target.features[before, own][None, None], None, logits)
+
+
+class Near(PipelineDrafter):
+    """Guesses from a table that is near the target's, and not it."""
+
+    def __init__(self, target: TableTarget):
+        noise = torch.randn(target.table.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        self.table = 0.6 * target.table + 0.7 * noise
+
+    def guess(self, memory, state, tokens, known):
+        before, own = ([0, *state.tokens[0], *tokens])[-2:]
+        return self.table[before, own][None]
+
+
+SAMPLINGS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}]
+
+
+def follows_the_table(sampling: dict, texts: int) -> bool:
+    table, tokens = TableTarget.random(3), []
+    drafter, stages = Near(table), [TableStage(table, number) for number in range(3)]
+    for _ in range(texts):
+        tokens.append(written(table, stages, drafter, [0, 1], 3, Sampling(**sampling))[0])
+    expected = table.distribution([0, 1], 3, Settings.of([Sampling(**sampling)]))
+    return follows(torch.tensor(tokens), expected)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sampled_texts_follow_the_targets_distribution(sampling):
+    """Catches noise that a draft and its judge share, and a q of another token.  False alarm 1e-6."""
+    assert follows_the_table(sampling, 1500)
+
+
+def test_a_token_that_was_not_drawn_from_its_q_is_caught(monkeypatch):
+    """The planted fault: the likeliest token is set in flight as if it had been drawn."""
+    guessed = pipeline._guessed
+
+    def likeliest(*given):
+        found = guessed(*given)
+        return found and pipeline.InFlight(int(found.q.argmax()), found.q)
+
+    monkeypatch.setattr(pipeline, "_guessed", likeliest)
+    assert not follows_the_table(SAMPLINGS[0], 1500)
+
+
+def test_a_request_ends_where_it_asks_to(target, prompts, plain, drafter_of):
+    """Catches tokens beyond an end, a limit or a context, and a slot that can't be used again."""
+    drafter, prompt = drafter_of(CASE), prompts[0]
+    stages, state = stages_for(target, 2, drafter), batch(target, 1, ends=frozenset([plain(target, prompt, 9)[6]]))
+    for _ in range(2):
+        (request,) = requests(target, prompt, 20, Sampling())
+        list(cycles(stages, drafter, state, request))
+        assert state.tokens[0][len(prompt) :] == plain(target, prompt, 7)
+        assert state.finished[0] == "stop"

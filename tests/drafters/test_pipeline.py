@@ -1,0 +1,134 @@
+"""`pipeline`: what training shows it is what it sees when served, in the pipeline and in the ordinary loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Case, batch_of, train
+from contracts.chances import keeps_the_distribution
+from contracts.parties import TableTarget
+
+from outrider.decoding.pipeline import cycles
+from outrider.drafters import pipeline
+from outrider.errors import DrafterError, TargetError
+from outrider.generation import batch, generate, requests
+from outrider.sampling.settings import Sampling
+from outrider.targets.stages import stages_of
+
+CASE = Case("pipeline")
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+
+
+def model_of(target, **settings) -> pipeline.Model:
+    torch.manual_seed(1)
+    return pipeline.Model(pipeline.Config(**SIZES, **settings), target).to(getattr(torch, target.spec.dtype))
+
+
+def guesses(target, model, prompt, count) -> list[tuple[list[int], int, torch.Tensor]]:
+    """Of every guess: the text with the tokens in flight, how many are in flight, the logits."""
+    drafter, seen = model.drafter(), []
+    guess = drafter.guess
+
+    def watched(memory, state, tokens, known):
+        found = guess(memory, state, tokens, known)
+        if found is not None:
+            seen.append((state.tokens[0] + list(tokens), len(tokens) + 1, found))
+        return found
+
+    drafter.guess = watched
+    state = batch(target, 1, ends=frozenset())
+    (request,) = requests(target, prompt, count, Sampling())
+    list(cycles(stages_of(target, model.config.stages, 120, model.taps), drafter, state, request))
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{"stages": 4}, {"stages": 2}, {"stages": 4, "taps": (0, 1, 3)}], ids=str)
+def test_training_shows_what_a_guess_sees(target, settings, monkeypatch):
+    """Catches a mask, a position or a kind of feature that differs, at every fill; with the planted fault, tokens in
+    flight that are one stage further in training, it fails."""
+    model = model_of(target, **settings)
+    seen = guesses(target, model, [3, 9, 4, 1, 7], 30)
+    fills = {fill for _, fill, _ in seen}
+    assert fills >= {1, 2}
+
+    def differs() -> float:
+        worst = 0.0
+        for text, fill, logits in seen:
+            read = batch_of(target, model.taps, torch.tensor([text]))
+            at = torch.tensor([[len(text) - 2]])
+            states = model.drafted(read, at, torch.full_like(at, fill))
+            worst = max(worst, float((model.logits(states)[:, 0] - logits).abs().max()))
+        return worst
+
+    with torch.no_grad():
+        assert differs() < 1e-9
+        kind = pipeline.Model.kind
+        monkeypatch.setattr(pipeline.Model, "kind", lambda self, back, fill: kind(self, back + 1, fill))
+        assert differs() > 1e-4
+
+
+def test_the_ordinary_loop_is_a_pipeline_with_one_token_in_flight(target):
+    """Catches a draft of the ordinary loop from other rows than training's."""
+    model = model_of(target, stages=3)
+    drafter, seen = model.drafter(), []
+    draft = drafter.draft
+
+    def watched(memory, state, sizes):
+        found = draft(memory, state, sizes)
+        seen.append((list(state.tokens[0]), int(found.tokens[0, 0])))
+        return found
+
+    drafter.draft = watched
+    generate(target, [3, 9, 4, 1, 7], drafter, max_new_tokens=20)
+    assert len(seen) >= 10
+    with torch.no_grad():
+        for text, token in seen:
+            read, at = batch_of(target, model.taps, torch.tensor([text])), torch.tensor([[len(text) - 2]])
+            assert int(model.logits(model.drafted(read, at, torch.ones_like(at)))[0, 0].argmax()) == token
+
+
+def test_no_prediction_sees_what_is_not_known_yet(target):
+    """Catches a tap of a stage that a token in flight has not passed: with 3 in flight, a deeper tap of the last two
+    tokens, a later token and another text change nothing, and what is known does."""
+    model = model_of(target, stages=4, taps=(0, 1, 2, 3))
+    read = batch_of(target, model.taps, torch.arange(20)[None])
+    documents = torch.ones(1, 20, dtype=torch.int64)
+    documents[:, :4] = 2
+    at, fill = torch.tensor([[12]]), torch.tensor([[3]])
+
+    def states(change) -> torch.Tensor:
+        taps, tokens = read.taps.clone(), read.tokens.clone()
+        change(taps, tokens)
+        found = type(read)(tokens, read.loss_mask, documents, taps, read.hidden)
+        return model.drafted(found, at, fill)
+
+    def moved(change) -> bool:
+        return not torch.equal(states(change), states(lambda taps, tokens: None))
+
+    assert not moved(lambda taps, tokens: taps[:, 12, 1:].add_(1))  # one stage back: one tap
+    assert not moved(lambda taps, tokens: taps[:, 11, 2:].add_(1))
+    assert not moved(lambda taps, tokens: taps[:, 13:].add_(1))
+    assert not moved(lambda taps, tokens: tokens[:, 14:].add_(1))
+    assert not moved(lambda taps, tokens: (taps[:, :4].add_(1), tokens[:, :4].add_(1)))
+    assert moved(lambda taps, tokens: taps[:, 12, :1].add_(1))
+    assert moved(lambda taps, tokens: taps[:, 11, 1:2].add_(1))
+    assert moved(lambda taps, tokens: taps[:, 10, 3:].add_(1))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9}], ids=str)
+def test_a_trained_drafter_keeps_the_distribution(sampling, workshop):
+    """Catches a q that is true of random weights alone.  False alarm 1e-6."""
+    table = TableTarget.random(5)
+    model = workshop.model(CASE, table)
+    texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
+    train(model, batch_of(table, model.taps, texts), 60)
+    prompt = [0, 1, 2, 0, 1, 3]
+    assert keeps_the_distribution(table, model.eval().drafter(), prompt=prompt, slots=2500, sampling=sampling)
+
+
+def test_settings_that_fit_no_pipeline_are_refused(target):
+    """Catches a drafter without any state one stage behind, and more stages than layers."""
+    with pytest.raises(DrafterError, match="begin after the first of 4 stages"):
+        model_of(target, taps=(1, 3))
+    with pytest.raises(TargetError, match="choose from 1 to 4"):
+        model_of(target, stages=5)
