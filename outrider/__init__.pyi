@@ -128,7 +128,7 @@ def load_drafter(
 def load_drafter(
     kind_or_path: Literal["graft"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, base: str | Mapping[str, Any] = ..., retriever: str | Mapping[str, Any] = ...,
-    risk: float = 0.02, nodes: int | None = None,
+    risk: float = 0.02, nodes: int | None = None, under: Literal['both', 'anchor'] = 'both',
 ) -> Drafter: ...
 
 @overload
