@@ -143,7 +143,7 @@ def load_drafter(
     kind_or_path: Literal["layer_skip"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, file: str | None = None, skip_attention: Sequence[int] | None = None,
     skip_mlp: Sequence[int] | None = None, exit_layer: int | None = None, length: int | None = None,
-    min_confidence: float | None = None,
+    min_confidence: float | None = None, search: int = 0,
 ) -> Drafter: ...
 
 @overload
