@@ -210,8 +210,9 @@ def load_drafter(
     quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, slots: int = 4,
-    blocks: int = 2, nodes: int = 60, layers: int = 2, taps: Sequence[int] | None = None, vocabulary: int | None = None,
-    init_from_layers: Sequence[int] | None = None, anchors: int = 512, decay: float = 0.8,
+    blocks: int = 2, choose_blocks: bool = False, nodes: int = 60, layers: int = 2, taps: Sequence[int] | None = None,
+    vocabulary: int | None = None, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
+    decay: float = 0.8,
 ) -> Drafter: ...
 
 @overload
