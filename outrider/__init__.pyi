@@ -57,7 +57,7 @@ def load_drafter(
     quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 32,
-    layers: int = 5, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
+    pretrained: str | None = None, layers: int = 5, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
     mask_token: int | Literal['learnt'] | None = None, refine: float = 0.5, alpha: float = 1.02,
 ) -> Drafter: ...
 
