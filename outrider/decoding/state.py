@@ -67,8 +67,9 @@ class Scores(NamedTuple):
 class Stop(Protocol):
     """Ends slots' drafts while they are drafted, in chains that are drawn token by token."""
 
-    sizes: Tensor
-    """[B] int64 on the CPU, tokens that each slot has drafted so far."""
+    @property
+    def sizes(self) -> Tensor:
+        """[B] int64 on the CPU, tokens that each slot has drafted so far."""
 
     def draws(self, sure: Tensor) -> bool:
         """Asked at each depth, before its tokens are drawn: add 1 to `sizes` where a slot drafts one, and return

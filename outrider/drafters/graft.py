@@ -149,7 +149,7 @@ class Graft(Ensemble):
             )
         memory.marks, memory.retrieved = [], []
 
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
         super().free(memory, rows)
         for row in rows:
             memory.shares[row] = self._new_shares()

@@ -133,9 +133,9 @@ def build(config: Config, target: Target) -> LayerSkip:
             "layer_skip leaves nothing out, so a draft saves no time; set skip_attention, skip_mlp or exit_layer"
         )
     refuse_failing(target, skip)
-    possible, least = skips.skippable(), min_confidence if config.min_confidence is None else config.min_confidence
+    possible, threshold = skips.skippable(), min_confidence if config.min_confidence is None else config.min_confidence
     search = Search(target.spec, skip, possible, config.search, partial(runs, target)) if config.search else None
-    return LayerSkip(skips, skip, config.length or length, least, search)
+    return LayerSkip(skips, skip, config.length or length, threshold, search)
 
 
 def _saved(path: str, target: Target) -> tuple[Skip, int, float]:

@@ -41,7 +41,7 @@ from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, rota
 from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
-from outrider.nn.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, places
+from outrider.nn.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig
 from outrider.policies.blocks_by_cost import BlocksByCost
@@ -293,14 +293,14 @@ class SpecBlock(PairDrafter):
         sees = sees & ~((place > slot[..., None]) & (place < slots))
         entry = cache.columns - cache.starts[:, None] + entries  # [B, columns]
         is_entry = (entry >= 0) & (entry < entries)
-        seen = sees.gather(2, entry.clamp(0, entries - 1)[:, None].expand(-1, width, -1))
-        hidden = (is_entry[:, None] & ~seen).repeat_interleave(slots, 1)
+        allowed = sees.gather(2, entry.clamp(0, entries - 1)[:, None].expand(-1, width, -1))
+        hidden = (is_entry[:, None] & ~allowed).repeat_interleave(slots, 1)
         mask = mask.masked_fill(hidden[:, None], -torch.inf)
         at = blocks.at.gather(1, chosen) + slot + 1
         states = self.model(blocks.states[here, chosen, slot], tokens, at, mask, cache)
         cache.append([slots * width] * batch)
-        self_seen = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat_interleave(slots, 1)
-        sees = torch.cat([sees, self_seen.expand(batch, -1, -1)], -1)
+        itself = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat_interleave(slots, 1)
+        sees = torch.cat([sees, itself.expand(batch, -1, -1)], -1)
         return Blocks(blocks.rows, states, self.model.logits(states), at, sees)
 
     def _chain(self, first: Blocks, go_on: GoOn, sizes: Tensor, state: DecodeState) -> Draft:
@@ -321,7 +321,8 @@ class SpecBlock(PairDrafter):
     def _tree(self, memory: Memory, first: Blocks, go_on: GoOn, sizes: Tensor, count: int) -> Draft:
         """The likeliest paths of all blocks: each block's likeliest tokens, and more blocks after the best tokens of
         its first unsure slot."""
-        blocks, stems = first, [[[]] for _ in first.rows]
+        blocks = first
+        stems: list[list[Path]] = [[[]] for _ in first.rows]
         paths: list[list[tuple[int, Path]]] = [[] for _ in first.rows]
         for number in range(count):
             best = log_probs(blocks.logits).topk(min(max(WIDTHS), blocks.logits.shape[-1]), -1)
@@ -332,7 +333,7 @@ class SpecBlock(PairDrafter):
             if number + 1 == count or int(sizes.max()) < 2 or not any(leaves):
                 break
             stems = [[leaf.path for leaf in own] for own in leaves]
-            blocks = go_on(blocks, *(x.to(first.at.device) for x in places(leaves)))
+            blocks = go_on(blocks, *(x.to(first.at.device) for x in positions(leaves)))
         found = [likeliest([path for _, path in own], size) for own, size in zip(paths, sizes.tolist(), strict=True)]
         if memory.costs is not None:
             memory.levels = [levels(*nodes, own) for nodes, own in zip(found, paths, strict=True)]

@@ -82,9 +82,10 @@ def _model(name: str) -> Any:
     config = Qwen2Config(**{key: value for key, value in given.items() if key not in NOT_SHAPE})
     with no_bars():
         try:
-            model, report = Qwen2ForCausalLM.from_pretrained(name, config=config, output_loading_info=True)
+            loaded: Any = Qwen2ForCausalLM.from_pretrained(name, config=config, output_loading_info=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise DrafterError(f"can't load the weights of {name}: {first_line(error)}") from error
+    model, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise DrafterError(f"{name} lacks {len(missing)} weights, such as {missing[0]}; fetch it again")

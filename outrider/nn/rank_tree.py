@@ -109,7 +109,7 @@ class Offers:
         return [leaf for leaf in found if leaf.total > -torch.inf]
 
 
-def places(leaves: Sequence[Sequence[Leaf]]) -> tuple[Tensor, Tensor, Tensor]:
+def positions(leaves: Sequence[Sequence[Leaf]]) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks, slots and tokens of leaves, each [B, C]; slots of the batch with fewer have more of block 0."""
     width = max(map(len, leaves))
     rows = [
