@@ -196,6 +196,16 @@ def test_a_stopped_chain_begins_as_the_whole_one(target, prompts, workshop):
         assert all(draft.ids[0][: draft.live[0]] == whole[: draft.live[0]] for draft in drafts.values())
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "small_model", "specblock", "dspark", "layer_skip"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)], ids=["greedy", "seeded"])
+def test_any_base_may_be_stopped(kind, sampling, target, prompts, workshop, cutting):
+    """Catches a base that takes a draft for longer than it was ended, in slots that end at unequal depths."""
+    drafter = made(workshop.build(Case(kind), target), target, nodes=10)
+    settings = {"max_new_tokens": 24, "sampling": sampling, "slots": 3}
+    found = generate(target, prompts, drafter, policy=OnAndOff(10), **settings)
+    assert [one.tokens for one in found] == [one.tokens for one in generate(target, prompts, **settings)]
+
+
 # ── where the retriever's nodes hang ──────────────────────────────────────────────────────────────────────────────────
 
 
