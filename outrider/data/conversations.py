@@ -31,6 +31,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can hold it, no tokenizer can read it."""
 
 
+GROUPS = ("language", "category")
+"""Keys of a row that may say what it is one of; the first that is present counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One conversation as it is in its source."""
@@ -40,6 +44,8 @@ class Conversation:
     messages: list[dict[str, str]]
     place: str = ""
     """File and line, for errors."""
+    group: str = ""
+    """Its language or category; empty where its row names none."""
 
     @property
     def has_own_id(self) -> bool:
@@ -90,8 +96,9 @@ def parse(row: Any, name: str) -> Conversation:
         raise DataError(
             f"{name}: the conversation has no user turn with text; add one, or skip such rows with --skip-bad"
         )
-    conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name)
-    for text in (conversation.id, *(message["content"] for message in messages)):
+    group = next((row[key] for key in GROUPS if isinstance(row.get(key), str)), "")
+    conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name, group)
+    for text in (conversation.id, group, *(message["content"] for message in messages)):
         if broken := SURROGATE.search(text):
             raise DataError(
                 f"{name}: the text holds {broken[0]!a}, half of a surrogate pair; write the whole character"

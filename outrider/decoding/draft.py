@@ -115,12 +115,16 @@ class Draft:
             return self
         return replace(self.each(lambda x: x[:, :width]), sizes=torch.tensor(sizes, dtype=torch.int64))
 
+    def eldest(self, b: int) -> Sequence[int]:
+        """A slot's eldest path: the anchor's first child, its first child, and so on."""
+        return _eldest(self.tree[b][: self.live[b]]) if self.branches else range(self.live[b])
+
     def trunk(self) -> Draft:
         """The chain of eldest children, for a target that verifies no trees; their q depends on no siblings, so it
         stays true."""
         if not self.branches:
             return self
-        return self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
+        return self.only([self.eldest(b) for b in range(len(self.tokens))])
 
     def only(self, remaining: Sequence[Sequence[int]]) -> Draft:
         """Only these nodes of every slot, which are ascending and closed under parents.  A chain must retain its

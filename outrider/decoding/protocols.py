@@ -104,6 +104,11 @@ class Drafter:
         """At most budget[b] nodes under each live slot's anchor.  budget [B] int64 on the CPU."""
         return Draft.empty(len(state.rows), state.device)
 
+    def look_up(self, memory: Any, state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor) -> Draft | None:
+        """As `propose`, but after each slot's text and the drafted tokens ahead[b], all nodes deterministic.  None, the
+        default, of a drafter that can't, or not without a pass of a model."""
+        return None
+
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
         """Extra rows for the pass that verifies `draft`, or None."""
         return None

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,21 @@ class Scores(NamedTuple):
         """Without the padding after this many rows."""
         logits, hidden, taps, choice = (None if x is None else x[:, :rows] for x in self[:4])
         return Scores(logits, hidden, taps, choice, self.probe)  # type: ignore[arg-type]
+
+
+class Stop(Protocol):
+    """Ends slots' drafts while they are drafted, in chains that are drawn token by token."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """[B] int64 on the CPU, tokens that each slot has drafted so far."""
+
+    def draws(self, sure: Tensor) -> bool:
+        """Asked at each depth, before its tokens are drawn: add 1 to `sizes` where a slot drafts one, and return
+        whether any does.  sure [B], probabilities of the likeliest ones."""
+
+    def reads(self) -> bool:
+        """Whether any slot might draft another token, so that the pass which gives its probability is worth it."""
 
 
 class Judge:
@@ -139,7 +154,7 @@ class DecodeState:
     `tokens[row]` list[int], prompt and committed tokens, the last one the anchor; between admit and free it only grows
     `requests[row]` the slot's `Request`, absent where the slot is free; `prefilled[row]` prompt tokens the target has
     read `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of
-    shared noise
+    shared noise; `stop` what may end the drafts of this step early, or None
 
     shared_noise: a slot with a seed drafts with the target's noise and emits the target's own draws, whatever was
     drafted. Without it, a seed only fixes the noise, and drafts are judged by their q as in other slots."""
@@ -162,6 +177,7 @@ class DecodeState:
         self.read_s, self.read_tokens = 0.0, 0  # prompts that the drafter was given meanwhile: its seconds, and tokens
         self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()
+        self.stop: Stop | None = None
         self.rows: list[int] = []
         self._select()
 

@@ -10,8 +10,11 @@ Training has two stages, each over texts cut after random tokens.  I: all K mask
 same. II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R
 - i), so that tokens next to the committed text matter most.
 
-Differs from the paper: its drafter is a pretrained diffusion language model of half a billion weights; this one is
-trained from scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys
+With `pretrained` a published diffusion language model drafts as it is (`nn.diffusion_lm`): it reads the whole text
+again in every step, since it attends in both directions, and is not trained here.
+
+Differs from the paper: its drafter is a pretrained diffusion language model that was trained on; what is trained here
+begins from scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys
 stay valid. The masks themselves mark the cut, without a separator.  A block has all its masks in stage II too, as in
 serving: R says which of them are learnt.
 """
@@ -31,8 +34,10 @@ from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
+from outrider.errors import ConfigError
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
+from outrider.nn.diffusion_lm import DiffusionLM
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
@@ -43,6 +48,9 @@ class Config(LayerConfig):
     kind: Literal["deer"] = "deer"
     block: PositiveInt = 32
     """Tokens drafted per step, one after the other."""
+    pretrained: str | None = None
+    """Folder or Hugging Face id of a diffusion language model in the layout of Dream or Open-dCoder, with the target's
+    tokenizer, that drafts as it is; the settings below then have no effect."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
@@ -64,6 +72,11 @@ class Model(DraftModel, MaskedModule):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
+        if config.pretrained is not None:
+            raise ConfigError(
+                f"deer.pretrained {config.pretrained!r} drafts as it is and can't be trained; leave it out to train a "
+                "model, or name deer as a drafter to decode and evaluate with it"
+            )
         self.config, self.shape = resolved(with_mask(config, target), target.spec)
         self.target, self.taps = target, ()
         hidden = target.spec.hidden
@@ -120,7 +133,32 @@ def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
     return torch.where(left >= 0, alpha ** left.float(), 0.0)
 
 
-build = Model.build
+def build(config: Config, target: Target) -> Drafter:
+    if config.pretrained is None:
+        return Model.build(config, target)
+    idle = dict.fromkeys(Config.model_fields.keys() - {"kind", "block", "pretrained"}, False)
+    serving.warn_idle("deer", config, idle, "on a pretrained model")
+    return Published(DiffusionLM(config.pretrained, target), config.block)
+
+
+class Published(Drafter):
+    """Drafts a block in one pass of a published model over the whole text."""
+
+    def __init__(self, model: DiffusionLM, block: int):
+        """Raises ConfigError for a block that leaves no room in the model's context."""
+        if block >= model.context:
+            raise ConfigError(
+                f"deer.block {block} leaves no room for a text in the drafting model's context of {model.context}; "
+                "lower it"
+            )
+        self.model, self.limit = model, block
+
+    @torch.inference_mode()
+    def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
+        room = self.model.context - self.limit
+        logits = self.model.logits([state.tokens[row][-room:] for row in state.rows], self.limit)
+        draft = serving.side_by_side(logits[:, : int(budget.max())], budget, state)
+        return serving.possible(draft, state)
 
 
 class MaskDrafter(Drafter):

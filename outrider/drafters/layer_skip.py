@@ -3,8 +3,8 @@
 
 Drafts read the target's own keys and values, and write theirs after them, where the verifying pass writes next.  Which
 sublayers are left out is a setting, or the result of `outrider tune --draft layer_skip` on the user's own prompts
-(`training.sublayers`); the simplest choice is to exit early, after some layers, with the target's norm and head.  Needs
-no training.
+(`training.sublayers`), or of a search while decoding (`search`, `nn.sublayer_search`); the simplest choice is to exit
+early, after some layers, with the target's norm and head.  Needs no training.
 
 Differs from LayerSkip: the verifying pass runs whole, and does not continue from the draft's states.
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,13 +25,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import CheckpointError, DrafterError
 from outrider.nn.serving import Sampler
+from outrider.nn.sublayer_search import Search
 from outrider.targets.protocol import Skip, SkipsLayers, Target
-from outrider.targets.skip import able, every_second, listed, probability, refuse_failing
+from outrider.targets.skip import able, every_second, listed, probability, refuse_failing, runs
 
 LENGTH, MIN_CONFIDENCE = 6, 0.4
 """Tokens of a draft, and the probability below which it ends, where neither the config nor a saved set has them."""
@@ -53,6 +57,10 @@ class Config(Base):
     """A draft ends before the first token whose likeliest choice has a lower probability; the saved set's unless given,
     or 0.4."""
 
+    search: NonNegativeInt = 0
+    """Sets of sublayers tried while decoding, each in up to 12 drafted steps beside as many of the best set so far,
+    which is the one given here at first; 0 tries none."""
+
     @model_validator(mode="after")
     def _is_one_set(self) -> Config:
         given = [name for name in ("skip_attention", "skip_mlp", "exit_layer") if getattr(self, name) is not None]
@@ -61,26 +69,39 @@ class Config(Base):
         return self
 
 
+@dataclass
+class Memory:
+    """The target's own cache, and what drafted in the step that is open."""
+
+    cache: Cache
+    skip: Skip | None = None
+    """None where no draft was asked for."""
+    passes: int = 0
+
+
 class LayerSkip(Drafter):
     """Drafts a chain with what is left of the target."""
 
     confidence_before_draw = True
 
-    def __init__(self, target: SkipsLayers, skip: Skip, length: int, min_confidence: float):
-        self.target, self.skip, self.min_confidence = target, skip, min_confidence
-        self.limit = length
+    def __init__(
+        self, target: SkipsLayers, skip: Skip, length: int, min_confidence: float, search: Search | None = None
+    ):
+        self.target, self.skip, self.min_confidence, self.search = target, skip, min_confidence, search
+        self.limit, self.learns = length, search is not None
 
-    def allocate(self, cache: Cache) -> Cache:
-        """Memory of the slots: the target's own cache."""
-        return cache
+    def allocate(self, cache: Cache) -> Memory:
+        return Memory(cache)
 
     @torch.inference_mode()
-    def propose(self, memory: Cache, state: DecodeState, budget: Tensor) -> Draft:
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         sampler, sureness = Sampler(state), list[Tensor]()
         sizes = torch.zeros_like(budget)
         goes_on, own = torch.ones_like(budget, dtype=torch.bool), state.anchor
-        with self.target.skipping(self.skip, memory, state.rows) as read:
+        memory.skip, memory.passes = self.skip if self.search is None else self.search.next(), 0
+        with self.target.skipping(memory.skip, memory.cache, state.rows) as read:
             for depth in range(int(budget.max())):
+                memory.passes += 1
                 logits = state.judge.masked(read(own[:, None])[:, -1], sampler.tokens)
                 sure = probability(logits)
                 # known before this position's token is drawn, so that a draft's end does not depend on it
@@ -91,6 +112,14 @@ class LayerSkip(Drafter):
                 own = sampler.draw(logits)
                 sureness.append(sure)
         return sampler.draft(sizes, torch.stack(sureness, 1) if sureness else None)
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        # a slot that ended inside its block did not show what it would have accepted
+        ended = zip(accepted.paths, accepted.next_tokens, strict=True)
+        tokens = [1 + len(path) for path, following in ended if following >= 0]
+        if self.search is not None and memory.skip is not None and tokens:
+            self.search.learn(memory.skip, sum(tokens) / len(tokens), memory.passes)
+        memory.skip = None
 
 
 def build(config: Config, target: Target) -> LayerSkip:
@@ -104,9 +133,9 @@ def build(config: Config, target: Target) -> LayerSkip:
             "layer_skip leaves nothing out, so a draft saves no time; set skip_attention, skip_mlp or exit_layer"
         )
     refuse_failing(target, skip)
-    return LayerSkip(
-        skips, skip, config.length or length, min_confidence if config.min_confidence is None else config.min_confidence
-    )
+    possible, threshold = skips.skippable(), min_confidence if config.min_confidence is None else config.min_confidence
+    search = Search(target.spec, skip, possible, config.search, partial(runs, target)) if config.search else None
+    return LayerSkip(skips, skip, config.length or length, threshold, search)
 
 
 def _saved(path: str, target: Target) -> tuple[Skip, int, float]:

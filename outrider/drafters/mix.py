@@ -35,6 +35,7 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import Choice, Load, built
 from outrider.nn.ensemble import Ensemble, EnsembleMemory
+from outrider.policies.shares import Shares
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
 
@@ -144,50 +145,6 @@ class Mix(Ensemble):
 
 TENANTS = 1024
 """Most tallies; the least recently used is removed first."""
-
-
-class Shares:
-    """One slot's bandit: how often each member's n-th node was offered and accepted."""
-
-    WINDOW = 64.0
-    """Steps after which a count has faded to 1/e."""
-    GUESS, DOUBT = 0.5, 2.0
-    """Prior of a member's first node, and how many tests it counts as; every other node's prior is the node before
-    it."""
-
-    def __init__(self, limits: Sequence[int], explore: float):
-        self.explore, self.steps = explore, 0.0
-        self.offered = [[0.0] * limit for limit in limits]
-        self.accepted = [[0.0] * limit for limit in limits]
-
-    def split(self, most: int) -> list[int]:
-        """Nodes per member: the highest bounds, of each member the first nodes.  Of equals the first member's."""
-        bounds = [self._bounds(part, most) for part in range(len(self.offered))]
-        shares = [0] * len(bounds)
-        for _ in range(most):
-            best = max(range(len(bounds)), key=lambda part: bounds[part][shares[part]])
-            if bounds[best][shares[best]] < 0:
-                break
-            shares[best] += 1
-        return shares
-
-    def _bounds(self, part: int, most: int) -> list[float]:
-        """Upper confidence bounds of a member's nodes, never rising, and -1 after the last."""
-        doubt = self.explore * math.sqrt(1.5 * math.log(1 + self.steps))
-        guess, lowest, bounds = self.GUESS, math.inf, []
-        for offered, accepted in zip(self.offered[part][:most], self.accepted[part], strict=False):
-            guess = (accepted + self.DOUBT * guess) / (offered + self.DOUBT)
-            lowest = min(lowest, guess + doubt / math.sqrt(offered + self.DOUBT))
-            bounds.append(lowest)
-        return [*bounds, -1.0]
-
-    def learn(self, offered: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> None:
-        """Nodes of each member's draft that were verified, and those that were accepted."""
-        fade = 1 - 1 / self.WINDOW
-        self.steps = fade * self.steps + 1
-        for counts, nodes in ((self.offered, offered), (self.accepted, accepted)):
-            for part, positions in enumerate(nodes):
-                counts[part] = [fade * count + (n in positions) for n, count in enumerate(counts[part])]
 
 
 class Tally:

@@ -10,6 +10,7 @@ how often each rank is right, instead of a fixed template, so that unknown token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -59,9 +60,15 @@ class Recycle(RequestDrafter[Successors]):
         return self.by_tenant.of(state.requests[row].tenant) if self.config.shared else super().of(memory, state, row)
 
     def propose(self, memory: list[Successors | None], state: DecodeState, budget: Tensor) -> Draft:
-        slots = zip(state.rows, budget.tolist(), strict=True)
+        return self.look_up(memory, state, [()] * len(state.rows), budget)
+
+    def look_up(
+        self, memory: list[Successors | None], state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor
+    ) -> Draft:
+        slots = zip(state.rows, ahead, budget.tolist(), strict=True)
         found = [
-            self.of(memory, state, row).grow(state.tokens[row][-1], most, self.config.depth) for row, most in slots
+            self.of(memory, state, row).grow([*state.tokens[row][-1:], *drafted][-1], most, self.config.depth)
+            for row, drafted, most in slots
         ]
         return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
 

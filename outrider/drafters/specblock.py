@@ -8,23 +8,23 @@ reads its predecessor, h_k <- W [h_k; h_{k-1}], so that slots depend on each oth
 
 A rank head predicts for each slot the rank of the target's choice in the draft's order: 1, 2-4, 5-10 or beyond.  A
 greedy draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of rank 1 the 4 or 10
-best tokens, each continued by a block of its own, none beyond rank 10; of all that, the likeliest paths.  Drawn drafts
-are chains of two blocks; q of each slot is a softmax of its row.
+best tokens, none beyond rank 10, each continued by a block of its own, which branches likewise, up to `blocks` one
+after another, at most 10 side by side; of all that, the likeliest paths.  Drawn drafts are chains of as many blocks; q
+of each slot is a softmax of its row.  With `choose_blocks` a step drafts as many blocks as pay by the seconds measured.
 
 In training a slot weighs 0.8^k where the earlier slots of its block are right (the likeliest token is the text's), else
 0.
 
-Differs from the paper: serving drafts, and training unrolls, two blocks and not three, M drawn once per batch; later
+Differs from the paper: training unrolls two blocks and not three unless `blocks` is 3, M drawn once per batch; later
 blocks are trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its
 class weights are scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as
-the identity on h_k; the bandit that learns online is left out.
+the identity on h_k; the cost decides how many blocks are drafted, where the paper's bandit decides when to train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,22 +32,23 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
+from outrider.nn.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig
+from outrider.policies.blocks_by_cost import BlocksByCost
 from outrider.sampling.distribution import log_probs
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
-WIDTHS = (1, 4, 10, 0)
-"""Tokens that continue into a second block, by the rank class of their slot."""
 CHUNK = 64
 """First blocks in one pass of training; with more, more attention between them is masked and wasted."""
 
@@ -57,7 +58,9 @@ class Config(LayerConfig):
     slots: PositiveInt = 4
     """Tokens drafted by one block."""
     blocks: PositiveInt = 2
-    """Blocks trained one after another; with 1, serving drafts one block too."""
+    """Blocks trained, and drafted, one after another."""
+    choose_blocks: bool = False
+    """Draft as many blocks in each step as pay by the seconds measured and by what was accepted; no: all of them."""
     nodes: PositiveInt = 60
     """Most tokens of a draft, per step."""
     layers: PositiveInt = 2
@@ -179,35 +182,80 @@ build = Model.build
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class First:
-    """A first block after the newest pair of every slot."""
+class Blocks(NamedTuple):
+    """Blocks side by side in every slot: the first one after its newest pair, or W that go on from earlier ones."""
 
-    def __init__(self, rows: Sequence[int], states: Tensor, logits: Tensor, at: Tensor):
-        self.rows = rows
-        self.states, self.logits, self.at = states, logits, at
-        """[B, K, H], [B, K, V], and that pair's position, [B]."""
+    rows: Sequence[int]
+    states: Tensor
+    """[B, W, K, H]."""
+    logits: Tensor
+    """[B, W, K, V]."""
+    at: Tensor
+    """[B, W], the position of the pair that each stands for."""
+    sees: Tensor
+    """[B, W, E] bool: which of the newest pair's first block and all later ones, the cache's last E entries, its rows
+    may attend to, its own included."""
+
+
+class Memory(FeatureMemory):
+    """With the blocks of the step that is open, and what they cost."""
+
+    def __init__(self, slots: int, length: int, layers: int, model: Model):
+        super().__init__(slots, length, layers, model)
+        self.costs = BlocksByCost(model.config.blocks) if model.config.choose_blocks else None
+        self.levels: list[list[int]] = []
+        """Which block each drafted node is of, by slot."""
 
 
 class SpecBlock(PairDrafter):
-    """Drafts a tree at temperature 0 where the target verifies trees, else a chain of up to two blocks."""
+    """Drafts a tree at temperature 0 where the target verifies trees, else a chain of blocks."""
 
     def __init__(self, model: Model):
         self.config = model.config
-        self.longest = self.config.slots * min(2, self.config.blocks)
+        self.longest = self.config.slots * self.config.blocks
         chain = min(self.longest, self.config.nodes)
         self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
         super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
 
-    def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the text: what a step brings, and a second block for every candidate
-        count = cache.length + self.longest + 1 + max(WIDTHS)
-        return FeatureMemory(cache.slots, count * self.config.slots, self.config.layers, self.model)
+    def allocate(self, cache: Cache) -> Memory:
+        # besides the text: what a step brings, and later blocks for every candidate
+        count = cache.length + self.longest + 1 + max(WIDTHS) * (self.config.blocks - 1)
+        return Memory(cache.slots, count * self.config.slots, self.config.layers, self.model)
 
-    def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
-        first = self._first(memory, state)
+    def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
+        costs, cache = memory.costs, memory.kv_cache
+        count = self.config.blocks if costs is None else costs.begin()
+
+        def lapped(blocks: Blocks) -> Blocks:
+            if costs is not None:
+                costs.lap(state.device)
+            return blocks
+
+        def go_on(*at: Any) -> Blocks:
+            return lapped(self._next(cache, *at))
+
+        first = lapped(self._first(memory, state))
+        lengths = [cache.lengths[row] for row in state.rows]
         if state.judge.temperature is None and not state.judge.bans and self.has_trees:
-            return self._tree(memory.kv_cache, first, sizes)
-        return self._chain(memory.kv_cache, first, sizes.clamp(max=self.longest), state)
+            draft = self._tree(memory, first, go_on, sizes, count)
+        else:
+            longest = self.config.slots * count
+            draft = self._chain(first, go_on, sizes.clamp(max=longest), state)
+            memory.levels = [[n // self.config.slots for n in range(longest)]] * len(lengths)
+        for row, length in zip(state.rows, lengths, strict=True):  # later blocks are forgotten
+            cache.lengths[row] = length
+        return draft
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        super().observe(memory, state, draft, accepted, scores)
+        if memory.costs is None or not memory.levels:
+            return
+        numbers = [list(range(size)) for size in draft.live] if draft.origin is None else draft.origin.tolist()
+        ended = enumerate(zip(accepted.paths, accepted.next_tokens, strict=True))
+        # a slot that ended inside its block did not show what it would have accepted
+        found = [[memory.levels[b][numbers[b][n]] for n in path] for b, (path, following) in ended if following >= 0]
+        memory.costs.learn(found, state.timing.draft + state.timing.verify + state.timing.other)
+        memory.levels = []
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._read(memory, [row], state, leave=1)
@@ -226,96 +274,79 @@ class SpecBlock(PairDrafter):
         cache.append([slots * count for count in counts])
         return states[torch.arange(len(counts), device=at.device), last], begins + last
 
-    def _first(self, memory: FeatureMemory, state: DecodeState) -> First:
+    def _first(self, memory: FeatureMemory, state: DecodeState) -> Blocks:
         states, at = self._read(memory, state.rows, state, leave=0)
-        return First(state.rows, states, self.model.logits(states), at)
+        sees = torch.ones(len(at), 1, self.config.slots, dtype=torch.bool, device=at.device)
+        return Blocks(state.rows, states[:, None], self.model.logits(states)[:, None], at[:, None], sees)
 
-    def _second(self, cache: SlotCache, first: First, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, W, K, V] of blocks after tokens [B, W] in slot `slot` [B] of the first; their keys are
-        forgotten."""
-        slots, width = self.config.slots, tokens.shape[1]
-        cache.open(first.rows, slots * width)
-        number = torch.arange(slots * width, device=tokens.device)
+    def _next(self, cache: SlotCache, blocks: Blocks, chosen: Tensor, slot: Tensor, tokens: Tensor) -> Blocks:
+        """Blocks after these tokens [B, C], which stand in slot `slot` [B, C] of block `chosen` [B, C]."""
+        slots, (batch, width) = self.config.slots, tokens.shape
+        cache.open(blocks.rows, slots * width)
+        number, here = torch.arange(slots * width, device=tokens.device), torch.arange(batch)[:, None]
         own = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
         mask = cache.mask(own[None], self.model.dtype)
-        # the slots of the first block after the one that it continues; they are the last columns
-        offset = cache.columns - cache.starts[:, None]
-        hidden = (offset < 0) & (offset >= slot[:, None] + 1 - slots)
-        mask = mask.masked_fill(hidden[:, None, None], -torch.inf)
-        features = first.states[torch.arange(len(slot), device=slot.device), slot][:, None].expand(-1, width, -1)
-        at = (first.at + slot + 1)[:, None].expand(-1, width)
-        states = self.model(features, tokens, at, mask, cache)
-        cache.append([0] * len(first.rows))
-        return self.model.logits(states)
+        sees = blocks.sees[here, chosen]
+        entries, before = sees.shape[-1], blocks.states.shape[1]
+        # of the block that each continues, none after the slot that it continues
+        place = torch.arange(entries, device=tokens.device) - (entries + slots * (chosen[..., None] - before))
+        sees = sees & ~((place > slot[..., None]) & (place < slots))
+        entry = cache.columns - cache.starts[:, None] + entries  # [B, columns]
+        is_entry = (entry >= 0) & (entry < entries)
+        allowed = sees.gather(2, entry.clamp(0, entries - 1)[:, None].expand(-1, width, -1))
+        hidden = (is_entry[:, None] & ~allowed).repeat_interleave(slots, 1)
+        mask = mask.masked_fill(hidden[:, None], -torch.inf)
+        at = blocks.at.gather(1, chosen) + slot + 1
+        states = self.model(blocks.states[here, chosen, slot], tokens, at, mask, cache)
+        cache.append([slots * width] * batch)
+        itself = torch.eye(width, dtype=torch.bool, device=tokens.device).repeat_interleave(slots, 1)
+        sees = torch.cat([sees, itself.expand(batch, -1, -1)], -1)
+        return Blocks(blocks.rows, states, self.model.logits(states), at, sees)
 
-    def _chain(self, cache: SlotCache, first: First, sizes: Tensor, state: DecodeState) -> Draft:
-        """The first block, and a second after its last slot."""
-        slots, rows = self.config.slots, list(first.logits.unbind(1))
+    def _chain(self, first: Blocks, go_on: GoOn, sizes: Tensor, state: DecodeState) -> Draft:
+        """Block after block, each after the last slot of the one before."""
+        blocks, rows = first, list(first.logits[:, 0].unbind(1))
 
         def read_one(token: Tensor) -> Tensor:
+            nonlocal blocks
             rows.pop(0)
             if not rows:
-                last = torch.full_like(token, slots - 1)
-                rows.extend(self._second(cache, first, last, token[:, None])[:, 0].unbind(1))
+                only = torch.zeros_like(token)[:, None]
+                blocks = go_on(blocks, only, only + self.config.slots - 1, token[:, None])
+                rows.extend(blocks.logits[:, 0].unbind(1))
             return rows[0]
 
         return serving.chain(rows[0], read_one, sizes, state)
 
-    def _tree(self, cache: SlotCache, first: First, sizes: Tensor) -> Draft:
-        """The first block's likeliest tokens, and second blocks after the best tokens of its first unsure slot."""
-        slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
-        best = log_probs(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
-        here, most = torch.arange(len(slot), device=slot.device), min(int(width.max()), best.indices.shape[-1])
-        tokens, scores = best.indices[here, slot, :most], best.values[here, slot, :most]
-        chains, offers = _listed(best.indices[..., 0], best.values[..., 0]), _listed(tokens, scores)
-        second_chains: list[Path] = [[]] * tokens.numel()
-        if most and self.config.blocks > 1 and int(sizes.max()) > 1:
-            second = log_probs(self._second(cache, first, slot, tokens)).max(-1)
-            second_chains = _listed(second.indices.flatten(0, 1), second.values.flatten(0, 1))
-        found = []
-        for b, (at, wide, size) in enumerate(zip(slot.tolist(), width.tolist(), sizes.tolist(), strict=True)):
-            branches = [[*chains[b][:at], offers[b][w], *second_chains[b * most + w]] for w in range(min(wide, most))]
-            found.append(likeliest([chains[b], *branches], size))
+    def _tree(self, memory: Memory, first: Blocks, go_on: GoOn, sizes: Tensor, count: int) -> Draft:
+        """The likeliest paths of all blocks: each block's likeliest tokens, and more blocks after the best tokens of
+        its first unsure slot."""
+        blocks = first
+        stems: list[list[Path]] = [[[]] for _ in first.rows]
+        paths: list[list[tuple[int, Path]]] = [[] for _ in first.rows]
+        for number in range(count):
+            best = log_probs(blocks.logits).topk(min(max(WIDTHS), blocks.logits.shape[-1]), -1)
+            offers = Offers(*doubt(self._ranks(blocks)), best.indices, best.values)
+            for own, chains in zip(paths, offers.chains(stems), strict=True):
+                own += [(number, chain) for chain in chains]
+            leaves = offers.leaves(stems)
+            if number + 1 == count or int(sizes.max()) < 2 or not any(leaves):
+                break
+            stems = [[leaf.path for leaf in own] for own in leaves]
+            blocks = go_on(blocks, *(x.to(first.at.device) for x in positions(leaves)))
+        found = [likeliest([path for _, path in own], size) for own, size in zip(paths, sizes.tolist(), strict=True)]
+        if memory.costs is not None:
+            memory.levels = [levels(*nodes, own) for nodes, own in zip(found, paths, strict=True)]
         return trees.of_lists([own for own, _ in found], [parents for _, parents in found], first.logits.device)
 
-
-def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens continue
-    there.
-
-    ranks [B, K].
-    """
-    unsure = ranks != 0
-    slot = torch.where(unsure.any(-1), unsure.long().argmax(-1), ranks.shape[-1] - 1)
-    return slot, torch.tensor(WIDTHS, device=ranks.device)[ranks.gather(-1, slot[:, None])[:, 0]]
+    def _ranks(self, blocks: Blocks) -> Tensor:
+        """Rank classes, [B, W, K]."""
+        found: Tensor = self.model.rank_head(blocks.states, blocks.logits).argmax(-1)
+        return found
 
 
-Path = list[tuple[int, float]]
-"""Tokens from the anchor down, each with its log probability after the one before."""
-
-
-def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the likeliest nodes of these paths, descending.  Equal siblings are one, with the higher
-    probability.
-
-    A parent is never less likely than its child, so every prefix is a tree.  A token of probability 0 ends its path.
-    """
-    totals: dict[tuple[int, ...], float] = {}
-    for path in paths:
-        tokens = tuple(token for token, _ in path)
-        for n, total in enumerate(accumulate(score for _, score in path), 1):
-            if total == -torch.inf:
-                break
-            totals[tokens[:n]] = max(total, totals.get(tokens[:n], -torch.inf))
-    # of equals the first found, so parents come before their children
-    nodes = sorted(totals, key=lambda node: -totals[node])[:most]
-    place = {(): -1} | {node: n for n, node in enumerate(nodes)}
-    return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
-
-
-def _listed(tokens: Tensor, scores: Tensor) -> list[Path]:
-    """tokens, scores [n, K], row by row."""
-    return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), scores.tolist(), strict=True)]
+GoOn = Callable[..., Blocks]
+"""`_next` on the cache of the step."""
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────

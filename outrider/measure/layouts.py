@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from outrider.data.conversations import GROUPS
+
 Row = Mapping[str, Any]
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -24,6 +26,8 @@ class Prompt(NamedTuple):
     system: str | None = None
     reference: Any = None
     """What an answer is compared with, or a function that reads it; None where the task has no score."""
+    group: str = ""
+    """Its language or category, by which figures are given too; empty where its row names none."""
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
         """The conversation up to the next answer, with the answers so far."""
@@ -109,7 +113,7 @@ def livecodebench(row: Row) -> Prompt:
 
 
 def mt_bench(row: Row) -> Prompt:
-    return Prompt(word(row, "prompt_id"), texts(row, "prompt"))
+    return Prompt(word(row, "prompt_id"), texts(row, "prompt"), group=_name(row, "category"))
 
 
 def alpaca(row: Row) -> Prompt:
@@ -124,9 +128,10 @@ def arena_hard(row: Row) -> Prompt:
 def plain(row: Row) -> Prompt:
     """The plain layout, which Spec-Bench uses too."""
     system = text(row, "system") if has(row, "system") else None
-    return Prompt(_name(row, "id", "question_id"), texts(row, "turns"), system, row.get("reference"))
+    name, group = _name(row, "id", "question_id"), _name(row, *GROUPS)
+    return Prompt(name, texts(row, "turns"), system, row.get("reference"), group)
 
 
 def _name(row: Row, *keys: str) -> str:
-    """The row's id, under the first of these keys that is present; empty where there is none."""
+    """The text or number under the first of these keys that is present; empty where there is none."""
     return word(row, *keys) if any(has(row, key) for key in keys) else ""

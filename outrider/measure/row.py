@@ -151,6 +151,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         rejections=measured.rejections, traced=tuple(measured.traced),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
+        by_group=_by_group(samples),
     )  # fmt: skip
 
 
@@ -351,6 +352,27 @@ def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> sc
         speedup=_speed([sample for sample, _ in clean])["speedup"] if clean else None,
         score=_score([prompt for _, prompt in clean], measured.score_measure),
     )
+
+
+# ── by language or category ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _by_group(samples: Sequence[Sample]) -> tuple[schema.Group, ...]:
+    """Figures over the prompts of each group; none where no prompt has one."""
+    names = sorted({sample.prompt.group for sample in samples})
+    return tuple(_group(name, [s for s in samples if s.prompt.group == name]) for name in names) if any(names) else ()
+
+
+def _group(name: str, samples: Sequence[Sample]) -> schema.Group:
+    runs = [sample.run for sample in samples]
+    steps = [step for run in runs for step in zip(run.accepted, run.reached, strict=True)]
+    judged, accepted = sum(a + (a < r) for a, r in steps), sum(a for a, _ in steps)
+    tokens, passes = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)
+    return schema.Group(
+        name=name, prompts=len(runs), tokens=tokens, steps=passes, judged=judged, accepted=accepted,
+        tokens_per_step=_share(tokens, passes), token_acceptance=_share(accepted, judged),
+        speedup=_speed(samples)["speedup"],
+    )  # fmt: skip
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -204,7 +204,8 @@ def _of_file(path: str, most: int) -> Iterator[Prompt]:
         by_role = {
             role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")
         }
-        yield Prompt(conversation.id, tuple(by_role["user"]), by_role["system"][0] if by_role["system"] else None)
+        system = by_role["system"][0] if by_role["system"] else None
+        yield Prompt(conversation.id, tuple(by_role["user"]), system, group=conversation.group)
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.state import DecodeState, Scores, Stop
 from outrider.errors import ConfigError
 from outrider.policies.merge import NodeMaps, deterministic, merged
 
@@ -66,11 +66,14 @@ class Ensemble(Drafter):
         for drafter, own in zip(self.drafters, memory.parts, strict=True):
             drafter.admit(own, rows, state, self._tapped(drafter, scores), lengths)
 
-    def ask(self, memory: EnsembleMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
-        """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
+    def ask(
+        self, memory: EnsembleMemory, part: int, state: DecodeState, budget: Tensor, stop: Stop | None = None
+    ) -> Draft:
+        """One part's draft, at most budget[b] nodes, ended by `stop`.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
-            draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
+            own = _with_own_noise(state, part).replaced(stop=stop)
+            draft = self.drafters[part].propose(memory.parts[part], own, budget)
             draft = Draft.checked(draft, len(state.rows)).first(budget)
             # as in the loop, no decision may use a confidence that knows the token; node numbers are those of this
             # draft

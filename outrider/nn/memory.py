@@ -285,8 +285,15 @@ class Lookup(RequestDrafter[Text], ABC):
         self.limit, self.tries = limit, tries
 
     def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
-        slots = zip(state.rows, budget.tolist(), strict=True)
-        found = [self._read(memory, state, row).propose(state.tokens[row], most) for row, most in slots]
+        return self.look_up(memory, state, [()] * len(state.rows), budget)
+
+    def look_up(
+        self, memory: list[Text | None], state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor
+    ) -> Draft:
+        slots = zip(state.rows, ahead, budget.tolist(), strict=True)
+        found = [
+            self._read(memory, state, row).propose(state.tokens[row], most, drafted) for row, drafted, most in slots
+        ]
         return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
     def observe(

@@ -17,6 +17,7 @@ from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.targets.protocol import Target
+from outrider.targets.skip import probability
 
 
 class Sampler:
@@ -56,18 +57,27 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
 
     read_one reads one drafted token a slot, [B], and returns the logits [B, V] after it; the last token is never read.
     """
-    sampler, logits = Sampler(state), first
+    sampler, stop, logits = Sampler(state), state.stop, first
     for depth in range(int(budget.max())):
         if depth:
+            if stop is not None and not stop.reads():
+                break
             logits = read_one(sampler.tokens[-1])
-        sampler.next(logits)
-    return sampler.draft(budget)
+        logits = state.judge.masked(logits, sampler.tokens)
+        # known before the token is drawn, so that a draft's end does not depend on it
+        if stop is not None and not stop.draws(probability(logits)):
+            break
+        sampler.draw(logits)
+    return sampler.draft(budget if stop is None else torch.minimum(budget, stop.sizes))
 
 
 def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
-    """A chain whose tokens are drawn independently.  logits [B, at least budget, V] of every depth."""
+    """A chain whose tokens are drawn independently.  logits [B, at least budget, V] of every depth.
+
+    No stop ends it: their one pass has been made.
+    """
     later = iter(logits.unbind(1)[1:])
-    return chain(logits[:, 0], lambda _drafted: next(later), budget, state)
+    return chain(logits[:, 0], lambda _drafted: next(later), budget, state.replaced(stop=None))
 
 
 def tree(

@@ -173,6 +173,23 @@ class Clean(Part):
     score: Score | None = None
 
 
+class Group(Part):
+    """A row's figures over the prompts of one language or category."""
+
+    name: str
+    """As the prompts' rows have it; empty for those whose row names none."""
+    prompts: int = 0
+    tokens: int = 0
+    steps: int = 0
+    judged: int = 0
+    """Drafted tokens up to the first rejection of each step."""
+    accepted: int = 0
+    """Of these.  Prompts, tokens, steps, judged and accepted of all groups add up to the row's."""
+    tokens_per_step: float | None = None
+    token_acceptance: float | None = None
+    speedup: float | None = None
+
+
 class Row(Part):
     """One drafter on one task at one temperature.  Without a default: always there, null where it was not measured."""
 
@@ -225,6 +242,8 @@ class Row(Part):
     """A few prompts in full."""
     score: Score | None = None
     clean: Clean | None = None
+    by_group: tuple[Group, ...] = ()
+    """By the prompts' language or category, in alphabetical order; empty where no prompt's row names one."""
     rejections_by_depth: tuple[int, ...] = ()
     steps: int | None = None
     tokens: int | None = None

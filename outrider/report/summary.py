@@ -35,6 +35,20 @@ def named(row: Row) -> str:
     return " · ".join(part for part in (row.drafter, row.task, f"T {row.temperature:g}") if part)
 
 
+def by_group(report: Report) -> list[str]:
+    """Tokens per step by the prompts' language or category: a line for each row that has several."""
+    return [
+        f"{named(row)}, tokens per step: "
+        + ", ".join(f"{group_name(group.name)} {say(group.tokens_per_step, '.2f')}" for group in row.by_group)
+        for row in report.rows
+        if len(row.by_group) > 1
+    ]
+
+
+def group_name(name: str) -> str:
+    return name or "not named"
+
+
 def interval(found: Range | None, unit: str = "") -> str:
     """`1.35 to 1.59`, the ends of an interval; empty where there is none."""
     if found is None or found.low is None or found.high is None:

@@ -19,8 +19,9 @@ class Text(Protocol):
     def read(self, tokens: list[int]) -> None:
         """Learn the new tokens of this text, which only grows."""
 
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        """What may follow a context, at most `most` nodes."""
+    def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
+        """What may follow this text, which was read, and these tokens after it, which were not; at most `most`
+        nodes."""
 
 
 class History:
@@ -40,12 +41,22 @@ class History:
                 self.follows[tuple(tokens[at - n : at])] = at
         self.known = len(tokens)
 
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        for n in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            at = self.follows.get(tuple(tokens[-n:]))
+    def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
+        end = [*tokens[-self.longest :], *drafted]
+        for n in range(min(self.longest, len(end)), self.shortest - 1, -1):
+            at = self.follows.get(tuple(end[-n:]))
             if at is not None:
                 return Proposal.chain(tokens[at : at + most])
         return NOTHING
+
+
+def _ahead(cursor: Cursor | NativeCursor, tokens: Sequence[int], drafted: Sequence[int]) -> Cursor | NativeCursor:
+    """The cursor, which is at the end of these tokens, or one that follows drafted ones and learns nothing."""
+    if not drafted:
+        return cursor
+    there = cursor.trie.cursor()
+    there.follow([*tokens[-cursor.trie.depth :], *drafted])
+    return there
 
 
 class InTrie:
@@ -64,10 +75,11 @@ class InTrie:
             self.cursor.append(tokens[self.known :])
             self.known = len(tokens)
 
-    def propose(self, tokens: list[int], most: int) -> Proposal:
+    def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
+        cursor = _ahead(self.cursor, tokens, drafted)
         if self.tree == "chain":
-            return Proposal.chain(self.cursor.chain(most, self.shortest))
-        return self.cursor.tree(self.tree, most, self.levels, self.shortest)
+            return Proposal.chain(cursor.chain(most, self.shortest))
+        return cursor.tree(self.tree, most, self.levels, self.shortest)
 
 
 class InSources:
@@ -95,17 +107,21 @@ class InSources:
                 cursor.append(tokens[self.known :])
             self.known = len(tokens)
 
-    def propose(self, tokens: list[int], most: int) -> Proposal:
+    def propose(self, tokens: list[int], most: int, drafted: Sequence[int] = ()) -> Proposal:
         """The best nodes of all sources; a longer match gives more."""
         if most <= 0:
             return NOTHING
+        cursors = {name: _ahead(cursor, tokens, drafted) for name, cursor in self.cursors.items()}
         found = [
             Found(name, cursor.followed, cursor.tree("frequency", most, self.levels, self.shortest))
-            for name, cursor in self.cursors.items()
+            for name, cursor in cursors.items()
         ]
-        found += [corpora.looked_up(corpus, tokens, most, self.levels, self.shortest) for corpus in self.sources]
-        self.found = [one for one in found if one.proposal.tokens]
-        longest = max((one.length for one in self.found), default=0)
+        end = [*tokens, *drafted] if drafted else tokens
+        found += [corpora.looked_up(corpus, end, most, self.levels, self.shortest) for corpus in self.sources]
+        found = [one for one in found if one.proposal.tokens]
+        if not drafted:  # else the next token tells nothing of what was found
+            self.found = found
+        longest = max((one.length for one in found), default=0)
         best = merged(found, min(most, int(self.factor * longest)), self.trust)
         return best.first(sum(share >= self.min_share for share in best.shares))
 

@@ -259,6 +259,15 @@ def refuse_failing(target: Target, skip: Skip) -> None:
         ) from error
 
 
+def runs(target: Target, skip: Skip) -> bool:
+    """Whether it runs without these sublayers."""
+    try:
+        refuse_failing(target, skip)
+    except DrafterError:
+        return False
+    return True
+
+
 def probability(logits: Tensor) -> Tensor:
     """The likeliest token's, at temperature 1.  logits [B, V]; returns [B] float32."""
     logits = logits.float()

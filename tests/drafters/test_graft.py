@@ -12,13 +12,17 @@ from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import Drawn, OnAndOff, Proposer, TableTarget, Tree
 
 from outrider import drafters
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.state import Request
+from outrider.decoding.state import Request, Scores
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate, serve
+from outrider.nn import language_model
+from outrider.policies.fixed import Fixed
+from outrider.retrieval.texts import History
 from outrider.sampling.settings import Sampling
 
-graft, recycle = drafters.find("graft"), drafters.find("recycle")
+graft, recycle, small_model = (drafters.find(kind) for kind in ("graft", "recycle", "small_model"))
 TARGET = TableTarget.random(5)
 
 
@@ -32,9 +36,9 @@ class Cutting(graft.Worth):
 
     least = 2
 
-    def staying(self, marks, parents):
+    def stays(self, mark):
         self.num_steps, self.first_cut = 1, dict.fromkeys(range(9), self.least)
-        return super().staying(marks, parents)
+        return super().stays(mark)
 
 
 @pytest.fixture
@@ -131,6 +135,152 @@ def test_a_graft_keeps_more_than_what_it_cut_from(target, prompts, plain, worksh
         return sum(one.steps for one in found)
 
     assert steps(made(chain, target, nodes=10)) < steps(chain)
+
+
+# ── what the base is spared ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Passes that small_model made for each draft."""
+    counts, read_one, propose = [], language_model.read_one, small_model.SmallModel.propose
+
+    def counted(*args):
+        counts[-1] += 1
+        return read_one(*args)
+
+    def drafted(self, memory, state, budget):
+        counts.append(0)
+        draft = propose(self, memory, state, budget)
+        counts[-1] = counts[-1], max(draft.live), int(budget.max())
+        return draft
+
+    monkeypatch.setattr(language_model, "read_one", counted)
+    monkeypatch.setattr(small_model.SmallModel, "propose", drafted)
+    return counts
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["stops", "planted fault"])
+def test_a_chain_makes_no_pass_for_what_would_be_cut(
+    ignored, target, prompts, plain, workshop, cutting, passes, monkeypatch
+):
+    """Catches a base that drafts on behind its first cut node.  Planted fault: a stop that nobody tells the base."""
+    if ignored:
+        ask = graft.Graft.ask
+        monkeypatch.setattr(graft.Graft, "ask", lambda *args: ask(*args[:5]))
+    drafter = made(workshop.build(Case("small_model", {"length": 5}), target), target, nodes=8)
+    found = generate(target, prompts[:1], drafter, max_new_tokens=24)
+    assert found[0].tokens == plain(target, prompts[0], 24)
+    assert len(passes) > 4 and any(size < most for _, size, most in passes) is not ignored
+    assert all(made <= size for made, size, _ in passes if size < 5) is True
+    assert (sum(made for made, *_ in passes) < 0.9 * sum(most - 1 for *_, most in passes)) is not ignored
+
+
+def test_a_stopped_chain_begins_as_the_whole_one(target, prompts, workshop):
+    """Catches a stop that changes what is drawn before it, or ends a draft one node off."""
+    base = workshop.build(Case("small_model", {"length": 4}), target)
+    for temperature in (0.0, 1.0):
+        drafts = {}
+        for least in (1, 3, graft.BINS):
+            state = batch(target, 1)
+            state.admit(0, Request(prompts[0], 20, Sampling(temperature, seed=3)))
+            worth = Cutting(0.1)
+            worth.least = least
+            ending = graft.Ending(worth, [4])
+            memory = base.allocate(target.allocate(1, 64))
+            drafts[least] = base.propose(memory, state.replaced(stop=ending), torch.tensor([4]))
+            size = drafts[least].live[0]
+            assert len(ending.marks[0]) == size and all(score < least for _, score in ending.marks[0])
+        whole = drafts[graft.BINS].ids[0]
+        assert len(whole) == 4 > drafts[1].live[0]
+        assert all(draft.ids[0][: draft.live[0]] == whole[: draft.live[0]] for draft in drafts.values())
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "small_model", "specblock", "dspark", "layer_skip"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)], ids=["greedy", "seeded"])
+def test_any_base_may_be_stopped(kind, sampling, target, prompts, workshop, cutting):
+    """Catches a base that takes a draft for longer than it was ended, in slots that end at unequal depths."""
+    drafter = made(workshop.build(Case(kind), target), target, nodes=10)
+    settings = {"max_new_tokens": 24, "sampling": sampling, "slots": 3}
+    found = generate(target, prompts, drafter, policy=OnAndOff(10), **settings)
+    assert [one.tokens for one in found] == [one.tokens for one in generate(target, prompts, **settings)]
+
+
+# ── where the retriever's nodes hang ──────────────────────────────────────────────────────────────────────────────────
+
+
+def phrases() -> TableTarget:
+    """Says two phrases in turn, 0 1 2 3 4 5 and 0 6 7 8 9 10: what follows 0 is never what followed it last."""
+    table = torch.full((11, 11, 11), -50.0, dtype=torch.float64)
+    for token, following in zip(range(1, 11), (2, 3, 4, 5, 0, 7, 8, 9, 10, 0), strict=True):
+        table[:, token, following] = 0
+    table[5, 0, 6] = table[10, 0, 1] = table[:5, 0, 1] = table[6:10, 0, 1] = 0
+    return TableTarget(table)
+
+
+class First(Proposer):
+    """Knows the next token, and no more."""
+
+    limit = 1
+
+    def propose(self, memory, state, budget):
+        texts = [[0, *state.tokens[row]][-2:] for row in state.rows]
+        return Draft.chain(
+            torch.tensor([[int(phrases().table[before, own].argmax())] for before, own in texts]), budget
+        )
+
+
+def hung(under: str):
+    """Steps of a text of phrases, with n-grams looked up under the anchor alone or under the base's token too."""
+    ngram = drafters.find("ngram")
+    retriever = ngram.build(ngram.Config(longest=1, shortest=1), phrases())
+    drafter = graft.Graft(First(), retriever, graft.Config(nodes=7, under=under, risk=0.0))
+    found = generate(phrases(), [[0]], drafter, max_new_tokens=120, policy=Fixed(7))[0]
+    assert found.tokens == [1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10, 0] * 10
+    return found.steps
+
+
+def test_the_retriever_goes_on_after_what_the_base_drafted(monkeypatch):
+    """Catches retrieved nodes that hang under the anchor alone.  Planted fault: the tip's token is not looked up."""
+    both, anchor = hung("both"), hung("anchor")
+    assert both < 0.9 * anchor
+    propose = History.propose
+    monkeypatch.setattr(History, "propose", lambda self, tokens, most, drafted=(): propose(self, tokens, most))
+    assert hung("both") > 1.1 * both
+
+
+@pytest.mark.parametrize("settings", [
+    {"kind": "ngram"}, {"kind": "ngram", "tree": "recency"}, {"kind": "ngram", "tree": "frequency"}, {"kind": "suffix"},
+    {"kind": "recycle"},
+], ids=lambda settings: "-".join(settings.values()))  # fmt: skip
+def test_what_follows_a_text_is_the_same_where_its_end_is_only_drafted(settings):
+    """Catches a look-up that forgets the drafted tokens, or where they stand, and one that learns them."""
+    target, text = phrases(), [1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10, 0] * 3 + [1, 2, 3]
+    kind = drafters.find(settings["kind"])
+    drafter = kind.build(kind.Config(**settings), target)
+
+    def asked(tokens, ahead):
+        """After `text` was read."""
+        state = batch(target, 1)
+        state.admit(0, Request(text, 20, Sampling()))
+        memory = drafter.allocate(target.allocate(1, 64))
+        accepted = Accepted([list(range(len(text) - 2))], [text[-1]], [0])
+        chain = Draft.chain(torch.tensor([text[1:-1]]), torch.tensor([len(text) - 2]))
+        logits = torch.nn.functional.one_hot(torch.tensor([text[1:]]), 11).double()
+        drafter.observe(memory, state, chain, accepted, Scores(logits, logits, None))
+        drafter.propose(memory, state, torch.tensor([6]))
+        state.tokens[0] = list(tokens)
+        found = drafter.look_up(memory, state, [ahead], torch.tensor([6]))
+        state.tokens[0] = list(text)
+        again = drafter.propose(memory, state, torch.tensor([6]))
+        return [(draft.ids[0][: draft.live[0]], draft.tree[0][: draft.live[0]]) for draft in (found, again)]
+
+    whole, unchanged = asked(text, [])
+    assert whole == unchanged and len(whole[0]) > 2
+    for n in (1, 2, 5):
+        assert asked(text[:-n], text[-n:]) == [whole, whole]
+    elsewhere, unchanged = asked(text, [4, 5, 0, 6])
+    assert elsewhere[0][0] == 7 and unchanged == whole
 
 
 # ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,9 @@ from outrider.drafters import layer_skip
 from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
+from outrider.nn.sublayer_search import Search, Tally
 from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip, SkipsLayers
@@ -224,6 +226,87 @@ def test_no_drafted_token_is_banned(target, prompts):
         )
         assert [one.tokens for one in found] == [one.tokens for one in wanted]
     assert len(nodes) > 50 and min(nodes) >= 20
+
+
+# ── a search while decoding ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+MUTE = Skip(frozenset({1, 2}), frozenset({2, 3}))
+"""Sublayers that say nothing, so that leaving them out loses nothing."""
+
+
+def found_by(search: Search) -> float:
+    """The rate of the set that a search ends with, relative to that of leaving out what is mute."""
+
+    def tokens(skip: Skip) -> float:
+        """Per step: every other sublayer that is left out makes a rejection likelier."""
+        right = 0.5 ** (len(skip.attention - MUTE.attention) + len(skip.mlp - MUTE.mlp))
+        return 1 + right + right**2 + right**3
+
+    while search.left or search.candidate is not None:
+        skip = search.next()
+        search.learn(skip, tokens(skip), 3)
+    rates = [tokens(skip) / (1 + 3 * search.cost(skip)) for skip in (search.best, MUTE)]
+    return rates[0] / rates[1]
+
+
+@pytest.mark.parametrize("is_planted", [False, True], ids=["best", "planted fault"])
+def test_a_search_finds_sublayers_that_say_nothing(is_planted, target, monkeypatch):
+    """Catches a search that keeps what it began with.  Planted fault: the set with the lower rate stays."""
+    if is_planted:
+        monkeypatch.setattr(Tally, "rate", property(lambda own: own.cost / max(own.tokens, 1e-9)))
+    others = Skip(frozenset({0, 3}), frozenset({0, 1}))
+    shares = [
+        found_by(Search(target.spec, others, target.skippable(), 60, lambda skip: True, seed)) for seed in range(10)
+    ]
+    assert (min(shares) > 0.9) is not is_planted
+
+
+def test_texts_are_the_targets_while_sets_are_searched(prompts, plain, monkeypatch):
+    """Catches a set that leaves traces in the cache, one that is never tried, and a search of chance or of times."""
+    monkeypatch.setattr(Search, "STEPS", 3)
+    target, ends = load_target(silenced(MUTE)), []
+    for _ in range(2):
+        drafter = build(Config(skip_attention=(0, 3), skip_mlp=(0, 1), length=3, min_confidence=0, search=8), target)
+        found = generate(target, prompts[:4], drafter, max_new_tokens=40, slots=2, policy=Fixed(3))
+        assert [one.tokens for one in found] == [plain(target, prompt, 40) for prompt in prompts[:4]]
+        ends.append((drafter.search.best, drafter.search.tried, [one.steps for one in found]))
+    assert ends[0] == ends[1] and len(ends[0][1]) > 4
+
+
+def test_a_set_is_judged_by_what_its_own_drafts_cost_and_brought(target):
+    """Catches a cost of the wrong sublayers, a race that one set runs alone, and steps of a race that is over."""
+    spec, possible = target.spec, target.skippable()
+    search = Search(spec, whole(1), possible, 1, lambda skip: True)
+    assert search.cost(Skip()) == 1 and search.cost(whole(1)) < search.cost(Skip(mlp=frozenset({1}))) < 1
+    assert search.cost(possible) == pytest.approx(search.cost(whole(1)) * 4 - 3)
+    drafted = []
+    while search.left or search.candidate is not None:
+        drafted.append(search.next())
+        search.learn(drafted[-1], 3.0 if drafted[-1] == whole(1) else 2.6, 2)
+        search.learn(Skip(), 99.0, 1)
+    assert search.best == whole(1) and len(set(drafted)) == 2
+    assert abs(2 * drafted.count(whole(1)) - len(drafted)) <= 1
+    refused = Search(spec, whole(1), possible, 5, lambda skip: False)
+    assert refused.next() == whole(1) and refused.left == 0
+
+
+def test_the_distribution_is_kept_while_sets_change(monkeypatch):
+    """Catches a set that is chosen by the tokens it has just drafted.  False alarm 1e-6."""
+
+    class Two(Halved):
+        """Drafts better without layer 1 than without layer 0."""
+
+        @contextmanager
+        def skipping(self, skip, cache, rows):
+            with super().skipping(skip, cache, rows) as read:
+                yield lambda tokens: read(tokens) * (2.0 if 1 in skip.mlp else 1.0)
+
+    monkeypatch.setattr(Search, "STEPS", 1)
+    table = Two.random(5)
+    search = Search(table.spec, whole(0), whole(0, 1, 2), 200, lambda skip: True)
+    assert keeps_the_distribution(table, LayerSkip(table, whole(0), 3, 0.0, search), slots=4000)
+    assert len(search.tried) > 2
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────

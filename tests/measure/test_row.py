@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -44,8 +45,10 @@ def hand_made(target: TransformersTarget, **more: Any) -> Measured:
         for run, seconds in zip(runs, (6.0, 4.5), strict=True)
     ]
     samples = [
-        Sample(Prompt(name, ("?",)), run, alone, [run.tokens], 5.0, scores=scores)
-        for name, run, alone, scores in zip("ab", runs, plain, ((1.0, 1.0), (0.0, 1.0)), strict=True)
+        Sample(Prompt(name, ("?",), group=group), run, alone, [run.tokens], 5.0, scores=scores)
+        for name, group, run, alone, scores in zip(
+            "ab", ("ru", "en"), runs, plain, ((1.0, 1.0), (0.0, 1.0)), strict=True
+        )
     ]
     values: dict[str, Any] = {
         "entry": Entry("n", load_drafter("ngram", target), acceptance=(0.8, 0.5)), "task": "quiz", "samples": samples,
@@ -86,6 +89,12 @@ RIGHT: dict[str, Any] = {
     "tpot_ms": {f"p{p}": 1500 / 9 + p / 100 * (520 - 1500 / 9) for p in (50, 95, 99)},
     "memory_peak_bytes": 300,
     "score": {"drafted": 0.5, "plain": 1.0, "prompts": 2, "measure": "exact match"},
+    "by_group": [
+        {"name": "en", "prompts": 1, "tokens": 6, "steps": 3, "judged": 4, "accepted": 3, "tokens_per_step": 2.0,
+         "token_acceptance": 3 / 4, "speedup": 1.5},
+        {"name": "ru", "prompts": 1, "tokens": 10, "steps": 4, "judged": 8, "accepted": 6, "tokens_per_step": 2.5,
+         "token_acceptance": 6 / 8, "speedup": 3.0},
+    ],
     "compared_tokens": 16,
     "exact": True,
     "plain_exact": True,
@@ -142,6 +151,8 @@ MISTAKES = [
     ("memory_peak_bytes", 'memory_peak_bytes=max((', 'memory_peak_bytes=min(('),
     ("expected_acceptance", "sum(measured.overlap) / len(measured.overlap) if", "max(measured.overlap) if"),
     ("score", "sum(side) / len(both) for side", "sum(side) for side"),
+    ("by_group", "if s.prompt.group == name", "if s.prompt.group >= name"),
+    ("by_group", "sum(a + (a < r) for a, r in steps)", "sum(r for _, r in steps)"),
 ]  # fmt: skip
 
 
@@ -221,6 +232,21 @@ def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget
     assert (unknown.clean.checked, unknown.clean.tokens_per_step, unknown.clean.speedup) == (1, None, None)
     assert summary.summarise(measured, talker).clean is None
     assert summary.summarise(measured, talker, Overlaps({}, "one 13-gram")).clean is None
+
+
+def test_groups_add_up_to_the_row(talker: TransformersTarget) -> None:
+    """Catches a prompt that is in two groups or in none, such as one whose row names none; and groups where none are
+    named."""
+    measured = hand_made(talker)
+    measured.samples += [replace(measured.samples[0], prompt=Prompt("c", ("?",)))]
+    row = summary.summarise(measured, talker)
+    assert [group.name for group in row.by_group] == ["", "en", "ru"]
+    sums = {name: sum(getattr(group, name) for group in row.by_group) for name in ("prompts", "tokens", "steps")}
+    assert sums == {"prompts": row.prompts, "tokens": row.tokens, "steps": row.steps}
+    judged, accepted = (sum(getattr(group, name) for group in row.by_group) for name in ("judged", "accepted"))
+    assert row.token_acceptance == pytest.approx(accepted / judged)
+    unnamed = [replace(sample, prompt=Prompt(sample.prompt.id, ("?",))) for sample in measured.samples]
+    assert summary.summarise(hand_made(talker, samples=unnamed), talker).by_group == ()
 
 
 def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarget) -> None:

@@ -477,6 +477,16 @@ def test_a_draw_is_the_head_of_a_seeded_shuffle(tmp_path: Path) -> None:
     assert [prompt.turns[0] for prompt in prompts("alpaca", 40, 1, tmp_path)] != order
 
 
+def test_prompts_carry_the_language_or_category_of_their_rows(tmp_path: Path) -> None:
+    """Catches a tag that one reader drops, or a category that hides a language."""
+    rows = [{"turns": ["a"], "language": "ru", "category": "qa"}, {"turns": ["b"], "category": "qa"}, {"turns": ["c"]}]
+    write(tmp_path / "gsm8k.jsonl", rows)
+    for found in (load("gsm8k", tmp_path), load(str(tmp_path / "gsm8k.jsonl"))):
+        assert [prompt.group for prompt in found.prompts] == ["ru", "qa", ""]
+    write(tmp_path / "mt-bench.jsonl", [{"prompt_id": 1, "category": "stem", "prompt": ["a", "b"]}])
+    assert [prompt.group for prompt in load("mt-bench", tmp_path).prompts] == ["stem"]
+
+
 def test_a_file_and_stdlib_are_tasks_too(tmp_path: Path) -> None:
     """Catches a file whose name is a task's being taken for that task, and stdlib asking a network."""
     path = tmp_path / "gsm8k.jsonl"

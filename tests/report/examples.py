@@ -109,6 +109,7 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
         "common",
                   "tokens_per_step": per_step * 0.97, "speedup": speedup * 0.96,
                   "score": {"drafted": 0.77, "plain": 0.77, "prompts": prompts - 2}},
+        "by_group": [group(name, tokens, steps, a, speedup) for name in ("", "한국어", "русский")],
         "plain_exact": True, "dtype": "bfloat16", "precision": "bfloat16", "trained_on": "bfloat16", "batch": 1,
         "device": "NVIDIA H200", "invalid": 0, "lossless": True, "distance": 0.0, "per_prompt": results,
     } | changes  # fmt: skip
@@ -120,6 +121,13 @@ def prompt(name: str, speedup: float, per_step: float, plain: float, noise: rand
         "tokens_per_s": plain * speedup,
         "plain_tokens_per_s": plain, "speedup": speedup, "exact": True, "tpot_ms": 1000 / plain / speedup,
         "plain_tpot_ms": 1000 / plain, "contaminated": False, "score": 1.0, "plain_score": 1.0,
+    }  # fmt: skip
+
+
+def group(name: str, tokens: int, steps: int, a: float, speedup: float) -> dict[str, Any]:
+    return {
+        "name": name, "prompts": 8, "tokens": tokens // 3, "steps": steps // 3, "judged": 1000,
+        "accepted": round(1000 * a), "tokens_per_step": tokens / steps, "token_acceptance": a, "speedup": speedup,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from outrider import generate, load_drafter
 from outrider.errors import TargetError
+from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -114,16 +115,30 @@ def check_exact(target: Any, model: Any) -> None:
         assert found.tokens == wanted[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
-    """Catches rounded activations, by which a verified token is not the decoded one, scales that are left out, and
-    weights that stay in the type of their scales."""
+def check_sampled(target: Any) -> None:
+    """Seeded texts above temperature 0 are the same, drafted and not, by drafters that look up and that draw."""
+    accepted, settings = 0, [Sampling(0.5, seed=1), Sampling(1.0, seed=2), Sampling(0.8, seed=3, top_p=0.9)]
+    for kind, choices in (("ngram", {"shortest": 1}), ("recycle", {}), ("layer_skip", {"min_confidence": 0.0})):
+        drafter = load_drafter(kind, target, **choices)
+        for sampling in settings:
+            wanted, found = (
+                generate(target, [[1, 2, 3, 4, 5], [7], [9, 8, 3, 3, 3, 2]], own, max_new_tokens=32, sampling=sampling,
+                         policy="fixed")
+                for own in (None, drafter)
+            )  # fmt: skip
+            assert [one.tokens for one in found] == [one.tokens for one in wanted], kind
+            accepted += sum(sum(one.accepted) for one in found)
+    assert accepted > 20, "hardly anything drafted was accepted, so nothing was compared"
+
+
+def stored_as(name: str, folder: Path) -> Any:
+    """Write the tiny model as it is published in this way; returns a model of the values that the weights stand for."""
     quantization, store = PUBLISHED[name]
     pytest.importorskip("compressed_tensors" if "compressed" in name else "accelerate", reason="package")
     twin: Any = tiny_model().float()
-    twin.save_pretrained(tmp_path)
+    twin.save_pretrained(folder)
     tensors, values = {}, {}
-    for key, weight in load_file(tmp_path / "model.safetensors").items():
+    for key, weight in load_file(folder / "model.safetensors").items():
         if "_proj.weight" in key:
             stored = store(weight)
             tensors |= {
@@ -132,13 +147,43 @@ def test_a_published_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
             values[key] = stored.values
         else:
             tensors[key] = weight
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    configure(tmp_path, quantization)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    configure(folder, quantization)
     twin.load_state_dict(values, strict=False)
+    return twin
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
+    """Catches rounded activations, by which a verified token is not the decoded one, scales that are left out, and
+    weights that stay in the type of their scales."""
+    twin = stored_as(name, tmp_path)
     target = load_target(tmp_path, dtype="float64")
     assert (target.spec.precision, target.spec.mode) == ("float64", "tree")
     assert {weight.dtype for weight in target.model.parameters()} == {torch.float64}
     check_exact(target, twin.double())
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed fp8"])
+def test_a_sampled_text_of_an_fp8_checkpoint_is_the_targets_own(name: str, tmp_path: Path) -> None:
+    """Catches an FP8 target that is exact by its likeliest tokens alone: by a seed every probability counts."""
+    stored_as(name, tmp_path)
+    check_sampled(load_target(tmp_path, dtype="float64"))
+
+
+def test_activations_rounded_by_a_pass_of_several_tokens_are_seen(tmp_path: Path) -> None:
+    """Planted fault: activations in FP8 with one scale for all tokens of a pass, as dynamic schemes have it."""
+    stored_as("fp8", tmp_path)
+    target = load_target(tmp_path, dtype="float64")
+
+    def rounded(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        scale = args[0].abs().amax() / 448
+        return ((args[0] / scale).to(torch.float8_e4m3fn).to(args[0]) * scale,)
+
+    for layer in target.model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(rounded)
+    with pytest.raises(AssertionError, match="ngram|recycle|layer_skip"):
+        check_sampled(target)
 
 
 def test_experts_in_mxfp4_are_exact(tmp_path: Path) -> None:
@@ -220,6 +265,7 @@ def test_weights_that_torchao_rounds_are_exact(name: str, tmp_path: Path) -> Non
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(getattr(api, name)()))
     check_exact(load_target(model), model)
+    check_sampled(load_target(model))
 
 
 @pytest.mark.parametrize("name", ["Int8DynamicActivationIntxWeightConfig", "Float8DynamicActivationFloat8WeightConfig"])

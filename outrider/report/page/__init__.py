@@ -102,8 +102,8 @@ def _environment() -> Environment:
     )
     found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
-        summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
-        summary.compared, summary.interval, summary.distrust,
+        summary.say, summary.many, summary.conditions, summary.named, summary.group_name, summary.alarms, summary.loss,
+        summary.skews, summary.compared, summary.interval, summary.distrust,
         summary.busy, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
         acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder, acceptance.scores,

@@ -1,0 +1,120 @@
+"""SpecBlock's tree: where a block branches, how wide, and which nodes of all paths are kept.  (arXiv 2605.07243.)
+
+K slots of a block, W blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDTHS = (1, 4, 10, 0)
+"""Tokens that continue into another block, by the rank class of their slot."""
+Path = list[tuple[int, float]]
+"""Tokens from the anchor down, each with its log probability after the one before."""
+
+
+def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens continue
+    there.
+
+    ranks [..., K].
+    """
+    unsure = ranks != 0
+    slot = torch.where(unsure.any(-1), unsure.long().argmax(-1), ranks.shape[-1] - 1)
+    return slot, torch.tensor(WIDTHS, device=ranks.device)[ranks.gather(-1, slot[..., None])[..., 0]]
+
+
+def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the likeliest nodes of these paths, descending.  Equal siblings are one, with the higher
+    probability.
+
+    A parent is never less likely than its child, so every prefix is a tree.  A token of probability 0 ends its path.
+    """
+    totals: dict[tuple[int, ...], float] = {}
+    for path in paths:
+        tokens = tuple(token for token, _ in path)
+        for n, total in enumerate(accumulate(score for _, score in path), 1):
+            if total == -torch.inf:
+                break
+            totals[tokens[:n]] = max(total, totals.get(tokens[:n], -torch.inf))
+    # of equals the first found, so parents come before their children
+    nodes = sorted(totals, key=lambda node: -totals[node])[:most]
+    place = {(): -1} | {node: n for n, node in enumerate(nodes)}
+    return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
+
+
+def levels(tokens: Sequence[int], parents: Sequence[int], paths: Sequence[tuple[int, Path]]) -> list[int]:
+    """For each node of `likeliest` the first of the blocks that offered it.  paths: with the number of their block,
+    ascending."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, path in paths:
+        own = tuple(token for token, _ in path)
+        for n in range(1, len(own) + 1):
+            first.setdefault(own[:n], number)
+    nodes: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
+    return [first[node] for node in nodes]
+
+
+# ── several blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Leaf(NamedTuple):
+    """Where a draft goes on with another block."""
+
+    block: int
+    slot: int
+    path: Path
+    """From the anchor down to the token in that slot."""
+
+    @property
+    def total(self) -> float:
+        return sum(score for _, score in self.path)
+
+
+class Offers:
+    """What blocks offer: their likeliest tokens, and where they are unsure.  Stems are the paths that they go on
+    from, by slot of the batch."""
+
+    def __init__(self, slot: Tensor, width: Tensor, tokens: Tensor, scores: Tensor):
+        """slot, width [B, W] as `doubt` gives them; tokens and log probabilities [B, W, K, n], the best first."""
+        self.slot, self.width, self.tokens, self.scores = (x.tolist() for x in (slot, width, tokens, scores))
+
+    def chains(self, stems: Sequence[Sequence[Path]]) -> list[list[Path]]:
+        """Each stem with its block's likeliest tokens."""
+        return [[[*stem, *self._chain(b, w)] for w, stem in enumerate(own)] for b, own in enumerate(stems)]
+
+    def leaves(self, stems: Sequence[Sequence[Path]]) -> list[list[Leaf]]:
+        """The best tokens of each block's unsure slot; of all blocks the likeliest, as many as one may offer."""
+        return [
+            sorted((leaf for w, stem in enumerate(own) for leaf in self._of(b, w, stem)), key=lambda leaf: -leaf.total)[
+                : max(WIDTHS)
+            ]
+            for b, own in enumerate(stems)
+        ]
+
+    def _chain(self, b: int, w: int) -> Path:
+        return [(ids[0], values[0]) for ids, values in zip(self.tokens[b][w], self.scores[b][w], strict=True)]
+
+    def _of(self, b: int, w: int, stem: Path) -> list[Leaf]:
+        slot, width = self.slot[b][w], self.width[b][w]
+        offered = list(zip(self.tokens[b][w][slot], self.scores[b][w][slot], strict=True))[:width]
+        found = [Leaf(w, slot, [*stem, *self._chain(b, w)[:slot], one]) for one in offered]
+        return [leaf for leaf in found if leaf.total > -torch.inf]
+
+
+def positions(leaves: Sequence[Sequence[Leaf]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, slots and tokens of leaves, each [B, C]; slots of the batch with fewer have more of block 0."""
+    width = max(map(len, leaves))
+    rows = [
+        [*((leaf.block, leaf.slot, leaf.path[-1][0]) for leaf in own), *[(0, 0, 0)] * (width - len(own))]
+        for own in leaves
+    ]
+    block, slot, token = torch.tensor(rows).unbind(-1)
+    return block, slot, token

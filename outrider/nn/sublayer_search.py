@@ -1,0 +1,124 @@
+"""Which sublayers to leave out, searched while decoding: two sets draft in turn, and the one that pays more stays.
+
+After SWIFT (Xia et al. 2410.06916).  What differs: a set is judged by what was accepted of its own drafts, not by a
+pass over the text's last tokens, which would write other keys over the target's; a pass costs what it reads of the
+weights and is not timed, so that equal texts give equal sets; new sets are variations on the best one and random ones,
+without a Gaussian process.  A set holds no text, so the requests of all tenants share one search.  `training.sublayers`
+searches before decoding, with times.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.targets.protocol import Skip, TargetSpec
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a set did in the race that is on."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    cost: float = 0.0
+    """Passes, in those of the whole target."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens for the price of one plain step."""
+        return self.tokens / self.cost if self.cost else 0.0
+
+
+class Search:
+    """Races between the best set so far and one new set after another."""
+
+    STEPS = 12
+    """Drafted steps of either set in a race."""
+    HOPELESS = 0.75
+    """A new set that has less than this of the other's rate after a third of its steps has lost."""
+    MARGIN = 1.02
+    """The new set must be this much better: of equals the old one stays."""
+
+    def __init__(
+        self, spec: TargetSpec, start: Skip, possible: Skip, tries: int, runs: Callable[[Skip], bool], seed: int = 0
+    ):
+        """tries: new sets.  runs: whether the target runs without a set's sublayers."""
+        self.best, self.candidate, self.left, self.runs = start, None, tries, runs
+        self.space = [(which, layer) for which in ("attention", "mlp") for layer in sorted(getattr(possible, which))]
+        self.weights, self.whole = _weights(spec)
+        self.tallies, self.tried, self.noise = (Tally(), Tally()), {start}, random.Random(seed)
+
+    best: Skip
+    candidate: Skip | None
+
+    def next(self) -> Skip:
+        """The set that drafts the next step."""
+        if self.candidate is None and self.left:
+            self._begin()
+        old, new = self.tallies
+        return self.best if self.candidate is None or old.steps < new.steps else self.candidate
+
+    def learn(self, skip: Skip, tokens: float, passes: int) -> None:
+        """A step in which this set drafted: tokens committed per slot, and its drafting passes."""
+        if self.candidate is None or skip not in (self.best, self.candidate):
+            return  # of a race that is over
+        old, new = self.tallies
+        own = old if skip == self.best else new
+        own.steps, own.tokens, own.cost = own.steps + 1, own.tokens + tokens, own.cost + 1 + passes * self.cost(skip)
+        is_hopeless = min(old.steps, new.steps) >= self.STEPS // 3 and new.rate < self.HOPELESS * old.rate
+        if is_hopeless or min(old.steps, new.steps) >= self.STEPS:
+            self._end()
+
+    def cost(self, skip: Skip) -> float:
+        """A drafting pass, in passes of the whole target."""
+        return 1 - sum(self.weights[which] * len(getattr(skip, which)) for which in self.weights) / self.whole
+
+    def _begin(self) -> None:
+        self.tallies = Tally(), Tally()
+        for _ in range(64):
+            found = self._varied()
+            if found in self.tried or found == Skip():
+                continue
+            self.tried.add(found)
+            self.left -= 1
+            if self.runs(found):
+                self.candidate = found
+                return
+            if not self.left:
+                return
+        self.left = 0  # hardly a set is new
+
+    def _end(self) -> None:
+        assert self.candidate is not None
+        old, new = self.tallies
+        if new.rate > self.MARGIN * old.rate:
+            self.best = self.candidate
+        self.candidate = None
+        if not self.left:
+            logging.getLogger(__name__).info(
+                "layer_skip leaves out skip_attention %s and skip_mlp %s from now on, of %d sets the best",
+                sorted(self.best.attention), sorted(self.best.mlp), len(self.tried),
+            )  # fmt: skip
+
+    def _varied(self) -> Skip:
+        """The best set with one to three sublayers changed, or in one case of four a random set."""
+        chosen = {(which, layer) for which, layer in self.space if layer in getattr(self.best, which)}
+        if self.noise.random() < 0.25:
+            share = self.noise.uniform(0.2, 0.6)
+            chosen = {place for place in self.space if self.noise.random() < share}
+        else:
+            chosen ^= set(self.noise.sample(self.space, min(len(self.space), self.noise.randint(1, 3))))
+        return Skip(*(frozenset(layer for kind, layer in chosen if kind == which) for which in ("attention", "mlp")))
+
+
+def _weights(spec: TargetSpec) -> tuple[dict[str, float], float]:
+    """Weights of an attention and of an MLP, and of all layers and the head; alike where the sizes are not known."""
+    if spec.sizes is None:
+        return {"attention": 1.0, "mlp": 1.0}, 2.0 * spec.layers
+    sizes = spec.sizes
+    attention = 2.0 * spec.hidden * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+    mlp = 3.0 * spec.hidden * sizes.intermediate
+    return {"attention": attention, "mlp": mlp}, spec.layers * (attention + mlp) + spec.hidden * spec.vocabulary

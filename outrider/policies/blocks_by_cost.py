@@ -1,0 +1,70 @@
+"""How many blocks of a draft pay: by the seconds that each takes, and by what was accepted of it.
+
+The number with the most expected tokens per second,
+
+    (1 + gain[0] + ... + gain[n - 1]) / (rest + seconds[0] + ... + seconds[n - 1])
+
+with gain[i] the mean number of accepted tokens that block i brought, and rest the seconds of a step without its
+blocks.  All of this is of earlier steps, so the output stays exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+
+class BlocksByCost:
+    """The choice for one batch."""
+
+    EXPLORE = 16
+    """Steps between two that draft all blocks, so that the later ones stay known."""
+    WINDOW = 32.0
+    """Steps after which a mean has faded to 1/e."""
+
+    def __init__(self, most: int):
+        self.most, self.step = most, 0
+        self.gains, self.seconds, self.rest = [0.0] * most, [0.0] * most, 0.0
+        self.counts = [0.0] * (most + 1)
+        """Steps behind the means of each block, and of the rest, as they fade."""
+        self.laps: list[float] = []
+        self.since = 0.0
+
+    def begin(self) -> int:
+        """A draft begins; returns how many blocks it should have."""
+        self.laps, self.since = [], time.perf_counter()
+        self.step += 1
+        if self.step % self.EXPLORE == 0 or not all(self.counts):
+            return self.most
+        return max(range(1, self.most + 1), key=self.rate)
+
+    def rate(self, blocks: int) -> float:
+        """Expected tokens per second with this many."""
+        return (1 + sum(self.gains[:blocks])) / (self.rest + sum(self.seconds[:blocks]))
+
+    def lap(self, device: torch.device) -> None:
+        """The next block was drafted."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        self.laps.append(now - self.since)
+        self.since = now
+
+    def learn(self, accepted: Sequence[Sequence[int]], step_s: float) -> None:
+        """accepted: for each slot, which block each accepted node is of.  step_s: of the whole step."""
+        if not accepted or not self.laps:
+            return
+        for n, seconds in enumerate(self.laps):
+            gain = sum(own.count(n) for own in map(list, accepted)) / len(accepted)
+            share = self._share(n)
+            self.gains[n] += share * (gain - self.gains[n])
+            self.seconds[n] += share * (seconds - self.seconds[n])
+        self.rest += self._share(self.most) * (max(step_s - sum(self.laps), 1e-9) - self.rest)
+        self.laps = []
+
+    def _share(self, n: int) -> float:
+        """Weight of a new value in a mean."""
+        self.counts[n] = self.counts[n] * (1 - 1 / self.WINDOW) + 1
+        return 1 / self.counts[n]
