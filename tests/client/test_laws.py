@@ -16,8 +16,11 @@ def test_every_request_is_answered_once_or_reported_failed_once(budget: Decimal 
     assert found["violations"] == []
     assert found["answered"] + found["failed"] == 300
     assert found["answered"] > (100 if budget is None else 20)
-    kinds = {"Unavailable", "RefusedError", "TornStream"} | ({"BudgetExceeded"} if budget is not None else set())
-    assert found["failures"].keys() == kinds
+    kinds = {"Unavailable", "RefusedError", "TornStream"}
+    if budget is None:
+        assert found["failures"].keys() == kinds
+    else:  # which may be spent before each of the others has happened
+        assert {"BudgetExceeded"} <= found["failures"].keys() <= {"BudgetExceeded", *kinds}
     assert found["sent_again"] > 50 or budget is not None
 
 

@@ -31,4 +31,4 @@ class Learning(Config):
     while_busy: bool = False
     """Train while requests are decoded, too; no: the training stands still as long as there is one."""
     versions: int = Field(8, ge=1)
-    """Versions that stay on disk, besides the one that is served and the one before it."""
+    """Number of versions that stay on disk, besides the one that is served and the one before it."""
