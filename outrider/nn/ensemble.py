@@ -72,8 +72,7 @@ class Ensemble(Drafter):
         """One part's draft, at most budget[b] nodes, ended by `stop`.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
-            own = _with_own_noise(state, part).replaced(stop=stop)
-            draft = self.drafters[part].propose(memory.parts[part], own, budget)
+            draft = self.drafters[part].propose(memory.parts[part], _for_part(state, part, stop), budget)
             draft = Draft.checked(draft, len(state.rows)).first(budget)
             # as in the loop, no decision may use a confidence that knows the token; node numbers are those of this
             # draft
@@ -130,11 +129,11 @@ class Ensemble(Drafter):
         return scores._replace(taps=taps)
 
 
-def _with_own_noise(state: DecodeState, part: int) -> DecodeState:
-    """The state for one part, with noise of its own; slots with a seed keep theirs."""
+def _for_part(state: DecodeState, part: int, stop: Stop | None) -> DecodeState:
+    """The state for one part, with a stop and noise of its own; slots with a seed keep theirs."""
     own_seeds = Streams(state.noise_seeds, torch.zeros_like(state.noise_seeds)).key(part, Purpose.PART)
     seeds = own_seeds if state.seeded is None else torch.where(state.seeded, state.noise_seeds, own_seeds)
-    return state.replaced(noise_seeds=seeds)
+    return state.replaced(noise_seeds=seeds, stop=stop)
 
 
 # ── what a part observes ──────────────────────────────────────────────────────────────────────────────────────────────

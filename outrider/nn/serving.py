@@ -77,7 +77,8 @@ def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
     No stop ends it: their one pass has been made.
     """
     later = iter(logits.unbind(1)[1:])
-    return chain(logits[:, 0], lambda _drafted: next(later), budget, state.replaced(stop=None))
+    own = state if state.stop is None else state.replaced(stop=None)
+    return chain(logits[:, 0], lambda _drafted: next(later), budget, own)
 
 
 def tree(

@@ -46,13 +46,12 @@ class Search:
         self, spec: TargetSpec, start: Skip, possible: Skip, tries: int, runs: Callable[[Skip], bool], seed: int = 0
     ):
         """tries: new sets.  runs: whether the target runs without a set's sublayers."""
-        self.best, self.candidate, self.left, self.runs = start, None, tries, runs
+        self.best, self.left, self.runs = start, tries, runs
+        self.candidate: Skip | None = None
+        """The new set of the race; None between two."""
         self.space = [(which, layer) for which in ("attention", "mlp") for layer in sorted(getattr(possible, which))]
         self.weights, self.whole = _weights(spec)
         self.tallies, self.tried, self.noise = (Tally(), Tally()), {start}, random.Random(seed)
-
-    best: Skip
-    candidate: Skip | None
 
     def next(self) -> Skip:
         """The set that drafts the next step."""

@@ -40,8 +40,8 @@ class Adaptive(Policy):
 
     EXPLORE = 64
     """Steps between two that try another depth."""
-    REST, REST_OFF = 8, 64
-    """Steps between two decisions, and most of them while off."""
+    REST = 8
+    """Steps between two decisions; the fewest while off."""
     LOYALTY = 0.98
     """A depth changes only where another one's rate times this is higher, and drafts must beat plain steps by as
     much."""
@@ -86,7 +86,7 @@ class Adaptive(Policy):
         if depth:
             self.rest = self.REST if self.steady > self.REST else 1
         else:
-            self.rest = self.probes.wait(self.REST, self.REST_OFF) if is_steady else 1
+            self.rest = self.probes.wait(self.REST) if is_steady else 1
         self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
 
@@ -236,6 +236,8 @@ class Probes:
     SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
     """In plain steps: `SHARE` is what each step while off saves for probes, times (best draft's expected rate / plain
     rate) ** `DOUBT`; `FUND` is the most that is saved; `FEE` is the cost of a probe in addition to what it loses."""
+    LONGEST = 64
+    """Most steps without a look at what is saved."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -253,9 +255,9 @@ class Probes:
             self.left = 2  # since the first after a pause does not show a draft's usual seconds
         return self.left > 0
 
-    def wait(self, minimum: int, most: int) -> int:
-        """Steps until enough is saved for a probe, within these bounds."""
-        return max(minimum, min(most, math.ceil(-self.credit / max(self.income, 1e-9))))
+    def wait(self, minimum: int) -> int:
+        """Steps until enough is saved for a probe, from `minimum` to `LONGEST`."""
+        return max(minimum, min(self.LONGEST, math.ceil(-self.credit / max(self.income, 1e-9))))
 
     def charge(self, seconds: float, usual: float | None, plain: float, accepted: float) -> None:
         """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit.

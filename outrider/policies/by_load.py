@@ -66,8 +66,8 @@ class ByLoad(Policy):
     OFF, ON, LOYALTY = 1.0, 1.02, 0.98
     """Expected rate with drafts / rate of plain steps below which drafting stops, and from which on it resumes; and a
     depth changes only where another one's rate times LOYALTY is higher."""
-    EXPLORE, REST, REST_OFF = 64, 16, 64
-    """Steps between two tries of another depth or of a plain step; most between two decisions, and most while off."""
+    EXPLORE, REST = 64, 16
+    """Steps between two tries of another depth or of a plain step, and most between two decisions while on."""
     OFFERS = 32
     """Steps after which the share of nodes that a drafter offers has faded to 1/e."""
 
@@ -114,7 +114,7 @@ class ByLoad(Policy):
             self._read()
             self.prompts.meet(self.acceptance.meet(state), self.step, state)
             before, self.asking = self.asking, self._planned(room)
-            longest = self.REST if self.asking else self.probes.wait(self.REST, self.REST_OFF)
+            longest = self.REST if self.asking else self.probes.wait(self.REST)
             self.rest = min(2 * self.rest, longest) if self.asking == before else 1
             self.rows, self.decided = state.rows, self.step
             self.roomy = self.step + (min(room, default=0) - self.asking) // (self.asking + 1)

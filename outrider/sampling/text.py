@@ -110,7 +110,8 @@ class TextStream:
     def write(self, tokens: Sequence[int], is_last: bool = False) -> tuple[int, bool]:
         """Add tokens, up to the one that first completes a stop string; is_last: the text is over.
 
-        Returns how many were added, and whether a stop string ended the text.  Without stop strings nothing is decoded.
+        Returns how many were added, and whether a stop string ended the text.  Without stop strings only the
+        end is decoded.
         """
         for count, token in enumerate(tokens, 1):
             self._append(token)

@@ -72,7 +72,7 @@ def test_mixed_trees_keep_the_distribution(pair, share):
 def test_drafters_that_share_their_noise_are_caught(monkeypatch):
     """Planted fault: the second part draws what the first drew, whatever its q says."""
     assert keeps_the_distribution(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
-    monkeypatch.setattr(ensemble, "_with_own_noise", lambda state, part: state)
+    monkeypatch.setattr(ensemble, "_for_part", lambda state, part, stop: state)
     assert not keeps_the_distribution(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
 
 
