@@ -60,14 +60,15 @@ class Replay(Drafter):
         full = torch.tensor([len(tokens) for tokens, _ in drawn])
         sizes = torch.minimum(full, budget) if self.obeys else full
         width = int(full.max())
-        tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in drawn])
+        device = state.device
+        tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in drawn], device=device)
         q = None
         if self.soft:
-            q = torch.full((*tokens.shape, self.vocabulary), 0.4 / self.vocabulary)
-            q.scatter_add_(-1, tokens[..., None], torch.full((*tokens.shape, 1), 0.6))
+            q = torch.full((*tokens.shape, self.vocabulary), 0.4 / self.vocabulary, device=device)
+            q.scatter_add_(-1, tokens[..., None], torch.full((*tokens.shape, 1), 0.6, device=device))
         if self.width == 1:
             return Draft.chain(tokens, sizes, q)
-        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in drawn])
+        parents = torch.tensor([[*own, *[-1] * (width - len(own))] for _, own in drawn], device=device)
         return Draft(tokens, parents, sizes, q)
 
     def observe(self, memory: None, state: DecodeState, draft: Draft, accepted: Accepted, scores: Any) -> None:

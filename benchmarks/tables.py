@@ -312,6 +312,100 @@ def _within(found: dict[str, Any]) -> str:
     return f"{found['figure']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
 
 
+def gpu(found: dict[str, Any]) -> str:
+    """The device, passes, attention, waits, training, exactness."""
+    rows = found["rows"]
+    machine = rows["machine"]
+    said = (
+        f"{machine['gpu']}, {machine['memory_gib']:.0f} GiB; copies {machine['copied_gb_per_s']:,.0f} GB/s, multiplies "
+        f"{machine['bf16_tflops']:.0f} TFLOP/s in bfloat16; {found['cpu']}, torch {found['torch']}, transformers "
+        f"{found['transformers']}, {found['made'][:10]}."
+    )
+    points = {
+        (one["batch"], one["context"], one["width"], one["captured"]): one
+        for one in rows["passes-8b"]["points"]
+        if "ms" in one
+    }
+    passes = []
+    for batch, context, is_captured in sorted({(batch, context, kind) for batch, context, _, kind in points}):
+        cells = [points.get((batch, context, width, is_captured)) for width in (1, 8, 16, 64)]
+        times = ["" if one is None else f"{one['ms']:.1f} ({one['floor_ms']:.1f})" for one in cells]
+        passes.append([str(batch), f"{context:,}", "captured" if is_captured else "plain", *times])
+    heads = ["texts", "tokens before", "passes", *(f"{width} rows each: ms (floor)" for width in (1, 8, 16, 64))]
+    attention = [
+        [str(one["batch"]), f"{one['context']:,}", str(one["width"]),
+         *(f"{one[way]['ms']:.3f}" for way in ("repeated", "grouped", "two products", "gqa flag"))]
+        for one in rows["attention"]["points"]
+    ]  # fmt: skip
+    ways = ["texts", "tokens before", "rows", "copied keys, ms", "grouped", "two products", "enable_gqa"]
+    waits: dict[str, dict[bool, Any]] = {}
+    for one in rows["syncs"]["points"]:
+        waits.setdefault(one["drafter"], {})[one["captured"]] = one
+    steps = [
+        [drafter, f"{own[False]['waits_per_step']:.1f}",
+         *(f"{own[kind]['ms']:.1f}" if "ms" in own[kind] else "failed" for kind in (False, True))]
+        for drafter, own in waits.items()
+    ]  # fmt: skip
+    trained = rows["training-4b"]
+    before = {one["drafter"]: one["s_per_step"] for one in trained.get("before", [])}
+    training = [
+        [one["drafter"], f"{one['s_per_step']:.2f}", f"{before[one['drafter']]:.2f}" if before else "",
+         f"{one['tokens_per_s']:,.0f}", f"{one['reading_share_of_products']:.2f}", f"{one['peak_gib']:.0f}"]
+        for one in trained["points"]
+    ]  # fmt: skip
+    exact = [
+        [one["dtype"], "captured" if one["captured"] else "plain", "tree" if one["branches"] > 1 else "chain",
+         f"{one['kept']:.2f}", *(str(one.get(verdict, 0)) for verdict in ("equal", "tie", "bug"))]
+        for one in rows["exact"]["points"]
+    ]  # fmt: skip
+    return "\n\n".join([
+        said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _table(heads, passes, slice(3, 7)),
+        "**Attention** of one layer of it, captured.", _table(ways, attention, slice(0, 7)),
+        "**Steps** of one text of the demo target, drafters untrained.",
+        _table(["drafter", "waits a step", "plain, ms", "captured, ms"], steps, slice(1, 4)),
+        f"**Training** on a target of 4 B, {trained['batch']} texts of {trained['length']:,} tokens a step.",
+        _table(
+            ["drafter", "s a step", "before", "tokens/s", "target's share of products", "GiB"], training, slice(1, 6)
+        ),
+        "**Exactness**: 16 greedy texts of 96 tokens of the demo target beside plain decoding.",
+        _table(["type", "passes", "drafts", "accepted a step", "equal", "ties", "faults"], exact, slice(3, 7)),
+    ])  # fmt: skip
+
+
+def learning(found: dict[str, Any]) -> str:
+    """What was learnt, and what users of plain text paid."""
+    gain, users = found["gain"], found["users"]
+    lines = [
+        [who, what, f"{own['learning']['p50_ms']:.1f}", f"{own['still']['p50_ms']:.1f}",
+         f"{own['learning']['p99_ms']:.1f}", f"{own['still']['p99_ms']:.1f}", _ratio(own["p99_ratio"])]
+        for who, both in users.items() for what, own in both.items()
+    ]  # fmt: skip
+    heads = ["users", "", "median, learning", "without", "p99, learning", "without", "p99 ratio (95 %)"]
+    ratio, low, high = gain["new_over_old"]
+    said = (
+        f"Version {gain['version']} over the one that was given: {ratio:.2f} ({low:.2f} to {high:.2f}) times the "
+        f"tokens per step on {gain['prompts']} held-out prompts. {_source(found)}"
+    )
+    return "\n\n".join([said, _promises(found), _table(heads, lines, slice(2, 7))])
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    return f"{found['ratio']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
+
+
+def remote(found: dict[str, Any]) -> str:
+    """Texts, requests and speed of each way."""
+    lines = [
+        [way, f"{own['equal']} of {own['texts']}", f"{own['requests']:,}", f"{own['tokens_sent']:,}",
+         f"{own['speed_beside_plain']:.2f}"]
+        for way, own in found["greedy"].items()
+    ]  # fmt: skip
+    server = found["server"]
+    said = f"{server['engine']} ({server['version']}), {server['dtype']}; {found['cpu']}, {found['made'][:10]}."
+    heads = ["way", "equal texts", "requests", "tokens sent", "speed beside plain"]
+    return "\n\n".join([said, _promises(found), _table(heads, lines, slice(1, 5))])
+
+
 def methods(found: dict[str, Any]) -> str:
     """A table a column of cells, and the published orders."""
     exact = "every text" if found["exact"] else "**not** every text"
@@ -746,6 +840,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
+    "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip

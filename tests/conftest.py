@@ -39,6 +39,9 @@ torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("tests")
 
+DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
+"""Where the shared target of the contract suite lives; see `benchmarks/gpu.py`."""
+
 SMALL = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,
     "shortest": 1, "longest": 3, "depth": 4, "anchors": 16, "gru": 8,
@@ -118,13 +121,13 @@ def audible() -> None:
 
 @pytest.fixture(scope="session")
 def target() -> TransformersTarget:
-    return load_target(tiny_model())
+    return load_target(tiny_model().to(DEVICE))
 
 
 @pytest.fixture(scope="session")
 def short_target() -> TransformersTarget:
     """The same weights with a context of 20 tokens."""
-    return load_target(tiny_model(max_position_embeddings=20))
+    return load_target(tiny_model(max_position_embeddings=20).to(DEVICE))
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +148,7 @@ def plain() -> Plain:
 
     @functools.cache
     def continued(target: TransformersTarget, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        text = torch.tensor([prompt])
+        text = torch.tensor([prompt], device=target.device)
         out = target.model.generate(
             text,
             attention_mask=torch.ones_like(text),
@@ -238,7 +241,8 @@ class Workshop:
 
     def model(self, case: Case, target: Target) -> DraftModel:
         torch.manual_seed(1)
-        return drafters.find(case.kind).Model(self.config(case, target), target).to(getattr(torch, target.spec.dtype))
+        model = drafters.find(case.kind).Model(self.config(case, target), target)
+        return model.to(target.device, getattr(torch, target.spec.dtype))
 
     def build(self, case: Case, target: Target) -> Drafter:
         torch.manual_seed(1)
@@ -261,6 +265,7 @@ class Workshop:
                 config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.spec.hidden)
                 model = Gemma4AssistantForCausalLM(config).double()
             texts = torch.randint(target.spec.vocabulary, (80, 30), generator=torch.Generator().manual_seed(2))
+            texts, model = texts.to(target.device), model.to(target.device)
             with torch.no_grad():
                 for layer in model.model.layers:
                     layer.post_attention_layernorm.weight *= 0.05
@@ -331,7 +336,7 @@ def drafter_of(
         if not case.trains:
             return workshop.build(case, target)
         model = workshop.model(case, target)
-        texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
+        texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts], device=target.device)
         train(model, batch_of(target, model.taps, texts), 60)
         return model.eval().drafter()
 

@@ -41,8 +41,10 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor, next_tokens: Tensor, invalid: Tensor) -> Accepted:
-        paths = [path[:count] for path, count in zip(order.tolist(), counts.tolist(), strict=True)]
-        return cls(paths, next_tokens.tolist(), invalid.tolist())
+        # one tensor: a device is waited for once
+        rows = torch.cat([order, torch.stack([counts, next_tokens, invalid], 1)], 1).tolist()
+        paths = [path[:count] for *path, count, _, _ in rows]
+        return cls(paths, [row[-2] for row in rows], [row[-1] for row in rows])
 
 
 Rule = Callable[[Draft, Tensor, Streams], Accepted]

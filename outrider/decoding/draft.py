@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,15 @@ class Draft:
         self,
     ) -> list[list[int]]:  # `tokens`, as `tree` is `parents` and `live` is `sizes`: read from the device once
         return self.tokens.tolist()
+
+    def read_with(self, chosen: Tensor) -> list[list[int]]:
+        """`chosen` [B, N+1] int64 as lists, read from the device together with the draft's own ids: one wait."""
+        nodes = self.tokens.shape[1]
+        if "ids" in vars(self) or self.tokens.device != chosen.device:
+            return chosen.tolist()
+        both = torch.cat([self.tokens, chosen], 1).tolist()
+        vars(self)["ids"] = [row[:nodes] for row in both]
+        return [row[nodes:] for row in both]
 
     @functools.cached_property
     def tree(self) -> tuple[tuple[int, ...], ...]:
@@ -161,18 +171,24 @@ class Draft:
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
 
 
+def sent(values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of these numbers on a device, which the host does not wait for."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def padded(rows: Sequence[Sequence[int]], idle: int, device: torch.device | str = "cpu") -> Tensor:
     """Lists of unequal length as one tensor [B, longest] int64, `idle` after their ends."""
     width = max(map(len, rows), default=0)
     filled = [[*row, *[idle] * (width - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.int64, device=device).view(len(rows), width)
+    return sent(filled, device).view(len(rows), width)
 
 
 @functools.lru_cache(256)
 def _rows(parents: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     found = [_ancestry(tree) for tree in parents]
     depths = [[0, *(depth + 1 for depth in own)] for _, own in found]
-    return torch.stack([sees for sees, _ in found]).to(device), torch.tensor(depths, device=device)
+    mask = torch.stack([sees for sees, _ in found])
+    return mask.to(device, non_blocking=True), sent(depths, device)
 
 
 @functools.lru_cache(256)

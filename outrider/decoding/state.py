@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Accepted, accept
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.noise import Streams
 
 FinishReason = Literal["stop", "length", "context"]
@@ -62,6 +62,12 @@ class Scores(NamedTuple):
         """Without the padding after this many rows."""
         logits, hidden, taps, choice = (None if x is None else x[:, :rows] for x in self[:4])
         return Scores(logits, hidden, taps, choice, self.probe)  # type: ignore[arg-type]
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The choice of `Scores` for logits [..., V]."""
+    best, choice = logits.max(-1)
+    return torch.where(best.isfinite(), choice, -1)
 
 
 class Stop(Protocol):
@@ -219,12 +225,12 @@ class DecodeState:
         self.judge.select(self.requests, self.rows, self.device)
         seeded = [self.shared_noise and self.requests[row].sampling.seed is not None for row in self.rows]
         self.seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None
-        self.noise_seeds = torch.tensor([self.seeds[row] for row in self.rows], dtype=torch.int64, device=self.device)
+        self.noise_seeds = sent([self.seeds[row] for row in self.rows], self.device)
 
     @property
     def anchor(self) -> Tensor:
         """[B] the last committed token of every live slot, not yet in the target's cache."""
-        return torch.tensor([self.tokens[row][-1] for row in self.rows], dtype=torch.int64, device=self.device)
+        return sent([self.tokens[row][-1] for row in self.rows], self.device)
 
     def replaced(self, **changed: Any) -> DecodeState:
         """A copy of this state for reading, with other values of some attributes."""
@@ -236,7 +242,7 @@ class DecodeState:
     def streams(self) -> Streams:
         """Noise of the live slots, from their next token on."""
         index = [len(self.tokens[row]) - len(self.requests[row].prompt) for row in self.rows]
-        return Streams(self.noise_seeds, torch.tensor(index, device=self.device), self.seeded)
+        return Streams(self.noise_seeds, sent(index, self.device), self.seeded)
 
     @property
     def left(self) -> list[int]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from outrider import prepacked
 from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
@@ -222,7 +222,7 @@ class BlockDrafter(FeatureDrafter):
         self, taps: Tensor, state: DecodeState, counts: list[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `CompiledBlock.run`."""
-        new, real_taps, sampler = taps.shape[1], torch.tensor(counts, device=state.device), Sampler(state)
+        new, real_taps, sampler = taps.shape[1], sent(counts, state.device), Sampler(state)
         pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(logits)
         mask = None  # where no slot has padding and all are equally long, every row attends to everything
         if not cache.is_even or min(counts) < new:

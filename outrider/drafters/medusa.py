@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from outrider import prepacked
 from outrider.config import Config as Base
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
@@ -190,7 +190,8 @@ class MedusaDrafter(StateDrafter):
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None
-        step = _Step(self.model, memory.hidden[state.rows], state, 1 + int(tree.depths.max()))
+        hidden = memory.hidden[sent(state.rows, memory.hidden.device)]
+        step = _Step(self.model, hidden, state, 1 + int(tree.depths.max()))
         if step.all is not None and not (drawn or state.judge.bans):
             return tree.draft(tree.choices(step.all), sizes)
         if not drawn:

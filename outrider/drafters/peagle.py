@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
@@ -139,7 +139,7 @@ class PEagle(PairDrafter):
         """Read buffered pairs and `masks` after them.  States [B, 1 + masks, H] of each slot's last pair and the
         masks."""
         cache, (taps, tokens, counts) = memory.kv_cache, memory.features.take_with_tokens(rows, state, leave)
-        new, real = taps.shape[1], torch.tensor(counts, device=taps.device)
+        new, real = taps.shape[1], sent(counts, taps.device)
         cache.open(rows, new + masks)
         order = torch.arange(new + masks, device=taps.device)
         # masks come after the last real pair

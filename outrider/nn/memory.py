@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outrider import prepacked
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft, padded
+from outrider.decoding.draft import Draft, padded, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
@@ -242,13 +242,14 @@ class StateDrafter(Drafter, ABC):
         """At most sizes[b] nodes a slot; some slot has one."""
 
     def free(self, memory: LastStates, rows: Sequence[int]) -> None:
-        memory.hidden[list(rows)] = 0
+        memory.hidden[sent(rows, memory.hidden.device)] = 0
         for row in rows:
             memory.known[row] = False
 
     def _keep(self, memory: LastStates, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
         """Remember states[b, at[b]] of [R, S, H]."""
-        memory.hidden[list(rows)] = states[list(range(len(rows))), list(at)].to(memory.hidden)
+        own, slots, last = sent([*zip(range(len(rows)), rows, at, strict=True)], states.device).unbind(-1)
+        memory.hidden[slots.to(memory.hidden.device)] = states[own, last].to(memory.hidden)
         for row in rows:
             memory.known[row] = True
 

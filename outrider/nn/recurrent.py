@@ -26,7 +26,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
@@ -135,8 +135,9 @@ class RecurrentDrafter(PairDrafter):
 
     def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
         self._read(memory, state.rows, state)
-        guide = None if memory.guide is None else memory.guide[state.rows]
-        rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[state.rows], guide)
+        rows = sent(state.rows, memory.outputs.device)
+        guide = None if memory.guide is None else memory.guide[rows]
+        rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[rows], guide)
         try:
             first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
             return self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
@@ -145,7 +146,7 @@ class RecurrentDrafter(PairDrafter):
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
-        memory.outputs[list(rows)] = 0
+        memory.outputs[sent(rows, memory.outputs.device)] = 0
 
     def read(self, memory: Memory, row: int, state: DecodeState) -> None:
         while (unread := memory.features.count(row)) > self.most:
@@ -158,7 +159,8 @@ class RecurrentDrafter(PairDrafter):
         cache.open(rows, tokens.shape[1])
         at = cache.positions()
         words, features, cos_sin = model.target.embed(tokens), model.features(states), model.cos_sin(at)
-        before = memory.outputs[list(rows)][:, None].chunk(model.num_modules, -1)
+        at_rows = sent(rows, memory.outputs.device)
+        before = memory.outputs[at_rows][:, None].chunk(model.num_modules, -1)
         found: list[Tensor] = []
         for module in range(model.num_modules):
             if module:  # the output of the module before for the token before
@@ -167,8 +169,9 @@ class RecurrentDrafter(PairDrafter):
                 model.step(module, words, features, cos_sin, attending(_mask(model, cache, module, at), cache))
             )
         cache.append(counts)
-        read = [b for b, count in enumerate(counts) if count]
-        memory.outputs[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
+        read = [(b, rows[b], count - 1) for b, count in enumerate(counts) if count]
+        own, row, last = sent(read, memory.outputs.device).view(-1, 3).unbind(-1)
+        memory.outputs[row] = torch.cat(found, -1)[own, last]
 
 
 class Rollout:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft, padded
+from outrider.decoding.draft import Draft, padded, sent
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState
 from outrider.sampling.distribution import log_probs
@@ -206,6 +206,8 @@ class RankTree:
         self.depths = torch.tensor([len(path) - 1 for path in paths])
         self.ranks = torch.tensor([path[-1] for path in paths])
         self.width = 1 + int(self.ranks.max())
+        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        """Depths, ranks and parents, by the device where they were needed."""
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
     def first(self, nodes: int) -> RankTree:
@@ -214,14 +216,24 @@ class RankTree:
 
     def choices(self, logits: Tensor) -> Tensor:
         """[B, N] at once, from logits [B, D, V] of every depth, where they depend on no drafted token."""
-        return logits.topk(self.width, -1).indices[:, self.depths, self.ranks]
+        depths, ranks, _ = self._tensors(logits.device)
+        return logits.topk(self.width, -1).indices[:, depths, ranks]
 
     def draft(self, tokens: Tensor, budget: Tensor, q: Tensor | None = None) -> Draft:
         """The draft of these nodes, [B, N]."""
         sizes = budget.clamp(max=len(self.paths))
         if self.is_chain:
             return Draft.chain(tokens, sizes, q)
-        return Draft(tokens, torch.tensor(self.parents, device=tokens.device).expand(len(tokens), -1), sizes, q)
+        draft = Draft(tokens, self._tensors(tokens.device)[2].expand(len(tokens), -1), sizes, q)
+        vars(draft)["tree"] = (tuple(self.parents),) * len(tokens)  # known here, so that nobody reads it from a device
+        return draft
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if device not in self._on:
+            self._on[device] = (
+                self.depths.to(device), self.ranks.to(device), torch.tensor(self.parents, device=device)
+            )  # fmt: skip
+        return self._on[device]
 
 
 _cut = functools.lru_cache(256)(RankTree)
@@ -232,8 +244,8 @@ def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Dra
     anchor."""
 
     def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
-        ranks = tree.ranks[nodes]
-        return logits.topk(1 + int(ranks.max()), -1).indices[:, above, ranks.to(logits.device)]
+        ranks = [tree.paths[n][-1] for n in nodes]
+        return logits.topk(1 + max(ranks), -1).indices[:, sent(above, logits.device), sent(ranks, logits.device)]
 
     return tree.draft(_grown(first, expand, tree.parents, best), budget)
 

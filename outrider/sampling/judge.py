@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted, Rule, accept_top1
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
-from outrider.decoding.state import DecodeState, Judge, Request, Scores
+from outrider.decoding.state import DecodeState, Judge, Request, Scores, likeliest
 from outrider.errors import ConfigError, TargetError
 from outrider.sampling import logprobs
 from outrider.sampling.distribution import Settings, distribution, log_probs
@@ -101,9 +101,13 @@ class SamplingJudge(Judge):
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         self._are_numbers = False
         if self.rule is None and self.temperature is None:
-            known = scores.choice if logits is scores.logits else None
-            choice = (logits.argmax(-1) if known is None else known).tolist()
-            self._are_numbers = known is not None and min(map(min, choice)) >= 0
+            chosen = scores.choice if logits is scores.logits else None
+            if chosen is None:
+                chosen = likeliest(logits)
+            found = draft.read_with(chosen)
+            self._are_numbers = min(map(min, found)) >= 0
+            # what is not finite is refused after the commit, see `observe`
+            choice = found if self._are_numbers else logits.argmax(-1).tolist()
             return accept_greedy(draft, choice, logits.shape[-1])
         streams = state.streams
         if self.rule is None and draft.q is None:

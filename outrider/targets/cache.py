@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.decoding.draft import sent
 from outrider.targets.attention_mask import Limit, PassLayout, additive, span
 from outrider.targets.states import RecurrentStates
 
@@ -249,7 +250,9 @@ class SlotCache:
         key = dtype, limit
         if key not in self._chain_masks:
             self._chain_masks[key] = self._new_chain_mask(self.length, SHARED_MASK_WIDTH, dtype, limit)
-        return self._chain_masks[key][..., :width, self.length - start : self.length + width]
+        mask = self._chain_masks[key][..., :width, self.length - start : self.length + width]
+        # a GPU's kernels read masks in words of 16 bytes, and a slice begins anywhere
+        return mask if self.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
     def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
         query_positions = torch.arange(width, device=self.device)[:, None]
@@ -276,7 +279,7 @@ class SlotCache:
     @property
     def starts(self) -> Tensor:
         """[R] lengths of the open pass's rows before it."""
-        return torch.tensor(self._starts, device=self.device)
+        return sent(self._starts, self.device)
 
     @property
     def columns(self) -> Tensor:
@@ -429,7 +432,7 @@ class SlotCache:
     @torch.inference_mode()
     def _move(self, row: int, columns: Sequence[int], to: int) -> None:
         """Move these columns of a slot to column `to` and those after it."""
-        come_from, at = torch.tensor(columns, device=self.device), self.buffer_rows[row]
+        come_from, at = sent(columns, self.device), self.buffer_rows[row]
         for stack in self._stacks:
             stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from)
 
@@ -439,7 +442,8 @@ class SlotCache:
             return buffer[self._span, :, : self.end]
         if self._at is None:  # only where layers write by themselves: a compiled step does not ask
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
-            self._at = torch.tensor(self._open_rows, device=self.device).unsqueeze(-1), columns.to(self.device)
+            rows = sent(self._open_rows, self.device).unsqueeze(-1)
+            self._at = rows, columns.to(self.device, non_blocking=True)
         rows, columns = self._at
         buffer[rows, :, columns] = states.transpose(1, 2)
         # a slice is a view; a list of rows would copy all that they hold

@@ -9,6 +9,7 @@ R rows of a pass, n tokens a row.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,17 +31,27 @@ Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs
 """From a function that reads fixed tensors to (what runs it again, the tensors that hold its results)."""
 
 
+_newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None
+"""A weak reference to the graph that was captured last."""
+
+
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
-    """The recorder of a GPU."""
+    """The recorder of a GPU.
+
+    Captures share memory: one runs at a time, and what one returned is not given to another.
+    """
+    global _newest
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # libraries choose their kernels in the first run, which can't be captured
             function()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # shared memory lives as long as one graph of it; a number of memory that is gone must not be used again
+    before, graph = _newest(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=None if before is None else before.pool()):
         outputs = function()
+    _newest = weakref.ref(graph)
     return graph.replay, outputs
 
 
@@ -52,6 +63,8 @@ _Key = tuple[int, int, int, int, tuple[_Layout, ...]]
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
     """Tokens, depths, tree_mask, starts and taps, where the replay reads them."""
+    fixed: tuple[Tensor, ...]
+    """Columns and tokens asked for: the replay reads their memory too, and a graph does not hold on to it."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -97,14 +110,14 @@ class CudaGraphs:
         return [output[:, :width].clone() for output in capture.outputs]
 
     def _recorded(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
-        fixed = tuple(argument.clone() for argument in given)
-        columns = torch.arange(end, device=fixed[0].device)
-        *before, taps = fixed
-        asked = torch.arange(fixed[0].shape[1], device=fixed[0].device).expand_as(
-            fixed[0]
-        )  # every token's logits, always
+        there = tuple(argument.clone() for argument in given)
+        *before, taps = there
+        tokens, device = there[0], there[0].device
+        # every token's logits, always
+        asked = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
+        columns = torch.arange(end, device=device)
         replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, asked, list(buffers)))
-        return _Capture(fixed, replay, flat(outputs))
+        return _Capture(there, (columns, asked), replay, flat(outputs))
 
 
 def _layout(buffer: Tensor) -> _Layout:

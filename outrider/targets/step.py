@@ -23,8 +23,8 @@ from torch.export import Dim
 from outrider import compiled, prepacked
 from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, dense
 from outrider.compiled.key import code
-from outrider.decoding.draft import Draft
-from outrider.decoding.state import Scores
+from outrider.decoding.draft import Draft, sent
+from outrider.decoding.state import Scores, likeliest
 from outrider.targets import attention_mask, family
 from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
@@ -176,9 +176,7 @@ class CompiledStep(Compiled):
         wanted; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = _numbers(taps or (0,), tokens.device)
-        asked = (
-            _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
-        )
+        asked = _all_of(*tokens.shape, tokens.device) if last is None else sent(last, tokens.device)[:, None]
         own = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
         return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
 
@@ -220,8 +218,7 @@ class _Traced(nn.Module):
         cache = TracedCache(self.layers, buffers, layout)
         positions = layout.positions(depths).clamp(max=target.spec.context - 1)
         logits, hidden, layers = target.pass_through(tokens, cache, masks, positions, asked)
-        best, choice = logits.max(-1)
-        return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2).index_select(2, taps)
+        return logits, hidden, likeliest(logits), torch.stack(layers, 2).index_select(2, taps)
 
 
 @functools.lru_cache(64)

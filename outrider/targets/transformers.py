@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider import prepacked
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import chunks, hooks, quantised
+from outrider.targets import chunks, grouped_queries, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited
 from outrider.targets.cache import SlotCache
@@ -62,6 +62,8 @@ class TransformersTarget:
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             if tested:
                 prepacked.pack(model)
+        else:
+            grouped_queries.install()
         with refusing(model):
             self._decoder_layers = decoder_layers(model)
             self._embedding: Any = model.get_input_embeddings()
@@ -175,7 +177,7 @@ class TransformersTarget:
             with reading_prompt(self, cache, tokens, lengths):
                 hidden, tapped = self._each(self._hidden, tokens, cache, None, taps)
         cache.append(lengths)
-        last = torch.tensor([length - 1 for length in lengths], device=self.device)
+        last = sent([length - 1 for length in lengths], self.device)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
         return Scores(self.head(rows_of_hidden), hidden, tapped)
 

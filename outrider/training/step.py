@@ -23,8 +23,8 @@ from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
-"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the
-device."""
+"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer
+rows a GPU reads the output layer again and again, and multiplies little."""
 
 
 class Joined(NamedTuple):
@@ -97,6 +97,7 @@ def accumulate(
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
     total = weights.sum().clamp(min=1e-9)
     sums: dict[str, float] = {"loss": 0.0}
+    whole = torch.zeros((), dtype=torch.float64, device=total.device)
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
     shares, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(chunk_size(predictions)):
@@ -105,7 +106,7 @@ def accumulate(
         terms |= _weighted(predictions.extra(part, draft, target), config.extra)
         loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
         loss.backward()
-        sums["loss"] += loss.item()
+        whole += loss.detach()  # read once, after all chunks: a device that is asked for each waits for each
         if is_counted:
             for name, term in terms.items():
                 sums[name] = sums.get(name, 0.0) + float((weight * term.detach()).sum())
@@ -114,6 +115,7 @@ def accumulate(
             depth = predictions.depth[part].cpu()[own]
             shares.index_add_(0, depth, share[own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
+    sums["loss"] = whole.item()
     if not is_counted:
         return sums
     accepted = (shares / rows_at.clamp(min=1)).tolist()
@@ -135,7 +137,7 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
 
 def chunk_size(predictions: Predictions) -> int:
     """Rows whose logits exist at once."""
-    elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
+    elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**26)
     return max(1, elements // predictions.vocabulary)
 
 

@@ -252,8 +252,7 @@ class Oracle(Proposer):
         self.true = 0 if true_is_eldest else 1
 
     def propose(self, memory: torch.Generator, state: DecodeState, budget: Tensor) -> Draft:
-        tokens = torch.zeros(len(state.rows), self.limit, dtype=torch.int64)
-        sizes = budget.clone()
+        tokens, sizes = torch.zeros(len(state.rows), self.limit, dtype=torch.int64), budget.clone()
         for b, row in enumerate(state.rows):
             text = state.tokens[row]
             whole = next(known for known in self.texts if known[: len(text)] == text)
@@ -262,7 +261,7 @@ class Oracle(Proposer):
             for d, token in enumerate(coming):
                 tokens[b, 2 * d + self.true], tokens[b, 2 * d + 1 - self.true] = token, (token + 1) % self.vocabulary
         parents = torch.tensor([max(-1, 2 * (n // 2 - 1) + self.true) for n in range(self.limit)]).expand_as(tokens)
-        return Draft(tokens, parents, sizes)
+        return Draft(tokens.to(state.device), parents.to(state.device), sizes)
 
 
 # ── policies ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -145,6 +147,41 @@ def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape
         logits, *_ = passes.forward(*given, [buffer[:1], buffer[:1]])
         assert logits[0].tolist() == [1 + 16 * 8] * 2
     assert len(passes.captures) == 3  # a cache of the same layout in its place shares one
+
+
+def test_what_a_replay_reads_lives_as_long_as_its_capture(fast, tape):
+    """Catches memory that a graph reads on after its owner is gone: a graph holds addresses, not tensors."""
+    read: list[weakref.ref] = []
+
+    class Forgets(Tape):
+        def __call__(self, function):
+            _, outputs = super().__call__(function)
+            return (lambda: None), outputs  # as a graph, holds nothing of what it was recorded from
+
+    traced = fast.step.graph.traced
+
+    def noting(*arguments):
+        read.extend(weakref.ref(argument) for argument in arguments[:-1])
+        return traced(*arguments)
+
+    graph = CudaGraphs(noting, Forgets())
+    cache, tokens = fast.step._pass(2, 3)
+    with torch.inference_mode():
+        graph.forward(*fast.step._arguments(tokens, cache, None, ()))
+    gc.collect()
+    assert len(read) == 7
+    assert all(reference() is not None for reference in read)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_graphs_of_a_gpu_say_what_plain_passes_say(dtype):
+    """Catches replays that read memory that was given back, and launches that are not captured."""
+    fast, slow = (load_target(tiny_model().to("cuda", dtype), compile=False) for _ in range(2))
+    fast.compile()
+    agree(fast, slow)
+    assert fast.step.graph.captures
 
 
 def test_another_device_says_why_it_stays_plain(slow, monkeypatch):

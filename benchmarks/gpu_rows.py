@@ -1,0 +1,686 @@
+"""The rows of `gpu.py`: each a function of (device, whether it is small, what earlier rows found) to its figures."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.replay import Replay
+from outrider import demo, generation, load_drafter, load_target
+from outrider.compiled import NotCompiled, flat
+from outrider.data.answers import Answer
+from outrider.data.features import LiveFeatures
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.drafters import find
+from outrider.errors import first_line
+from outrider.gate import parity
+from outrider.runs.stages import run as outrider_run
+from outrider.sampling.settings import Sampling
+from outrider.targets.cache import SlotCache
+from outrider.targets.cuda_graphs import CudaGraphs, cuda_graph
+from outrider.targets.step import CompiledStep, _Traced
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config as TrainConfig
+from outrider.training.optimizers import Optimizers
+from outrider.training.step import optimise
+
+SHAPES = {
+    "0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32), "8b": (4096, 12288, 36, 32),
+}  # fmt: skip
+"""Qwen3: hidden size, intermediate size, layers, heads of queries; 8 of keys and values, of 128 numbers each."""
+SMALL_SHAPE = 128, 256, 2, 4
+KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
+WIDTHS, BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64), (1, 4, 16, 64), (1024, 8192)
+POINT_S = 0.06
+"""Seconds in which a point is measured again and again, after its warm-up."""
+
+Known = Mapping[str, Any]
+
+
+class Points(list[dict[str, Any]]):
+    """Figures of a row, written as they come: a row that is stopped keeps what it has."""
+
+    place: Path
+
+    def append(self, point: dict[str, Any]) -> None:
+        super().append(point)
+        part = self.place.with_suffix(".part")
+        part.write_text(json.dumps({"points": self}))
+        part.replace(self.place)
+
+
+def run(row: str, device: str, small: bool, known: Known, out: Path) -> dict[str, Any]:
+    """The figures of one row.  out: where they go as they come; a trace goes beside it."""
+    Points.place = out
+    kind, _, shape = row.partition("-")
+    torch.set_grad_enabled(kind in ("training", "compiled", "demo"))
+    given: Any = (device, small, known) if not shape else (shape, device, small, known)
+    found: dict[str, Any] = ROWS[kind](*given)
+    if device == "cuda":
+        found["gpu"], found["peak_gib"] = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+# ── what rows share ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def model_of(shape: str, device: str, small: bool, most: int = 99) -> Qwen3ForCausalLM:
+    """A Qwen3 of that shape in bfloat16 with random weights, made on the device.
+
+    Its embeddings outweigh what its layers add, so that a token's successor is certain: rounding decides nothing, and a
+    draft's acceptance is what it is said to be.  most: layers.
+    """
+    hidden, intermediate, layers, heads = SMALL_SHAPE if small else SHAPES[shape]
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=min(layers, most), num_attention_heads=heads,
+        num_key_value_heads=2 if small else KV_HEADS, head_dim=32 if small else HEAD,
+        vocab_size=512 if small else VOCABULARY, max_position_embeddings=16_384,
+        tie_word_embeddings=shape in ("0.6b", "1.7b", "4b"),
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device), torch.no_grad():
+            model = Qwen3ForCausalLM(config).eval()
+            embedding = model.get_input_embeddings().weight
+            embedding *= 2500  # one layer adds about 1, and there are up to 72 sublayers
+            if not config.tie_word_embeddings:
+                model.lm_head.weight.copy_(embedding.roll(1, 0) / 2500)
+            return model
+    finally:
+        torch.set_default_dtype(before)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_ms(run: Callable[[], object], device: str, seconds: float = POINT_S) -> float:
+    """Median of a call's time, the device waited for, over as many calls as fit."""
+    for _ in range(2):
+        run()
+    synchronize(device)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < 3 or time.perf_counter() < end:
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        taken.append(1e3 * (time.perf_counter() - began))
+    return sorted(taken)[len(taken) // 2]
+
+
+class Rehearsed(CompiledStep):
+    """Graphs on a CPU: a recorder that runs the pass again stands for a replay."""
+
+    def get(self, build: bool) -> float:
+        self._weights, self._version = [], 0
+        self.graph = CudaGraphs(_Traced(self.target, self._pass(1, 1)[0].layers), again)
+        return 0.0
+
+
+def again(function: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """Records what a CUDA graph would."""
+    outputs = flat(function())
+
+    def replay() -> None:
+        for there, here in zip(outputs, flat(function()), strict=True):
+            there.copy_(here)
+
+    return replay, outputs
+
+
+@contextmanager
+def captured(target: TransformersTarget, is_wanted: bool) -> Iterator[str]:
+    """The target with CUDA graphs, or plain; says why not, else nothing."""
+    graph, why = target.step.graph, ""
+    if is_wanted and graph is None:
+        if target.device.type == "cpu":
+            target.step = Rehearsed(target)
+        try:
+            target.compile()
+        except NotCompiled as error:
+            why = str(error)
+    elif not is_wanted:
+        target.step.graph = None
+    try:
+        yield why
+    finally:
+        if not is_wanted:
+            target.step.graph = graph
+
+
+def filled(target: TransformersTarget, slots: int, context: int, more: int) -> SlotCache:
+    """A cache whose slots hold about `context` tokens of noise, of unequal length."""
+    cache = target.allocate(slots, context + more)
+    target.prefill(cache, [0], torch.ones(1, 1, dtype=torch.int64, device=target.device), [1])
+    for stack in cache._stacks:
+        stack.normal_()
+    cache.lengths = [context - slot % 7 for slot in range(slots)]
+    return cache
+
+
+# ── machine ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_machine(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """Copying memory, a large product, a launch."""
+    size, side = (2**22, 256) if small else (2**31, 8192)
+    source = torch.randn(size // 4, device=device).view(torch.uint8)
+    target = torch.empty_like(source)
+    copy_s = median_ms(lambda: target.copy_(source), device) / 1e3
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product_s = median_ms(lambda: a @ b, device, 0.5) / 1e3
+    one = torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(1000):
+            one.add_(1)
+
+    return {
+        "copied_gb_per_s": 2 * size / copy_s / 1e9, "bf16_tflops": 2 * side**3 / product_s / 1e12,
+        "launch_us": median_ms(launches, device),
+        "memory_gib": torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else None,
+    }  # fmt: skip
+
+
+# ── passes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_passes(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
+    """T(n) of verified passes: tokens a row, rows, context, plain and captured, beside what the device's speeds
+    allow."""
+    target = load_target(model_of(shape, device, small), compile=False)
+    speeds = known.get("machine", {})
+    widths, batches, contexts = ((1, 8), (1, 2), (64,)) if small else (WIDTHS, BATCHES, CONTEXTS)
+    found = Points()
+    with captured(target, True) as why:
+        pass
+    for context, batch in itertools.product(contexts, batches):
+        floor = Floor(target, batch, context, speeds)
+        cost = batch * (context + 2 * 64) * floor.column
+        if device == "cuda" and cost * 1.3 + 2**31 > torch.cuda.mem_get_info()[0]:
+            found.append({"batch": batch, "context": context, "error": f"{cost / 2**30:.0f} GiB of cache do not fit"})
+            continue
+        cache = filled(target, batch, context, 128)
+        for is_captured, width in itertools.product((False, True), widths):
+            if is_captured and target.step.graph is None:
+                continue
+            if context > 1024 and (not is_captured or width not in (1, 8, 16)):
+                continue
+            point = {"batch": batch, "context": context, "width": width, "captured": is_captured}
+            try:
+                with captured(target, is_captured):
+                    point["ms"] = median_ms(verifying(target, cache, width), device)
+                found.append(point | floor.beside(width, point["ms"]))
+            except (RuntimeError, AssertionError) as error:
+                found.append(point | {"error": first_line(error)[:300]})
+        del cache
+        if target.step.graph is not None:
+            target.step.graph.captures.clear()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return {"points": found, "not_captured": why, "weights_gib": floor.weights / 2**30, "ratios": ratios(found)}
+
+
+def verifying(target: TransformersTarget, cache: SlotCache, width: int) -> Callable[[], object]:
+    """A verified pass of `width` tokens a row over all slots, which leaves nothing behind."""
+    rows, noise = range(cache.slots), torch.Generator().manual_seed(width)
+    tokens = torch.randint(target.spec.vocabulary, (cache.slots, width), generator=noise).to(target.device)
+    draft = Draft.chain(tokens[:, 1:], torch.full((cache.slots,), width - 1))
+    return lambda: target.verify(cache, rows, tokens[:, 0], draft)
+
+
+class Floor:
+    """What a pass can't be faster than: the bytes that it reads, the products that it makes."""
+
+    def __init__(self, target: TransformersTarget, batch: int, context: int, speeds: Known):
+        model: Any = target.model
+        embedding = model.get_input_embeddings().weight
+        is_tied = model.config.tie_word_embeddings
+        self.weights = sum(weight.nbytes for weight in model.parameters()) - (0 if is_tied else embedding.nbytes)
+        self.batch, self.speeds = batch, speeds
+        config = model.config
+        self.column = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+        self.cache = batch * context * self.column
+        self.attended = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context
+
+    def beside(self, width: int, ms: float) -> dict[str, float]:
+        """The floor of a pass, and how much of the device's speed a pass of `ms` takes."""
+        moved = self.weights + self.cache
+        tokens = self.batch * width
+        made = tokens * (self.weights + self.attended)  # two operations a weight, which takes two bytes
+        if not self.speeds.get("copied_gb_per_s"):
+            return {}
+        reading = moved / self.speeds["copied_gb_per_s"] / 1e6
+        multiplying = made / self.speeds["bf16_tflops"] / 1e9
+        floor = max(reading, multiplying)
+        return {"floor_ms": floor, "share": floor / ms}
+
+
+def ratios(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """T(n) / T(1) of each batch and context, of the faster way."""
+    best: dict[tuple[int, int], dict[int, float]] = {}
+    for point in points:
+        if "ms" in point:
+            own = best.setdefault((point["batch"], point["context"]), {})
+            own[point["width"]] = min(own.get(point["width"], 1e9), point["ms"])
+    return [
+        {"batch": batch, "context": context, "ms_of_one": own[1], **{f"x{n}": ms / own[1] for n, ms in own.items()}}
+        for (batch, context), own in best.items() if 1 in own
+    ]  # fmt: skip
+
+
+# ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
+    """Steps of one text, plain and with replayed drafts: seconds a step, and the share in which no kernel ran."""
+    target = load_target(model_of(shape, device, small), compile=False)
+    prompt = torch.randint(target.spec.vocabulary, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    new, found = 16 if small else 64, Points()
+    text = written(target, [prompt], new)[0]
+    known_texts = [[*prompt, *text]]
+    for is_captured in (False, True):
+        with captured(target, is_captured) as why:
+            if is_captured and target.step.graph is None:
+                found.append({"captured": True, "error": why})
+                continue
+            for name, drafter in (("plain", None), ("drafted", replaying(target, known_texts))):
+                written(target, [prompt], new, drafter)  # captures and warms up
+                point = timed_steps(target, prompt, new, drafter, device)
+                point |= {"captured": is_captured, "way": name, "differs": point.pop("text") != text}
+                found.append(point)
+    return {"points": found}
+
+
+def replaying(target: TransformersTarget, texts: list[list[int]], right: float = 0.85, width: int = 1) -> Drafter:
+    """Drafts of seven tokens, each right with a chance of `right`."""
+    return Replay(texts, target.spec.vocabulary, depth=7, width=width, right=right, eldest=True)
+
+
+def written(
+    target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[list[int]]:  # fmt: skip
+    """Greedy texts of all prompts, whatever ends there."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    state = generation.batch(target, slots, ends=frozenset())
+    requests = [Request(prompt, new, Sampling()) for prompt in prompts]
+    last = None
+    for progress in generation.serve(target, requests, drafter, policy="fixed", state=state):
+        texts[progress.request] += progress.tokens
+        if state.timing is not last:
+            last = state.timing
+            on_step()
+    return texts
+
+
+def timed_steps(
+    target: TransformersTarget, prompt: list[int], new: int, drafter: Drafter | None, device: str
+) -> dict[str, Any]:
+    """Milliseconds a step by the wall clock, and of kernels by the profiler."""
+    steps: list[float] = []
+    [text] = written(target, [prompt], new, drafter, on_step=lambda: steps.append(time.perf_counter()))
+    gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(steps))
+    point = {"text": text, "ms": gaps[len(gaps) // 2], "tokens_per_step": new / len(steps)}
+    point["tokens_per_s"] = 1e3 * point["tokens_per_step"] / (sum(gaps) / len(gaps))
+    if device == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            count: list[int] = []
+            written(target, [prompt], 8, drafter, on_step=lambda: count.append(1))
+            synchronize(device)
+        kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        name = f"{'drafted' if drafter else 'plain'}-{'captured' if target.step.graph else 'eager'}"
+        profiler.export_chrome_trace(str(Points.place.with_name(f"{name}.trace.json.gz")))
+        point["kernel_ms"] = sum(event.device_time for event in kernels) / len(count) / 1e3
+        point["kernels_per_step"] = len(kernels) / len(count)
+        point["outside_kernels"] = 1 - point["kernel_ms"] / point["ms"]
+    return point
+
+
+# ── exactness ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_exactness(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """Greedy texts of the demo target with replayed drafts against plain ones: equal, or rounding ties by their
+    margin."""
+    count, new = (2, 16) if small else (16, 96)
+    found = Points()
+    for dtype, is_captured in itertools.product(("bfloat16", "float32", "float64"), (True, False)):
+        target = load_target("demo", device=device, dtype=dtype, compile=False)
+        prompts = [target.encode(text) for _, text in demo.prompts("held_out", count)]
+        plain = written(target, prompts, new, slots=4)
+        texts = [[*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)]
+        with captured(target, is_captured) as why:
+            if is_captured and target.step.graph is None:
+                found.append({"dtype": dtype, "captured": True, "error": why})
+                continue
+            for width in (1, 2):
+                drafter = Replay(texts, target.spec.vocabulary, depth=6, width=width, right=0.8)
+                drafted = written(target, prompts, new, drafter, slots=4)
+                audit = parity.Audit(target)
+                verdicts = Counter(
+                    audit.pair(str(i), *row).verdict for i, row in enumerate(zip(prompts, plain, drafted, strict=True))
+                )
+                kept = sum(number * times for number, times in drafter.kept.items()) / max(1, drafter.kept.total())
+                found.append(
+                    {"dtype": dtype, "captured": is_captured, "branches": width, "kept": kept, **verdicts}
+                )  # fmt: skip
+    return {"points": found}
+
+
+# ── waits ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {}, "ngram": {}, "dspark": {"layers": 2}, "dflash": {"layers": 2}, "eagle3": {}, "mtp": {}, "medusa": {},
+    "small_model": {"model": str(demo.SMALL_MODEL)},
+}  # fmt: skip
+
+
+def measure_syncs(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """Where a step waits for the device, and how often, for several drafters on the demo target."""
+    target = load_target("demo", device=device, compile=False)
+    prompts = [target.encode(text) for _, text in demo.prompts("held_out", 1)]
+    found = Points()
+    for is_captured, (kind, settings) in itertools.product((True, False), KINDS.items()):
+        point: dict[str, Any] = {"captured": is_captured, "drafter": kind}
+        try:
+            with captured(target, is_captured) as why:
+                if is_captured and target.step.graph is None:
+                    raise NotCompiled(why)
+                drafter = None if kind == "none" else load_drafter(kind, target, **settings)
+                written(target, prompts, 16, drafter)
+                point |= waits(target, prompts, 8 if small else 32, drafter, device)
+        except Exception as error:  # one drafter's failure is its own
+            point["error"] = f"{type(error).__name__}: {first_line(error)[:300]}"
+        found.append(point)
+    return {"points": found}
+
+
+def waits(
+    target: TransformersTarget, prompts: list[list[int]], new: int, drafter: Drafter | None, device: str
+) -> dict[str, Any]:
+    """Waits a step by the line of ours that made them; milliseconds a step."""
+    steps: list[float] = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        written(target, prompts, new, drafter, on_step=lambda: steps.append(time.perf_counter()))
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    own = [one for one in heard if "synchron" in str(one.message)]
+    lines = Counter(f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}" for one in own)
+    count = len(steps)
+    gaps = sorted(1e3 * (b - a) for a, b in itertools.pairwise(steps))
+    return {
+        "waits_per_step": len(own) / count, "ms": gaps[len(gaps) // 2] if gaps else None, "steps": count,
+        "lines": {line: round(times / count, 2) for line, times in lines.most_common(12)},
+    }  # fmt: skip
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TRAINED: dict[str, dict[str, Any]] = {"dspark": {}, "dflash": {}, "eagle3": {}}
+
+
+def measure_training(
+    shape: str, device: str, small: bool, known: Known, compiled: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """Steps of training with live features: tokens a second, share of the device's products, memory."""
+    batch, length, steps = (2, 64, 2) if small else (8, 2048, 4)
+    target = load_target(model_of(shape, device, small), compile=False)
+    layers: Any = target.model
+    if compiled:
+        for layer in layers.model.layers:
+            layer.compile()
+    noise, found = torch.Generator().manual_seed(0), Points()
+    texts = torch.randint(target.spec.vocabulary, (batch * (steps + 2), length), generator=noise).tolist()
+    answers = [Answer(str(i), text, [(length // 8, length)]) for i, text in enumerate(texts)]
+    for kind, settings in TRAINED.items():
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            found.append(
+                trained(target, kind, settings, answers, batch, length, steps, device, compiled, known)
+            )  # fmt: skip
+        except Exception as error:
+            found.append({"drafter": kind, "error": f"{type(error).__name__}: {first_line(error)[:300]}"})
+        gc.collect()
+    return {"points": found, "compiled": compiled, "batch": batch, "length": length}
+
+
+def trained(
+    target: TransformersTarget, kind: str, settings: dict[str, Any], answers: list[Answer], batch: int, length: int,
+    steps: int, device: str, compiled: bool, known: Known,
+) -> dict[str, Any]:  # fmt: skip
+    module: Any = find(kind)
+    with torch.device(device):
+        model = module.Model(module.Config(**settings), target).float().train()
+    model = model.to(device)
+    if compiled:
+        for part in model.modules():
+            if type(part).__name__ in ("ContextLayer", "PairLayer"):
+                part.compile()
+    config = TrainConfig(steps=steps + 2, batch=batch, lr=1e-4, dtype="bfloat16")
+    source = LiveFeatures(
+        target, answers, model.taps, batch=batch, length=length, dtype="bfloat16", cache_bytes=0
+    )  # fmt: skip
+    model.begin(source.counts)
+    optimizer = Optimizers(model, config.optimizer, target.spec.vocabulary, 0.0, torch.bfloat16)
+    taken, reading = [], []
+    for step in range(steps + 2):
+        synchronize(device)
+        began = time.perf_counter()
+        features = source.batch(step)
+        synchronize(device)
+        read = time.perf_counter()
+        optimise(model, optimizer, features, config, step, False)
+        synchronize(device)
+        taken.append(time.perf_counter() - began)
+        reading.append(read - began)
+    seconds, tokens = min(taken[2:]), batch * length
+    own = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    body = sum(weight.numel() for weight in target.model.parameters())
+    rate = known.get("machine", {}).get("bf16_tflops")
+    made = 2 * body * tokens / min(reading[2:])
+    return {
+        "drafter": kind, "s_per_step": seconds, "reading_s": min(reading[2:]), "tokens_per_s": tokens / seconds,
+        "first_step_s": taken[0], "trained_millions": own / 1e6,
+        "reading_share_of_products": made / rate / 1e12 if rate else None,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }  # fmt: skip
+
+
+def measure_compiled(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
+    return measure_training(shape, device, small, known, compiled=True)
+
+
+# ── one pass, fused ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_fused(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
+    """Captured passes of one row whose small operations inductor has fused, beside those that are as transformers
+    writes them."""
+    # compiling every layer takes minutes; twelve layers say as much
+    target, found = load_target(model_of(shape, device, small, 12), compile=False), Points()
+    context = 64 if small else 1024
+    floor = Floor(target, 1, context, known.get("machine", {}))
+    with captured(target, True) as why:
+        if target.step.graph is None:
+            return {"error": why}
+        cache = filled(target, 1, context, 128)
+        as_written = target.step.graph
+        for width in (1, 8):
+            point: dict[str, Any] = {"width": width, "layers": target.spec.layers, "fused": False}
+            target.step.graph = as_written
+            point["ms"] = median_ms(verifying(target, cache, width), device)
+            wanted = verifying(target, cache, width)().logits
+            found.append(point | floor.beside(width, point["ms"]))
+            began = time.perf_counter()
+            target.step.graph = CudaGraphs(fused(target, cache, width), as_written.recorder)
+            run = verifying(target, cache, width)
+            differs = float((run().logits - wanted).abs().max())
+            point = {"width": width, "fused": True, "compiled_s": time.perf_counter() - began, "differs": differs}
+            point["ms"] = median_ms(run, device)
+            found.append(point | floor.beside(width, point["ms"]))
+    return {"points": found}
+
+
+def fused(target: TransformersTarget, cache: SlotCache, width: int) -> Any:
+    """The traced pass, exported and compiled for this size."""
+    tokens = torch.zeros(1, width, dtype=torch.int64, device=target.device)
+    cache.open([0], width)
+    given = target.step._arguments(tokens, cache, None, ())
+    end = min(cache.length, -(-cache.end // 256) * 256)
+    given = (*given[:4], torch.arange(end, device=target.device), *given[5:])
+    with torch.no_grad():
+        exported = torch.export.export(_Traced(target, cache.layers), copied(given), strict=False)
+        return torch.compile(exported.module(), dynamic=False)
+
+
+def copied(given: Any) -> Any:
+    """Tensors that may be traced: those of inference mode may not."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, given)
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_attention(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """One layer's attention of few rows over a long cache, in the ways that torch offers: milliseconds, and the share
+    of the speed of memory."""
+    found, speed = Points(), known.get("machine", {}).get("copied_gb_per_s")
+    heads, kv, size = (4, 2, 32) if small else (32, 8, 128)
+    for batch, context, width in itertools.product((1, 16, 64), (64,) if small else (1024, 8192), (1, 8)):
+        dtype = torch.bfloat16
+        q = torch.randn(batch, heads, width, size, device=device, dtype=dtype)
+        k, v = (torch.randn(batch, kv, context, size, device=device, dtype=dtype) for _ in range(2))
+        mask = torch.zeros(batch, 1, width, context, device=device, dtype=dtype)
+        mask[..., -3:] = -torch.inf
+        reads = 2 * k.nbytes
+        point: dict[str, Any] = {"batch": batch, "context": context, "width": width}
+        for name, way in WAYS.items():
+            try:
+                run = replayed(functools.partial(way, q, k, v, mask), device)
+                ms = median_ms(run, device, 0.03)
+                point[name] = {"ms": ms, "share": reads / speed / 1e6 / ms if speed else None}
+            except RuntimeError as error:
+                point[name] = {"error": first_line(error)[:200]}
+        found.append(point)
+    return {"points": found}
+
+
+def replayed(function: Callable[[], object], device: str) -> Callable[[], object]:
+    """A function captured, so that launches do not count."""
+    return again(function)[0] if device == "cpu" else cuda_graph(function)[0]  # type: ignore[arg-type]
+
+
+def grouped(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Query heads that share keys as further rows of one head: nothing is copied."""
+    batch, heads, width, size = q.shape
+    kv = k.shape[1]
+    rows = q.view(batch, kv, heads // kv * width, size)
+    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, heads // kv, 1))
+    return out.view(batch, heads, width, size)
+
+
+def repeated(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """As transformers does it: keys and values copied to every query head."""
+    times = q.shape[1] // k.shape[1]
+    return scaled_dot_product_attention(
+        q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), attn_mask=mask
+    )  # fmt: skip
+
+
+def in_two_products(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Scores, softmax, values: two batched products over grouped rows."""
+    batch, heads, width, size = q.shape
+    kv = k.shape[1]
+    rows = q.view(batch, kv, heads // kv * width, size)
+    scores = (rows @ k.mT).float() * size**-0.5 + mask.repeat(1, 1, heads // kv, 1)
+    return (scores.softmax(-1).to(v.dtype) @ v).view(batch, heads, width, size)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "repeated": repeated, "grouped": grouped, "two products": in_two_products,
+    "gqa flag": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
+    "no mask": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, enable_gqa=True),
+}  # fmt: skip
+
+
+# ── tests and the demo ────────────────────────────────────────────────────────────────────────────────────────────────
+
+TESTS = ["tests/targets/test_cuda_graphs.py", "tests/contracts/test_exactness.py"]
+
+
+def measure_tests(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """The contract suite with its target on the device, and the tests that are marked `gpu`."""
+    tests = TESTS[:1] if small else TESTS
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--no-header", "-p", "no:cacheprovider"]
+    workers = [] if small else ["-n", "10"]
+    done = subprocess.run(
+        [*command, *workers, *tests], env=os.environ | {"OUTRIDER_TEST_DEVICE": device}, capture_output=True, text=True
+    )
+    lines = done.stdout.strip().splitlines()
+    failed = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    found: dict[str, Any] = {"exit": done.returncode, "last": lines[-1:], "failed": failed[:60]}
+    if done.returncode:
+        found["error"] = f"pytest: {' '.join(lines[-1:]) or done.stderr[-300:]}"
+    return found
+
+
+def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """The best drafter's recipe on the demo target: answers, training, and what its drafts bring."""
+    recipe = Path(__file__).with_name("best.yaml")
+    with tempfile.TemporaryDirectory() as place:
+        changes: dict[str, Any] = {"target.device": device, "prepare.folder": f"{place}/answers"}
+        os.chdir(place)
+        if small:
+            changes |= {
+                "prepare.count": 8, "prepare.max_new_tokens": 16, "train.steps": 2, "train.batch": 2,
+                "evaluate.prompts": 1, "evaluate.max_new_tokens": 8,
+            }  # fmt: skip
+        overrides, seconds, report = [f"{key}={value}" for key, value in changes.items()], {}, None
+        for stage in ("prepare", "train", "evaluate"):
+            began = time.perf_counter()
+            report = outrider_run(recipe, overrides, stages=[stage])
+            seconds[stage] = time.perf_counter() - began
+    assert report is not None
+    rows = [row.model_dump(mode="json", exclude={"prompts"}) for row in report.rows]
+    wanted = ("drafter", "temperature", "speedup", "tokens_per_step", "mean_accepted", "acceptance", "exact")
+    return {"seconds_of": seconds, "points": [{key: row[key] for key in wanted if key in row} for row in rows]}
+
+
+ROWS: dict[str, Callable[..., dict[str, Any]]] = {
+    "machine": measure_machine, "passes": measure_passes, "loop": measure_loop, "exact": measure_exactness,
+    "syncs": measure_syncs, "training": measure_training, "compiled": measure_compiled, "tests": measure_tests,
+    "demo": measure_demo, "fused": measure_fused, "attention": measure_attention,
+}  # fmt: skip

@@ -1,0 +1,48 @@
+"""Attention of a few rows over a long cache: query heads that share keys become further rows of one head.
+
+transformers copies keys and values to every query head of a group where a pass has a mask and more than one row, which
+every verified draft has.  One layer of an 8 B Qwen3 takes 11.4 ms so on an H200, over 64 slots of 8,192 tokens with 8
+rows each, and 0.84 ms this way (benchmarks/results/gpu.json).
+
+R rows of a pass, n tokens a row, h query heads, g of them to a head of keys, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+FEW = 64
+"""Tokens a row; longer passes are prompts, whose attention is limited by its products, not by what it reads."""
+
+
+def install() -> None:
+    """Let models of this process whose attention is `sdpa` attend so; all other passes go the way they went."""
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **more: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As transformers calls it: query [R, h, n, d], key and value [R, h / g, all, d], mask [R or 1, 1 or h, n, all];
+    returns [R, n, h, d]."""
+    rows, heads, width, _ = query.shape
+    group = heads // key.shape[1]
+    is_bare = all(more.get(name) is None for name in ("position_bias", "softcap")) and not dropout
+    if group == 1 or attention_mask is None or not 1 < width <= FEW or not is_bare:
+        found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )
+        return found
+    grouped = query.reshape(rows, key.shape[1], group * width, -1)
+    if attention_mask.shape[1] == 1:
+        mask = attention_mask.repeat(1, 1, group, 1)
+    else:
+        mask = attention_mask.reshape(len(attention_mask), key.shape[1], group * width, -1)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None

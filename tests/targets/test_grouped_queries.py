@@ -1,0 +1,86 @@
+"""Query heads as rows: transformers' own attention without its copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_model
+from contracts.parties import Oracle
+from targets.test_step import Guesses, V, prompts_of, written
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.targets import grouped_queries
+from outrider.targets.load import load_target
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch):
+    """transformers as on a GPU."""
+    monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "0")
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+
+
+def given(width: int, groups: int, heads_of_mask: int, rows: int = 3):
+    noise = torch.Generator().manual_seed(width)
+    heads, shape = 2 * groups, (rows, 2, 29, 8)
+    query = torch.randn(rows, width, heads, 8, dtype=torch.float64, generator=noise).transpose(1, 2)
+    key, value = (torch.randn(shape, dtype=torch.float64, generator=noise) for _ in range(2))
+    mask = torch.randn(rows, heads_of_mask, width, 29, dtype=torch.float64, generator=noise)
+    mask[..., -2:] = -torch.inf
+    return SimpleNamespace(num_key_value_groups=groups, training=False), query, key, value, mask
+
+
+@pytest.mark.parametrize(
+    ("width", "groups", "masked"), [(1, 4, 1), (2, 4, 1), (8, 1, 1), (8, 3, 1), (8, 3, 6), (70, 2, 1)]
+)
+def test_it_is_what_transformers_computes(width, groups, masked):
+    """Catches heads that meet another group's keys, and masks of another row."""
+    arguments = given(width, groups, masked)
+    wanted, _ = sdpa_attention_forward(*arguments, scaling=0.3)
+    found, _ = grouped_queries.attend(*arguments, scaling=0.3)
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
+    """Catches the way of before: keys that are copied to every query head."""
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)
+    grouped_queries.attend(*given(8, 4, 1))
+    with pytest.raises(TypeError):
+        sdpa_attention_forward(*given(8, 4, 1))
+
+
+def texts_of(target) -> list[list[list[int]]]:
+    """Greedy texts, plain, and with drafts of which none or all are accepted."""
+    said = written(target, None, 1)
+    known = [prompt + text for prompt, text in zip(prompts_of(V), said, strict=True)]
+    return [said, written(target, Guesses(V, True), 1), written(target, Oracle(known, V), 3)]
+
+
+def test_texts_are_equal(monkeypatch):
+    """Catches drafts that are accepted by other logits than the model's own."""
+    target = load_target(tiny_model(num_key_value_heads=1), compile=False)
+    wanted, calls = texts_of(target), []
+    real = grouped_queries.scaled_dot_product_attention
+    monkeypatch.setattr(
+        grouped_queries, "scaled_dot_product_attention", lambda *a, **more: calls.append(1) or real(*a, **more)
+    )
+    grouped_queries.install()
+    assert texts_of(target) == wanted
+    assert calls
+
+
+def test_a_group_taken_for_another_is_found_out(monkeypatch):
+    """The test above, with the query heads of a verified draft in another order."""
+    target = load_target(tiny_model(num_key_value_heads=1), compile=False)
+    real, wanted = grouped_queries.attend, written(target, None, 1)
+
+    def swapped(module, query, *more, **options):
+        return real(module, query.flip(1) if query.shape[2] > 1 else query, *more, **options)
+
+    monkeypatch.setattr(grouped_queries, "attend", swapped)
+    grouped_queries.install()
+    assert written(target, Guesses(V, True), 1) != wanted
