@@ -79,7 +79,7 @@ DRAFTERS = {"dspark": str(CHECKPOINT), "ngram": "ngram"}
 POLICIES = ("adaptive", "by_load")
 SOAK_NEW, NEW = (4, 16, 48, 96, 128), (32, 64, 96)
 """Longest answers of the requests, in tokens, by turns."""
-SIZES, SOAK_LENGTH = (100, 200, 400, 800, 1400), 640
+SIZES, SOAK_LENGTH = (100, 200, 400, 800, 1400), 768
 """Characters of the soak's prompts, by turns, and tokens of its slots."""
 SHARED_BYTES = 2**26
 """For beginnings of prompts in the soak: full within its warm-up."""

@@ -209,6 +209,9 @@ class DecodeState:
         """Tokens of a slot's prompt that the target has not read; the last one is the anchor, which a step reads."""
         return len(self.tokens[row]) - 1 - self.prefilled[row]
 
+    def wants_drafts(self, row: int) -> bool:
+        return self.requests[row].max_draft != 0
+
     def free(self, row: int) -> None:
         del self.requests[row]
         self.reading.discard(row)

@@ -141,7 +141,8 @@ class FeatureDrafter(Drafter, ABC):
     """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
 
     The features of a step are read together with the next draft; more than that, such as a prompt, before it.  While
-    nothing is drafted, `FeatureBuffer.MAX_UNREAD` of a slot wait for the next draft, if there is one.
+    nothing is drafted, `FeatureBuffer.MAX_UNREAD` of a slot wait for the next draft, if there is one.  Of a text that
+    wants no drafts (`Request.max_draft` 0) no prompt is read.
     """
 
     def __init__(self, model: DraftModel, limit: int, most: int):
@@ -154,10 +155,19 @@ class FeatureDrafter(Drafter, ABC):
     def admit(
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
-        memory.features.admit(rows, self.model.target_states(scores), lengths)
+        wanted = [b for b, row in enumerate(rows) if state.wants_drafts(row)]
+        if not wanted:
+            return
+        states = self.model.target_states(scores)
+        if len(wanted) < len(rows):
+            rows, lengths = [rows[b] for b in wanted], [lengths[b] for b in wanted]
+            states = states[sent(wanted, states.device)]
+        memory.features.admit(rows, states, lengths)
         self.catch_up(memory, rows, state, self.most if state.is_drafting else memory.features.MAX_UNREAD)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        if not any(map(state.wants_drafts, state.rows)):
+            return
         memory.features.observe(state.rows, self.model.target_states(scores), accepted)
         if memory.features.is_long:
             self.catch_up(memory, state.rows, state, memory.features.MAX_UNREAD)

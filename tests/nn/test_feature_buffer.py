@@ -12,10 +12,11 @@ from conftest import Case
 from torch import Tensor
 
 from outrider.decoding.protocols import Drafter, Policy
-from outrider.decoding.state import DecodeState
-from outrider.generation import generate
+from outrider.decoding.state import DecodeState, Request
+from outrider.generation import generate, serve
 from outrider.nn.memory import FeatureBuffer
 from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 PROMPTS = [[n % 64 for n in range(40)], [(3 * n) % 64 for n in range(40)], [(5 * n) % 64 for n in range(40)]]
@@ -96,3 +97,37 @@ def test_no_more_than_a_bound_waits(
     texts(target, drafter, Fixed(0), 60)
     assert len(found) >= 2 * len(PROMPTS)
     assert max(found) <= len(PROMPTS[0]) + 16
+
+
+def test_a_text_that_wants_no_drafts_is_not_read(drafter, target, plain, monkeypatch):
+    """Catches users of plain text who pay for a drafter that other users' drafts have woken."""
+    drafted = Request(PROMPTS[0], 12, Sampling())
+    alone = Request(PROMPTS[1], 12, Sampling(), max_draft=0)
+    read = reads(drafter, monkeypatch)
+    texts: list[list[int]] = [[], [], []]
+    for progress in serve(target, [drafted, alone, alone], drafter, slots=1, policy="fixed"):
+        texts[progress.request] += progress.tokens
+        if progress.request and len(texts[1]) == len(progress.tokens):
+            before = len(read)
+    assert texts == [plain(target, request.prompt, 12) for request in (drafted, alone, alone)]
+    assert before and len(read) == before
+
+
+def test_a_text_that_wants_no_drafts_beside_one_that_does(drafter, target, plain, monkeypatch):
+    """Catches slots whose features are another's where one of them is left out."""
+    requests = [
+        Request(prompt, 20, Sampling(), max_draft=most) for prompt, most in zip(PROMPTS, (0, None, 0), strict=True)
+    ]
+    admitted: list[int] = []
+    real = FeatureBuffer.admit
+
+    def noted(self, rows, features, lengths):
+        admitted.extend(rows)
+        real(self, rows, features, lengths)
+
+    monkeypatch.setattr(FeatureBuffer, "admit", noted)
+    texts: list[list[int]] = [[], [], []]
+    for progress in serve(target, requests, drafter, slots=3, policy="fixed"):
+        texts[progress.request] += progress.tokens
+    assert texts == [plain(target, prompt, 20) for prompt in PROMPTS]
+    assert admitted == [1]
