@@ -97,7 +97,8 @@ class Guesses(Proposer):
         shape = (len(state.rows), 4)
         tokens = torch.randint(self.vocabulary, shape, generator=memory)
         sizes = torch.tensor([1 + row % 4 for row in state.rows])
-        return Draft(tokens, self.parents.expand(shape), torch.minimum(budget, sizes))
+        parents = self.parents.expand(shape)
+        return Draft(tokens.to(state.device), parents.to(state.device), torch.minimum(budget, sizes))
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
