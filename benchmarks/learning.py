@@ -113,7 +113,8 @@ def visited(server: Server, clients: Clients, due: Sequence[Due], thought_s: flo
             found = clients.ask(do="turn", port=server.port, clients=1, requests=[[one.path, one.body]])
             [row] = found["rows"]
             if row["status"] != 200 or row["error"]:
-                raise SystemExit(f"{server.name} answered {row['status']}: {row['error']} {row['body']}")
+                why = f"{row['error']} {row['body']}; its log ends with {server.log_end(2000)}"
+                raise SystemExit(f"{server.name} answered {row['status']}: {why}")
             is_plain = one.body.get("speculative") is False
             rows.append({"is_plain": is_plain, "first_s": row["first_s"], "gaps_s": row["gaps_s"]})
     return rows

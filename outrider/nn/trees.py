@@ -206,8 +206,7 @@ class RankTree:
         self.depths = torch.tensor([len(path) - 1 for path in paths])
         self.ranks = torch.tensor([path[-1] for path in paths])
         self.width = 1 + int(self.ranks.max())
-        self._on: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-        """Depths, ranks and parents, by the device where they were needed."""
+        self.above = torch.tensor(self.parents)
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
     def first(self, nodes: int) -> RankTree:
@@ -216,7 +215,7 @@ class RankTree:
 
     def choices(self, logits: Tensor) -> Tensor:
         """[B, N] at once, from logits [B, D, V] of every depth, where they depend on no drafted token."""
-        depths, ranks, _ = self._tensors(logits.device)
+        depths, ranks = (own.to(logits.device, non_blocking=True) for own in (self.depths, self.ranks))
         return logits.topk(self.width, -1).indices[:, depths, ranks]
 
     def draft(self, tokens: Tensor, budget: Tensor, q: Tensor | None = None) -> Draft:
@@ -224,16 +223,10 @@ class RankTree:
         sizes = budget.clamp(max=len(self.paths))
         if self.is_chain:
             return Draft.chain(tokens, sizes, q)
-        draft = Draft(tokens, self._tensors(tokens.device)[2].expand(len(tokens), -1), sizes, q)
+        above = self.above.to(tokens.device, non_blocking=True)
+        draft = Draft(tokens, above.expand(len(tokens), -1), sizes, q)
         vars(draft)["tree"] = (tuple(self.parents),) * len(tokens)  # known here, so that nobody reads it from a device
         return draft
-
-    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        if device not in self._on:
-            self._on[device] = (
-                self.depths.to(device), self.ranks.to(device), torch.tensor(self.parents, device=device)
-            )  # fmt: skip
-        return self._on[device]
 
 
 _cut = functools.lru_cache(256)(RankTree)

@@ -97,3 +97,16 @@ def test_a_block_is_not_drafted_by_a_graph_of_former_weights(workshop: Workshop)
             weight.mul_(1.0)
         assert not fits()
         assert compile_passes(drafter) == 0
+
+
+def test_plain_blocks_go_on_after_one_was_traced(workshop, target, prompts, plain):
+    """Catches tensors of a trace that stay behind in the drafter: a server that compiles at its start drafts plainly
+    for some requests."""
+    drafter = workshop.build(Case("dspark", {"siblings": (2, 1)}), target)
+    for step in drafter.steps:
+        function, arguments, dims = step.example()
+        arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, arguments)
+        with torch.no_grad():
+            torch.export.export(function, arguments, dynamic_shapes=dims, strict=False)
+    found = generate(target, prompts[:3], drafter, max_new_tokens=20, slots=3, policy="fixed")
+    assert [one.tokens for one in found] == [plain(target, prompt, 20) for prompt in prompts[:3]]
