@@ -447,7 +447,7 @@ def waits(
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-TRAINED: dict[str, dict[str, Any]] = {"dspark": {}, "dflash": {}, "eagle3": {}}
+TRAINED = "dspark", "dflash", "eagle3"
 
 
 def measure_training(
@@ -463,13 +463,13 @@ def measure_training(
     noise, found = torch.Generator().manual_seed(0), Points()
     texts = torch.randint(target.spec.vocabulary, (batch * (steps + 2), length), generator=noise).tolist()
     answers = [Answer(str(i), text, [(length // 8, length)]) for i, text in enumerate(texts)]
-    for kind, settings in TRAINED.items():
+    for kind in TRAINED:
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
             found.append(
-                trained(target, kind, settings, answers, batch, length, steps, device, compiled, known)
+                trained(target, kind, answers, batch, length, steps, device, compiled, known)
             )  # fmt: skip
         except Exception as error:
             found.append({"drafter": kind, "error": f"{type(error).__name__}: {first_line(error)[:300]}"})
@@ -478,12 +478,12 @@ def measure_training(
 
 
 def trained(
-    target: TransformersTarget, kind: str, settings: dict[str, Any], answers: list[Answer], batch: int, length: int,
+    target: TransformersTarget, kind: str, answers: list[Answer], batch: int, length: int,
     steps: int, device: str, compiled: bool, known: Known,
 ) -> dict[str, Any]:  # fmt: skip
     module: Any = find(kind)
     with torch.device(device):
-        model = module.Model(module.Config(**settings), target).float().train()
+        model = module.Model(module.Config(), target).float().train()
     model = model.to(device)
     if compiled:
         for part in model.modules():

@@ -47,6 +47,13 @@ class Draft:
         return cls(tokens, _chain(*tokens.shape, tokens.device), sizes, q, confidence, branches=False)
 
     @classmethod
+    def fixed(cls, tokens: Tensor, parents: Sequence[int], sizes: Tensor, q: Tensor | None = None) -> Draft:
+        """One tree for every slot, whose parents are known here: nobody reads them from a device."""
+        draft = cls(tokens, sent(parents, tokens.device).expand(len(tokens), -1), sizes, q)
+        vars(draft)["tree"] = (tuple(parents),) * len(tokens)
+        return draft
+
+    @classmethod
     @functools.lru_cache(1024)
     def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
         """No nodes: the step is plain decoding."""

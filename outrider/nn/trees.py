@@ -128,8 +128,8 @@ def sampled(
 
     parents = parents[: int(budget.max())]
     tokens = _grown(first, expand, parents, draw)
-    fixed = torch.tensor(parents, device=first.device).expand(len(first), -1)
-    return Draft(tokens, fixed, budget.clamp(max=len(parents)), torch.stack([q[n] for n in range(len(parents))], 1))
+    drawn = torch.stack([q[n] for n in range(len(parents))], 1)
+    return Draft.fixed(tokens, parents, budget.clamp(max=len(parents)), drawn)
 
 
 def _siblings(
@@ -206,7 +206,6 @@ class RankTree:
         self.depths = torch.tensor([len(path) - 1 for path in paths])
         self.ranks = torch.tensor([path[-1] for path in paths])
         self.width = 1 + int(self.ranks.max())
-        self.above = torch.tensor(self.parents)
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
     def first(self, nodes: int) -> RankTree:
@@ -223,10 +222,7 @@ class RankTree:
         sizes = budget.clamp(max=len(self.paths))
         if self.is_chain:
             return Draft.chain(tokens, sizes, q)
-        above = self.above.to(tokens.device, non_blocking=True)
-        draft = Draft(tokens, above.expand(len(tokens), -1), sizes, q)
-        vars(draft)["tree"] = (tuple(self.parents),) * len(tokens)  # known here, so that nobody reads it from a device
-        return draft
+        return Draft.fixed(tokens, self.parents, sizes, q)
 
 
 _cut = functools.lru_cache(256)(RankTree)
