@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.replay import provenance, publish
 
 LIMITS = {
-    "machine": 30, "attention": 40, "loop-8b": 70, "passes-8b": 100, "syncs": 60, "exact": 120, "fused-8b": 120,
+    "machine": 30, "attention": 40, "loop-8b": 70, "passes-8b": 100, "syncs": 60, "exact": 120, "fused-8b": 150,
     "passes-0.6b": 60, "loop-0.6b": 60, "training-4b": 70, "passes-1.7b": 60, "passes-4b": 80, "training-8b": 90,
     "compiled-4b": 120, "tests": 200, "demo": 240,
 }  # fmt: skip

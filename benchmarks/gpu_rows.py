@@ -15,16 +15,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
-from outrider.compiled import NotCompiled, flat
+from outrider.compiled import BUILDS, HOLDS_WEIGHTS, NotCompiled, build_package, flat
 from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.decoding.draft import Draft
@@ -35,6 +37,7 @@ from outrider.errors import first_line
 from outrider.gate import parity
 from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
+from outrider.targets import gpu_attention
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs, cuda_graph
 from outrider.targets.step import CompiledStep, _Traced
@@ -527,48 +530,57 @@ def measure_compiled(shape: str, device: str, small: bool, known: Known) -> dict
 
 
 def measure_fused(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Captured passes of one row whose small operations inductor has fused, beside those that are as transformers
-    writes them."""
+    """Captured passes of one row that inductor compiled ahead of time, all sizes in one package, beside those that are
+    as transformers writes them."""
     # compiling every layer takes minutes; twelve layers say as much
     target, found = load_target(model_of(shape, device, small, 12), compile=False), Points()
-    context = 64 if small else 1024
-    floor = Floor(target, 1, context, known.get("machine", {}))
+    contexts = (64,) if small else (1024, 8192)
     with captured(target, True) as why:
         if target.step.graph is None:
             return {"error": why}
-        cache = filled(target, 1, context, 128)
         as_written = target.step.graph
-        for width in (1, 8):
-            point: dict[str, Any] = {"width": width, "layers": target.spec.layers, "fused": False}
-            target.step.graph = as_written
-            point["ms"] = median_ms(verifying(target, cache, width), device)
-            wanted = verifying(target, cache, width)().logits
-            found.append(point | floor.beside(width, point["ms"]))
-            began = time.perf_counter()
-            target.step.graph = CudaGraphs(fused(target, cache, width), as_written.recorder)
+        try:
+            with gpu_attention.sizes_are_few():
+                packaged, seconds = package_of(target)
+        except NotCompiled as error:
+            found.append({"by": "cudnn", "error": str(error)[:300]})
+            packaged, seconds = package_of(target)
+        for context, width in itertools.product(contexts, (1, 8)):
+            floor = Floor(target, 1, context, known.get("machine", {}))
+            cache = filled(target, 1, context, 128)
             run = verifying(target, cache, width)
-            differs = float((run().logits - wanted).abs().max())
-            point = {"width": width, "fused": True, "compiled_s": time.perf_counter() - began, "differs": differs}
-            point["ms"] = median_ms(run, device)
-            found.append(point | floor.beside(width, point["ms"]))
-    return {"points": found}
+            target.step.graph, wanted = as_written, None
+            for is_fused in (False, True):
+                point: dict[str, Any] = {"context": context, "width": width, "fused": is_fused}
+                try:
+                    logits = run().logits.float()
+                    point["differs"] = 0.0 if wanted is None else float((logits - wanted).abs().max())
+                    point["ms"] = median_ms(run, device)
+                    found.append(point | floor.beside(width, point["ms"]))
+                except RuntimeError as error:
+                    found.append(point | {"error": first_line(error)[:300]})
+                    wanted = torch.zeros(1, device=device)
+                    continue
+                wanted = logits if wanted is None else wanted
+                target.step.graph = CudaGraphs(packaged, as_written.recorder)
+    return {"points": found, "compiled_s": seconds, "layers": target.spec.layers}
 
 
-def fused(target: TransformersTarget, cache: SlotCache, width: int) -> Any:
-    """The traced pass, exported and compiled for this size."""
-    tokens = torch.zeros(1, width, dtype=torch.int64, device=target.device)
-    cache.open([0], width)
-    given = target.step._arguments(tokens, cache, None, ())
-    end = min(cache.length, -(-cache.end // 256) * 256)
-    given = (*given[:4], torch.arange(end, device=target.device), *given[5:])
-    with torch.no_grad():
-        exported = torch.export.export(_Traced(target, cache.layers), copied(given), strict=False)
-        return torch.compile(exported.module(), dynamic=False)
-
-
-def copied(given: Any) -> Any:
-    """Tensors that may be traced: those of inference mode may not."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, given)
+def package_of(target: TransformersTarget) -> tuple[Callable[..., list[torch.Tensor]], float]:
+    """The target's pass from a package that holds no weights, and the seconds that compiling took."""
+    traced, arguments, dims = target.step.example()
+    is_outside = target.device.type == "cuda"
+    options = {"freezing": False, HOLDS_WEIGHTS: False} if is_outside else BUILDS["libraries"]
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "pass.pt2"
+        seconds = build_package(path, traced, arguments, dims, options)
+        # a capture allows no waiting among several threads
+        loaded = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+    if is_outside:
+        known = {**dict(traced.named_parameters(remove_duplicate=False)), **dict(traced.named_buffers())}
+        weights = {name: known[name].detach() for name in loaded.get_constant_fqns()}
+        loaded.load_constants(weights, check_full_update=True, user_managed=True)
+    return lambda *given: loaded.loader.boxed_run(flat(given)), seconds
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -578,24 +590,50 @@ def measure_attention(device: str, small: bool, known: Known) -> dict[str, Any]:
     """One layer's attention of few rows over a long cache, in the ways that torch offers: milliseconds, and the share
     of the speed of memory."""
     found, speed = Points(), known.get("machine", {}).get("copied_gb_per_s")
-    heads, kv, size = (4, 2, 32) if small else (32, 8, 128)
-    for batch, context, width in itertools.product((1, 16, 64), (64,) if small else (1024, 8192), (1, 8)):
-        dtype = torch.bfloat16
-        q = torch.randn(batch, heads, width, size, device=device, dtype=dtype)
-        k, v = (torch.randn(batch, kv, context, size, device=device, dtype=dtype) for _ in range(2))
-        mask = torch.zeros(batch, 1, width, context, device=device, dtype=dtype)
-        mask[..., -3:] = -torch.inf
-        reads = 2 * k.nbytes
+    for batch, context, width in itertools.product((1, 4, 16, 64), (64,) if small else (1024, 8192), (1, 8)):
+        given = attention_of(batch, context, width, device, small)
+        reads = 2 * given[1].nbytes
         point: dict[str, Any] = {"batch": batch, "context": context, "width": width}
-        for name, way in WAYS.items():
+        for name, (way, backend) in WAYS.items():
             try:
-                run = replayed(functools.partial(way, q, k, v, mask), device)
-                ms = median_ms(run, device, 0.03)
+                ms = median_ms(replayed(functools.partial(by, backend, way, *given), device), device, 0.02)
                 point[name] = {"ms": ms, "share": reads / speed / 1e6 / ms if speed else None}
             except RuntimeError as error:
                 point[name] = {"error": first_line(error)[:200]}
         found.append(point)
-    return {"points": found}
+    return {
+        "points": found,
+        "new_lengths": {name: new_lengths(backend, device, small) for name, backend in PLANS.items()},
+    }
+
+
+def attention_of(batch: int, context: int, width: int, device: str, small: bool) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values and mask of one layer."""
+    heads, kv, size = (4, 2, 32) if small else (32, 8, 128)
+    q = torch.randn(batch, heads, width, size, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, kv, context, size, device=device, dtype=q.dtype) for _ in range(2))
+    mask = torch.zeros(batch, 1, width, context, device=device, dtype=q.dtype)
+    mask[..., -3:] = -torch.inf
+    return q, k, v, mask
+
+
+def by(backend: SDPBackend | None, way: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """Attention by one of torch's kernels, where one is named and the device has it."""
+    with nothing() if backend is None or given[0].device.type == "cpu" else sdpa_kernel(backend):
+        return way(*given)
+
+
+def new_lengths(backend: SDPBackend, device: str, small: bool) -> float:
+    """Milliseconds of one layer's attention when every call has another number of columns, as the steps of a text
+    have."""
+    q, k, v, mask = attention_of(1, 64 if small else 1024, 8, device, small)
+    ends = iter(range(k.shape[2] // 2, k.shape[2]))
+
+    def run() -> None:
+        end = next(ends)
+        by(backend, grouped, q, k[:, :, :end], v[:, :, :end], mask[..., :end])
+
+    return median_ms(run, device, 0.0)
 
 
 def replayed(function: Callable[[], object], device: str) -> Callable[[], object]:
@@ -609,7 +647,7 @@ def grouped(q: Any, k: Any, v: Any, mask: Any) -> Any:
     kv = k.shape[1]
     rows = q.view(batch, kv, heads // kv * width, size)
     out = scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, heads // kv, 1))
-    return out.view(batch, heads, width, size)
+    return out.reshape(batch, heads, width, size)
 
 
 def repeated(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -625,14 +663,25 @@ def in_two_products(q: Any, k: Any, v: Any, mask: Any) -> Any:
     batch, heads, width, size = q.shape
     kv = k.shape[1]
     rows = q.view(batch, kv, heads // kv * width, size)
-    scores = (rows @ k.mT).float() * size**-0.5 + mask.repeat(1, 1, heads // kv, 1)
-    return (scores.softmax(-1).to(v.dtype) @ v).view(batch, heads, width, size)
+    if q.device.type == "cpu":
+        scores = (rows @ k.mT).float()
+    else:  # not rounded before the softmax
+        scores = torch.bmm(rows.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32).view(
+            batch, kv, -1, k.shape[2]
+        )
+    scores = scores * size**-0.5 + mask.repeat(1, 1, heads // kv, 1)
+    return (scores.softmax(-1).to(v.dtype) @ v).reshape(batch, heads, width, size)
 
 
-WAYS: dict[str, Callable[..., Any]] = {
-    "repeated": repeated, "grouped": grouped, "two products": in_two_products,
-    "gqa flag": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
-    "no mask": lambda q, k, v, mask: scaled_dot_product_attention(q, k, v, enable_gqa=True),
+def flagged(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+PLANS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+WAYS: dict[str, tuple[Callable[..., Any], SDPBackend | None]] = {
+    "repeated": (repeated, None), "two products": (in_two_products, None),
+    **{f"grouped, {name}": (grouped, backend) for name, backend in PLANS.items()},
+    "gqa flag, cudnn": (flagged, SDPBackend.CUDNN_ATTENTION),
 }  # fmt: skip
 
 

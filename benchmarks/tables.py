@@ -334,24 +334,27 @@ def gpu(found: dict[str, Any]) -> str:
     heads = ["texts", "tokens before", "passes", *(f"{width} rows each: ms (floor)" for width in (1, 8, 16, 64))]
     attention = [
         [str(one["batch"]), f"{one['context']:,}", str(one["width"]),
-         *(f"{one[way]['ms']:.3f}" for way in ("repeated", "grouped", "two products", "gqa flag"))]
+         *(f"{one[way]['ms']:.3f}" for way in ("repeated", "grouped, cudnn", "two products", "gqa flag, cudnn"))]
         for one in rows["attention"]["points"]
     ]  # fmt: skip
     ways = ["texts", "tokens before", "rows", "copied keys, ms", "grouped", "two products", "enable_gqa"]
+    earlier = {(one["drafter"], one["captured"]): one["ms"] for one in rows["syncs"].get("before", [])}
     waits: dict[str, dict[bool, Any]] = {}
     for one in rows["syncs"]["points"]:
         waits.setdefault(one["drafter"], {})[one["captured"]] = one
     steps = [
         [drafter, f"{own[False]['waits_per_step']:.1f}",
-         *(f"{own[kind]['ms']:.1f}" if "ms" in own[kind] else "failed" for kind in (False, True))]
+         *(f"{own[kind]['ms']:.1f}" if "ms" in own[kind] else "failed" for kind in (False, True)),
+         *(f"{earlier[drafter, kind]:.1f}" if earlier else "" for kind in (False, True))]
         for drafter, own in waits.items()
     ]  # fmt: skip
     trained = rows["training-4b"]
-    before = {one["drafter"]: one["s_per_step"] for one in trained.get("before", [])}
+    before = {("4b", one["drafter"]): one["s_per_step"] for one in trained.get("before", [])}
     training = [
-        [one["drafter"], f"{one['s_per_step']:.2f}", f"{before[one['drafter']]:.2f}" if before else "",
+        [one["drafter"], size.upper(), f"{one['s_per_step']:.2f}",
+         f"{before[size, one['drafter']]:.2f}" if (size, one["drafter"]) in before else "",
          f"{one['tokens_per_s']:,.0f}", f"{one['reading_share_of_products']:.2f}", f"{one['peak_gib']:.0f}"]
-        for one in trained["points"]
+        for size in ("4b", "8b") for one in rows[f"training-{size}"]["points"] if "s_per_step" in one
     ]  # fmt: skip
     exact = [
         [one["dtype"], "captured" if one["captured"] else "plain", "tree" if one["branches"] > 1 else "chain",
@@ -362,10 +365,12 @@ def gpu(found: dict[str, Any]) -> str:
         said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _table(heads, passes, slice(3, 7)),
         "**Attention** of one layer of it, captured.", _table(ways, attention, slice(0, 7)),
         "**Steps** of one text of the demo target, drafters untrained.",
-        _table(["drafter", "waits a step", "plain, ms", "captured, ms"], steps, slice(1, 4)),
-        f"**Training** on a target of 4 B, {trained['batch']} texts of {trained['length']:,} tokens a step.",
+        _table(["drafter", "waits a step", "plain, ms", "captured, ms", "plain, before", "captured, before"], steps,
+               slice(1, 6)),
+        f"**Training** on targets of 4 B and 8 B, {trained['batch']} texts of {trained['length']:,} tokens a step.",
         _table(
-            ["drafter", "s a step", "before", "tokens/s", "target's share of products", "GiB"], training, slice(1, 6)
+            ["drafter", "target", "s a step", "before", "tokens/s", "target's share of products", "GiB"], training,
+            slice(2, 7),
         ),
         "**Exactness**: 16 greedy texts of 96 tokens of the demo target beside plain decoding.",
         _table(["type", "passes", "drafts", "accepted a step", "equal", "ties", "faults"], exact, slice(3, 7)),

@@ -140,6 +140,12 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["jacobi_denoising"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, window: int = 8, levels: int = 2, anchors: int = 64,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["layer_skip"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, file: str | None = None, skip_attention: Sequence[int] | None = None,
     skip_mlp: Sequence[int] | None = None, exit_layer: int | None = None, length: int | None = None,

@@ -52,6 +52,7 @@ SMALL = {
 SMALL_OF = {
     "eagle": {"length": 3, "ttt": 3, "noise": 0.0, "anchors": None}, "eagle3": {"length": 3, "ttt": 3, "anchors": None},
     "confu": {"length": 3, "ttt": 3, "anchors": None}, "tidar": {"block": 3, "mask_token": 3},
+    "jacobi_denoising": {"window": 3},
     "mtp": {"ttt": 4, "modules": 2, "anchors": None},
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
 }  # fmt: skip

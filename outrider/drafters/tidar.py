@@ -16,15 +16,13 @@ not behind the whole text in blocks; the rows of text learn the target's own dis
 model stays near it, where the paper has cross entropy of labels; and none stands behind a prompt, so a text's first
 step drafts nothing.
 
-B live slots, N drafted nodes, A drawn positions of a text, K masks of a block, H hidden size, V vocabulary.
+B live slots, N drafted nodes, A drawn positions of a text, K masks of a block, H hidden size.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -36,11 +34,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
-from outrider.nn import serving
-from outrider.nn.draft_model import LEARNT, Batch, DraftModel, draw, with_mask
-from outrider.nn.rows import DetachedRows, Labelled
-from outrider.targets import causal_lm
-from outrider.targets.load import load_target
+from outrider.nn import serving, target_model
+from outrider.nn.draft_model import LEARNT, with_mask
 from outrider.targets.protocol import Target
 
 
@@ -118,74 +113,19 @@ def masks_after(mask: Tensor, depths: Tensor, block: int) -> tuple[Tensor, Tenso
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TargetModel(DraftModel):
-    """A copy of the target's model, all of its weights trained: it becomes the target that it drafts for."""
-
-    taps: tuple[int, ...] = ()
+class TargetModel(target_model.TargetModel):
+    """The target that drafts for itself in masks."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
-        self.target, self.config = target, with_mask(config, target)
-        self.mask_token = Tidar(target, config).mask_token
-        source: Any = target
-        self.lm: Any = copy.deepcopy(source.model).requires_grad_(True)
-        self._finish, _ = causal_lm.learn(self.lm, target.spec.name)
+        super().__init__(with_mask(config, target), target)
+        self.mask_token, self.block = Tidar(target, self.config).mask_token, config.block
 
-    def read(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
-        """States [B, S + A * K, H] of texts [B, S] and of a block of masks behind each position `at` [B, A]."""
-        length, block, source = tokens.shape[1], self.config.block, self.target
-        order = torch.arange(length, device=tokens.device)
-        text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
-        mask, after = masks_after(text.gather(1, at[..., None].expand(-1, -1, length)), at, block)
-        mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
-        positions = torch.cat([order.expand(len(tokens), -1), after], 1)
-        ids = torch.cat([tokens, torch.full_like(after, self.mask_token)], 1)
-        given = source.masked(None, mask, positions, positions) | {"use_cache": False}  # type: ignore[attr-defined]
-        return causal_lm.states(self.lm, ids, **given)
+    def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        return masks_after(mask, depths, self.block)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., H], of which a row of `Rows` has two side by side."""
-        head = self.lm.get_output_embeddings()
-        logits: Tensor = self._finish(head(states[..., : self.target.spec.hidden].to(head.weight.dtype)))
-        return logits
-
-    def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        p = target.float().log_softmax(-1)
-        own = self.logits(rows.states[part][..., self.target.spec.hidden :]).float().log_softmax(-1)
-        return {"ar": (p.exp() * (p - own)).sum(-1)}
-
-    def predict(self, batch: Batch) -> Rows:
-        return Rows(self, batch)
+    def inputs(self, tokens: Tensor, at: Tensor) -> Tensor:
+        return self.words(at.new_full((len(at), at.shape[1] * self.block), self.mask_token))
 
     def drafter(self) -> Tidar:
         """For its own copy of the weights, which is `drafter().target`."""
-        return Tidar(load_target(copy.deepcopy(self.lm).requires_grad_(False)), self.config)
-
-    def save_target(self, folder: Path) -> None:
-        """Write the model as a target, with the tokenizer of the one that it began from."""
-        source: Any = self.target
-        self.lm.save_pretrained(folder)
-        if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(folder)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TargetModel:
-        """Weights follow a change of type; buffers that are computed once, such as rotary frequencies, do not."""
-        with causal_lm.keeping_computed(self):
-            super()._apply(fn, recurse)
-        return self
-
-
-class Rows(DetachedRows):
-    """Predictions of the masks behind drawn positions; mask k behind position i has label token i + 2 + k.
-
-    Each row has beside it the state of the text that has the same label."""
-
-    def __init__(self, model: TargetModel, batch: Batch):
-        length, block = batch.tokens.shape[1], model.config.block
-        drawn = draw(batch, model.config.anchors, 2, block)
-        states = model.read(batch.tokens, batch.documents, drawn.at)
-        b, a, depth = drawn.learnt.nonzero().unbind(-1)
-        label = drawn.labels_at[b, a, depth]
-        weight, number = torch.ones(len(b), device=b.device), b * drawn.at.shape[1] + a
-        both = torch.cat([states[b, length + a * block + depth], states[b, label - 1]], -1)
-        super().__init__(model, both, batch.hidden, Labelled.of(batch, b, label, weight, depth, number))
+        return Tidar(self.trained_target(), self.config)

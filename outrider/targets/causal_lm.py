@@ -170,8 +170,8 @@ def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> T
     return torch.cat([own[:n] for own, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
 
 
-def states(lm: Any, tokens: Tensor, **given: Any) -> Tensor:
-    """States [B, S, H] before the head."""
+def states(lm: Any, tokens: Tensor | None, **given: Any) -> Tensor:
+    """States [B, S, H] before the head.  tokens: None where `inputs_embeds` are given instead."""
     found: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **given}).last_hidden_state
     return found
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from outrider.compiled import flat
+from outrider.targets import gpu_attention
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Tokens a row that are captured; above them multiples of the last."""
@@ -43,14 +44,15 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
     global _newest
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # libraries choose their kernels in the first run, which can't be captured
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
     # shared memory lives as long as one graph of it; a number of memory that is gone must not be used again
     before, graph = _newest(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=None if before is None else before.pool()):
-        outputs = function()
+    with gpu_attention.sizes_are_few():
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # libraries choose their kernels in the first run, which can't be captured
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, pool=None if before is None else before.pool()):
+            outputs = function()
     _newest = weakref.ref(graph)
     return graph.replay, outputs
 

@@ -26,7 +26,7 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import chunks, grouped_queries, hooks, quantised
+from outrider.targets import chunks, gpu_attention, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited
 from outrider.targets.cache import SlotCache
@@ -63,7 +63,7 @@ class TransformersTarget:
             if tested:
                 prepacked.pack(model)
         else:
-            grouped_queries.install()
+            gpu_attention.install()
         with refusing(model):
             self._decoder_layers = decoder_layers(model)
             self._embedding: Any = model.get_input_embeddings()

@@ -21,7 +21,7 @@ def test_a_row_that_hangs_costs_only_itself(tmp_path, monkeypatch):
     assert code == 1
     assert rows["machine"]["error"].startswith("stopped after 0 s")
     assert "error" not in rows["attention"]
-    assert {"repeated", "grouped", "two products", "gqa flag"} <= rows["attention"]["points"][0].keys()
+    assert {"repeated", "grouped, cudnn", "two products", "gqa flag, cudnn"} <= rows["attention"]["points"][0].keys()
 
 
 def test_a_row_that_crashes_says_why(tmp_path):

@@ -1,16 +1,23 @@
-"""Attention of a few rows over a long cache: query heads that share keys become further rows of one head.
+"""Attention of a few rows over a long cache on a GPU: query heads that share keys become further rows of one head.
 
 transformers copies keys and values to every query head of a group where a pass has a mask and more than one row, which
 every verified draft has.  One layer of an 8 B Qwen3 takes 11.4 ms so on an H200, over 64 slots of 8,192 tokens with 8
 rows each, and 0.84 ms this way (benchmarks/results/gpu.json).
+
+On Hopper, torch gives attention with a mask to cuDNN, which plans anew for every number of columns.  Each step of a
+text has another, and its plans took 30 ms of 42.  So cuDNN attends only in passes that are captured, whose sizes are
+few.
 
 R rows of a pass, n tokens a row, h query heads, g of them to a head of keys, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -18,11 +25,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FEW = 64
 """Tokens a row; longer passes are prompts, whose attention is limited by its products, not by what it reads."""
+PREFERRED = 9, 10
+"""Compute capabilities, without their minor numbers, where torch prefers cuDNN."""
 
 
 def install() -> None:
     """Let models of this process whose attention is `sdpa` attend so; all other passes go the way they went."""
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def sizes_are_few() -> Iterator[None]:
+    """Lets cuDNN attend: its plans are made once, for sizes that come again and again."""
+    torch.backends.cuda.enable_cudnn_sdp(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in PREFERRED
+    )
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def attend(
@@ -34,6 +56,13 @@ def attend(
     rows, heads, width, _ = query.shape
     group = heads // key.shape[1]
     is_bare = all(more.get(name) is None for name in ("position_bias", "softcap")) and not dropout
+    is_cudnn = query.dtype in (torch.bfloat16, torch.float16) and torch.backends.cuda.cudnn_sdp_enabled()
+    if group > 1 and attention_mask is not None and width == 1 and is_bare and is_cudnn:
+        # which divides the columns among its blocks then: 0.022 ms instead of 0.18 for one slot of 8,192 tokens
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
     if group == 1 or attention_mask is None or not 1 < width <= FEW or not is_bare:
         found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more

@@ -12,7 +12,7 @@ from targets.test_step import Guesses, V, prompts_of, written
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.targets import grouped_queries
+from outrider.targets import gpu_attention
 from outrider.targets.load import load_target
 
 
@@ -40,7 +40,7 @@ def test_it_is_what_transformers_computes(width, groups, masked):
     """Catches heads that meet another group's keys, and masks of another row."""
     arguments = given(width, groups, masked)
     wanted, _ = sdpa_attention_forward(*arguments, scaling=0.3)
-    found, _ = grouped_queries.attend(*arguments, scaling=0.3)
+    found, _ = gpu_attention.attend(*arguments, scaling=0.3)
     assert found.shape == wanted.shape
     assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
@@ -48,7 +48,7 @@ def test_it_is_what_transformers_computes(width, groups, masked):
 def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
     """Catches the way of before: keys that are copied to every query head."""
     monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)
-    grouped_queries.attend(*given(8, 4, 1))
+    gpu_attention.attend(*given(8, 4, 1))
     with pytest.raises(TypeError):
         sdpa_attention_forward(*given(8, 4, 1))
 
@@ -64,11 +64,11 @@ def test_texts_are_equal(monkeypatch):
     """Catches drafts that are accepted by other logits than the model's own."""
     target = load_target(tiny_model(num_key_value_heads=1), compile=False)
     wanted, calls = texts_of(target), []
-    real = grouped_queries.scaled_dot_product_attention
+    real = gpu_attention.scaled_dot_product_attention
     monkeypatch.setattr(
-        grouped_queries, "scaled_dot_product_attention", lambda *a, **more: calls.append(1) or real(*a, **more)
+        gpu_attention, "scaled_dot_product_attention", lambda *a, **more: calls.append(1) or real(*a, **more)
     )
-    grouped_queries.install()
+    gpu_attention.install()
     assert texts_of(target) == wanted
     assert calls
 
@@ -76,11 +76,42 @@ def test_texts_are_equal(monkeypatch):
 def test_a_group_taken_for_another_is_found_out(monkeypatch):
     """The test above, with the query heads of a verified draft in another order."""
     target = load_target(tiny_model(num_key_value_heads=1), compile=False)
-    real, wanted = grouped_queries.attend, written(target, None, 1)
+    real, wanted = gpu_attention.attend, written(target, None, 1)
 
     def swapped(module, query, *more, **options):
         return real(module, query.flip(1) if query.shape[2] > 1 else query, *more, **options)
 
-    monkeypatch.setattr(grouped_queries, "attend", swapped)
-    grouped_queries.install()
+    monkeypatch.setattr(gpu_attention, "attend", swapped)
+    gpu_attention.install()
     assert written(target, Guesses(V, True), 1) != wanted
+
+
+def test_cudnn_attends_only_where_sizes_are_few():
+    """Catches plans for every length of a text, and a switch that is left on."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    gpu_attention.install()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+    def failing() -> None:
+        with gpu_attention.sizes_are_few():
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_single_rows_of_a_capture_ask_for_shared_keys(monkeypatch):
+    """Catches another group's keys, and grouped rows where cuDNN divides the columns better."""
+    module, *tensors = given(1, 4, 1)
+    tensors = [tensor.bfloat16() for tensor in tensors]
+    wanted, _ = gpu_attention.attend(module, *tensors, scaling=0.3)
+    asked, real = [], gpu_attention.scaled_dot_product_attention
+    monkeypatch.setattr(
+        gpu_attention, "scaled_dot_product_attention", lambda *a, **more: asked.append(more) or real(*a, **more)
+    )
+    with gpu_attention.sizes_are_few():
+        found, _ = gpu_attention.attend(module, *tensors, scaling=0.3)
+    assert [more["enable_gqa"] for more in asked] == [True]
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)

@@ -1,0 +1,193 @@
+"""Speculative Jacobi-Denoising (SJD2): guesses begin as noise in the embeddings and lose some of it in every pass.
+(arXiv 2510.08994; the loop without noise: `jacobi`.)
+
+Behind the last drafted node of the verified pass stand `window` noised embeddings, each of which sees the draft and
+those before it.  The row before a place predicts its token; in the next pass that token's embedding stands there with
+one level less of noise.  A place without noise is drafted: its token is drawn from the row's own distribution, which is
+q.  After the acceptance rule has found where the draft ends, the places after that one go on, and new ones begin as
+pure noise.  A step is one pass.
+
+`TargetModel` trains the target to predict what comes after noised embeddings; the result is a target of its own, and
+texts are exact relative to it.
+
+Differs from the paper, which is about images: noise falls linearly (rectified flow), in `levels` steps; the noise of a
+place stays the same, so that texts do not depend on what else is in the batch; windows of training stand behind drawn
+positions, and their noise rises along the window as it does in serving; and the rows of text learn the target's own
+distribution by KL (`ar`).
+
+B live slots, N drafted nodes, W places of the window, m rows that predict, A drawn positions of a text, H hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Cache, Drafter, Probe
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving, target_model
+from outrider.targets.protocol import Target
+
+
+class Config(Base):
+    kind: Literal["jacobi_denoising"] = "jacobi_denoising"
+    window: PositiveInt = 8
+    """Noised embeddings behind the draft, and most tokens drafted per step."""
+    levels: PositiveInt = 2
+    """Passes from pure noise to a drafted token."""
+    anchors: PositiveInt = 64
+    """Most windows trained per text and step."""
+
+
+class Window(NamedTuple):
+    """What the last pass knows of the places after a slot's anchor."""
+
+    logits: Tensor
+    """[m, V]; row j predicts the token at place j."""
+    levels: list[int]
+    """Noise of these places: 0 for one that can be drafted, never falling along the window."""
+
+    def noised(self, drafted: int, count: int, most: int) -> tuple[Tensor, list[int]]:
+        """Tokens and levels of `count` places behind the drafted ones.  A place that no row predicts is pure noise."""
+        tokens = self.logits[drafted : drafted + count].argmax(-1)
+        levels = self.levels[drafted : drafted + count]
+        missing = count - len(levels)
+        return torch.nn.functional.pad(tokens, (0, missing)), [*levels, *[most] * missing]
+
+
+class JacobiDenoising(Drafter):
+    """Its memory: the `Window` of every slot, None before the first pass."""
+
+    def __init__(self, target: Target, config: Config):
+        target.check_probe()
+        self.target, self.config = target, config
+        self.limit = self.probe_rows = config.window
+        words = target.embed(some(target.spec.vocabulary).to(target.device))
+        noise = torch.randn(config.window, words.shape[-1], generator=torch.Generator().manual_seed(0))
+        self.noise = noise.to(words) * spread(words)
+        """[W, H]; a place takes the row of its number in the text, modulo W."""
+
+    def allocate(self, cache: Cache) -> list[Window | None]:
+        return [None] * cache.slots
+
+    @torch.inference_mode()
+    def propose(self, memory: list[Window | None], state: DecodeState, budget: Tensor) -> Draft:
+        windows = [memory[row] for row in state.rows]
+        clean = [0 if window is None else window.levels.count(0) for window in windows]
+        sizes = torch.minimum(budget, torch.tensor(clean))
+        if not sizes.any():
+            return Draft.empty(len(windows), state.device)
+        empty = next(window.logits for window in windows if window is not None)[:0]
+        most = int(sizes.max())
+        rows = [empty if window is None else window.logits[:most] for window in windows]
+        logits = pad_sequence(rows, batch_first=True)
+        return serving.possible(serving.side_by_side(logits, sizes, state), state)
+
+    @torch.inference_mode()
+    def probe(self, memory: list[Window | None], state: DecodeState, draft: Draft) -> Probe:
+        window, device = self.config.window, state.device
+        tokens, levels, positions = [], [], []
+        for row, drafted in zip(state.rows, draft.live, strict=True):
+            own, level = self._noised(memory[row], drafted)
+            tokens.append(own)
+            levels.append(level)
+            positions.append([(len(state.tokens[row]) + drafted + j) % window for j in range(window)])
+        mask, depths = draft.rows()
+        last = torch.tensor(draft.live, device=device)
+        visible = mask[torch.arange(len(mask), device=device), last]
+        order = torch.arange(window, device=device)
+        words, noise = self.target.embed(torch.stack(tokens)), self.noise[torch.tensor(positions)]
+        shares = torch.tensor(levels) / self.config.levels
+        return Probe(noised(words, noise, shares), *after(visible[:, None], depths.gather(1, last[:, None]), order))
+
+    def observe(
+        self, memory: list[Window | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
+    ) -> None:
+        assert scores.probe is not None
+        most = self.config.levels
+        for b, row in enumerate(state.rows):
+            count, drafted = len(accepted.paths[b]), draft.live[b]
+            levels = [*[0] * drafted, *self._noised(memory[row], drafted)[1]]
+            logits = torch.cat([scores.logits[b, count + 1 : drafted + 1], self.target.head(scores.probe[b])])
+            # the next token stands at the first place that was not accepted; the last row predicts a new one
+            later = [max(0, level - 1) for level in [*levels[count + 1 :], most]]
+            memory[row] = Window(logits[: 2 * self.limit], later[: 2 * self.limit])
+
+    def _noised(self, window: Window | None, drafted: int) -> tuple[Tensor, list[int]]:
+        count, most = self.config.window, self.config.levels
+        if window is None:
+            return torch.zeros(count, dtype=torch.int64, device=self.target.device), [most] * count
+        return window.noised(drafted, count, most)
+
+    def free(self, memory: list[Window | None], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = None
+
+
+def build(config: Config, target: Target) -> JacobiDenoising:
+    return JacobiDenoising(target, config)
+
+
+def after(visible: Tensor, depths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention mask [B, A * W, m + A * W] bool and depths [B, A * W] of a window behind each of A rows, which stand at
+    depths [B, A] and see mask `visible` [B, A, m]; order [W] counts the places from 0.  A place sees what its row sees, itself
+    and those before it in its own window."""
+    slots, count = depths.shape
+    width = len(order)
+    of, place = torch.arange(count, device=order.device).repeat_interleave(width), order.repeat(count)
+    own = ((of[:, None] == of) & (place[:, None] >= place)).expand(slots, -1, -1)
+    mask = torch.cat([visible.repeat_interleave(width, 1), own], 2)
+    return mask, depths.repeat_interleave(width, 1) + 1 + place
+
+
+def noised(embeddings: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
+    """Embeddings [..., H] of which `shares` [...] is noise."""
+    shares = shares.to(embeddings)[..., None]
+    return (1 - shares) * embeddings + shares * noise
+
+
+def some(vocabulary: int) -> Tensor:
+    """Ids whose embeddings say how large one is."""
+    return torch.arange(min(vocabulary, 4096))
+
+
+def spread(embeddings: Tensor) -> float:
+    """How large a number of an embedding is: the root of their mean square, which noise has too."""
+    return float(embeddings.float().square().mean().sqrt())
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TargetModel(target_model.TargetModel):
+    """The target that predicts from noised embeddings of the next tokens."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__(config, target)
+        target.check_probe()
+        self.block = config.window
+
+    def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        return after(mask, depths, torch.arange(self.block, device=mask.device))
+
+    def inputs(self, tokens: Tensor, at: Tensor) -> Tensor:
+        positions = at[..., None] + 1 + torch.arange(self.block, device=at.device)
+        words = self.words(tokens.gather(1, positions.flatten(1).clamp(max=tokens.shape[1] - 1)))
+        # on the CPU, whose random state a checkpoint stores
+        usual = spread(self.words(some(self.target.spec.vocabulary).to(words.device)).detach())
+        noise = torch.randn(words.shape).to(words) * usual
+        levels = torch.randint(self.config.levels + 1, positions.shape).sort(-1).values.flatten(1)
+        return noised(words, noise, levels / self.config.levels)
+
+    def drafter(self) -> JacobiDenoising:
+        """For its own copy of the weights, which is `drafter().target`."""
+        return JacobiDenoising(self.trained_target(), self.config)

@@ -1,0 +1,59 @@
+"""SJD2's window; what it shares with other trained targets is in `test_target_models.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.drafters import jacobi_denoising
+from outrider.generation import generate
+from outrider.nn import trees
+
+CONFIG = jacobi_denoising.Config(window=3, levels=2)
+
+
+def test_places_stand_behind_the_last_node_and_see_it_and_those_before():
+    """Catches a place that sees a later one, another text's padding, or stands at another's position."""
+    draft = trees.of_lists([[5, 6], [7]], [[-1, 0], [-1]])
+    mask, depths = draft.rows()
+    last = torch.tensor(draft.live)
+    seen = mask[torch.arange(2), last]
+    mask, depths = jacobi_denoising.after(seen[:, None], depths.gather(1, last[:, None]), torch.arange(3))
+    assert depths.tolist() == [[3, 4, 5], [2, 3, 4]]
+    sees = [[set(row.nonzero()[:, 0].tolist()) for row in own] for own in mask]
+    assert sees == [[{0, 1, 2, *range(3, 4 + j)} for j in range(3)], [{0, 1, *range(3, 4 + j)} for j in range(3)]]
+
+
+def test_a_place_loses_noise_in_every_pass_and_is_drafted_without_any(target, prompts):
+    """Catches levels that are not those of the shifted places, and noise that is drafted."""
+    drafter, seen = jacobi_denoising.build(CONFIG, target), []
+    observe = drafter.observe
+
+    def watched(memory, state, draft, accepted, scores):
+        before = None if memory[0] is None else list(memory[0].levels)
+        observe(memory, state, draft, accepted, scores)
+        seen.append((before, draft.live[0], len(accepted.paths[0]), list(memory[0].levels)))
+
+    drafter.observe = watched
+    generate(target, prompts[0], drafter, max_new_tokens=20)
+    assert seen[0] == (None, 0, 0, [1, 1, 1]) and seen[1] == ([1, 1, 1], 0, 0, [0, 0, 1])
+    assert any(drafted for _, drafted, _, _ in seen)
+    for before, drafted, count, later in seen[1:]:
+        assert drafted <= before.count(0) and later == sorted(later)
+        places = [*before, *[2] * 9][: drafted + 3]
+        assert later == [max(0, level - 1) for level in [*places[count + 1 :], 2]][:6]
+
+
+def test_no_noise_is_the_embedding_and_all_noise_forgets_it():
+    """Catches shares that are the wrong way round."""
+    words, noise = torch.ones(2, 4), torch.full((2, 4), 9.0)
+    assert jacobi_denoising.noised(words, noise, torch.tensor([0.0, 1.0])).tolist() == [[1.0] * 4, [9.0] * 4]
+
+
+def test_a_place_is_predicted_by_the_row_before_it(target):
+    """Catches a shift by one: with clean embeddings of the true text every row predicts what the text's own would."""
+    model = jacobi_denoising.TargetModel(CONFIG, target).double()
+    text = torch.tensor([[5, 9, 17, 3, 11, 12, 13, 2]])
+    words, at = model.words(text), torch.tensor([[2]])
+    model.inputs = lambda tokens, at: words[:, 3:6]
+    states = model.read(text, torch.ones_like(text), at)
+    torch.testing.assert_close(states[0, 8:], states[0, 3:6], rtol=1e-9, atol=1e-9)
