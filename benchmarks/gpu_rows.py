@@ -658,19 +658,12 @@ def repeated(q: Any, k: Any, v: Any, mask: Any) -> Any:
     )  # fmt: skip
 
 
-def in_two_products(q: Any, k: Any, v: Any, mask: Any) -> Any:
+def by_matmuls(q: Any, k: Any, v: Any, mask: Any) -> Any:
     """Scores, softmax, values: two batched products over grouped rows."""
     batch, heads, width, size = q.shape
-    kv = k.shape[1]
-    rows = q.view(batch, kv, heads // kv * width, size)
-    if q.device.type == "cpu":
-        scores = (rows @ k.mT).float()
-    else:  # not rounded before the softmax
-        scores = torch.bmm(rows.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32).view(
-            batch, kv, -1, k.shape[2]
-        )
-    scores = scores * size**-0.5 + mask.repeat(1, 1, heads // kv, 1)
-    return (scores.softmax(-1).to(v.dtype) @ v).reshape(batch, heads, width, size)
+    rows = q.view(batch, k.shape[1], heads // k.shape[1] * width, size)
+    out = gpu_attention.by_matmuls(rows, k, v, mask.repeat(1, 1, heads // k.shape[1], 1))
+    return out.reshape(batch, heads, width, size)
 
 
 def flagged(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -679,7 +672,7 @@ def flagged(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 PLANS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 WAYS: dict[str, tuple[Callable[..., Any], SDPBackend | None]] = {
-    "repeated": (repeated, None), "two products": (in_two_products, None),
+    "repeated": (repeated, None), "two products": (by_matmuls, None),
     **{f"grouped, {name}": (grouped, backend) for name, backend in PLANS.items()},
     "gqa flag, cudnn": (flagged, SDPBackend.CUDNN_ATTENTION),
 }  # fmt: skip

@@ -224,6 +224,27 @@ FAULTS = [
         [Edit("outrider/drafters/tidar.py", "own = (of[:, None] == of)", "own = (of[:, None] >= of)")],
         ["tests/drafters/test_tidar.py::test_masks_stand_behind_their_row_and_see_its_path_and_their_block"],
     ),
+    Fault(
+        "a place of jacobi_denoising's window sees the ones after it",
+        [Edit("outrider/drafters/jacobi_denoising.py", "(place[:, None] >= place)", "(place[:, None] <= place)")],
+        ["tests/drafters/test_jacobi_denoising.py::test_places_stand_behind_the_last_node_and_see_it_and_those_before"],
+    ),
+    Fault(
+        "a place of jacobi_denoising's window is predicted by the row after the one before it",
+        [Edit("outrider/drafters/jacobi_denoising.py", "[b, count + 1 : drafted + 1]", "[b, count + 2 : drafted + 2]")],
+        ["tests/drafters/test_jacobi_denoising.py::test_a_place_loses_noise_in_every_pass_and_is_drafted_without_any"],
+    ),
+    Fault(
+        "jacobi_denoising is trained on guesses of one place further",
+        [
+            Edit(
+                "outrider/drafters/jacobi_denoising.py",
+                "at[..., None].expand(-1, -1, states",
+                "(at[..., None] + 1).expand(-1, -1, states",
+            )
+        ],
+        ["tests/drafters/test_jacobi_denoising.py::test_windows_of_training_hold_what_the_model_guesses"],
+    ),
 ]
 
 

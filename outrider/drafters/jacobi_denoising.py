@@ -12,8 +12,8 @@ texts are exact relative to it.
 
 Differs from the paper, which is about images: noise falls linearly (rectified flow), in `levels` steps; the noise of a
 place stays the same, so that texts do not depend on what else is in the batch; windows of training stand behind drawn
-positions, and their noise rises along the window as it does in serving; and the rows of text learn the target's own
-distribution by KL (`ar`).
+positions, hold the model's own guesses, right or wrong, and their noise rises along the window, all as in serving; and
+the rows of text learn the target's own distribution by KL (`ar`).
 
 B live slots, N drafted nodes, W places of the window, m rows that predict, A drawn positions of a text, H hidden size,
 V vocabulary.
@@ -36,6 +36,9 @@ from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, target_model
 from outrider.targets.protocol import Target
+
+ROWS = 2048
+"""Rows of training whose logits are in memory at once."""
 
 
 class Config(Base):
@@ -103,11 +106,11 @@ class JacobiDenoising(Drafter):
             positions.append([(len(state.tokens[row]) + drafted + j) % window for j in range(window)])
         mask, depths = draft.rows()
         last = torch.tensor(draft.live, device=device)
-        visible = mask[torch.arange(len(mask), device=device), last]
+        mask = mask[torch.arange(len(mask), device=device), last][:, None]
         order = torch.arange(window, device=device)
         words, noise = self.target.embed(torch.stack(tokens)), self.noise[torch.tensor(positions)]
         shares = torch.tensor(levels) / self.config.levels
-        return Probe(noised(words, noise, shares), *after(visible[:, None], depths.gather(1, last[:, None]), order))
+        return Probe(noised(words, noise, shares), *after(mask, depths.gather(1, last[:, None]), order))
 
     def observe(
         self, memory: list[Window | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
@@ -137,16 +140,16 @@ def build(config: Config, target: Target) -> JacobiDenoising:
     return JacobiDenoising(target, config)
 
 
-def after(visible: Tensor, depths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+def after(mask: Tensor, depths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Attention mask [B, A * W, m + A * W] bool and depths [B, A * W] of a window behind each of A rows, which stand at
-    depths [B, A] and see mask `visible` [B, A, m]; order [W] counts the places from 0.  A place sees what its row sees, itself
+    depths [B, A] and see mask [B, A, m]; order [W] counts the places from 0.  A place sees what its row does, itself
     and those before it in its own window."""
     slots, count = depths.shape
     width = len(order)
     of, place = torch.arange(count, device=order.device).repeat_interleave(width), order.repeat(count)
     own = ((of[:, None] == of) & (place[:, None] >= place)).expand(slots, -1, -1)
-    mask = torch.cat([visible.repeat_interleave(width, 1), own], 2)
-    return mask, depths.repeat_interleave(width, 1) + 1 + place
+    depths = depths.repeat_interleave(width, 1) + 1 + place
+    return torch.cat([mask.repeat_interleave(width, 1), own], 2), depths
 
 
 def noised(embeddings: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
@@ -179,14 +182,23 @@ class TargetModel(target_model.TargetModel):
     def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
         return after(mask, depths, torch.arange(self.block, device=mask.device))
 
-    def inputs(self, tokens: Tensor, at: Tensor) -> Tensor:
-        positions = at[..., None] + 1 + torch.arange(self.block, device=at.device)
-        words = self.words(tokens.gather(1, positions.flatten(1).clamp(max=tokens.shape[1] - 1)))
+    def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
+        """Noised embeddings of the model's own guesses, which a first pass makes of noise alone, as in serving."""
+        words = self.words(some(self.target.spec.vocabulary).to(at.device)).detach()
         # on the CPU, whose random state a checkpoint stores
-        usual = spread(self.words(some(self.target.spec.vocabulary).to(words.device)).detach())
-        noise = torch.randn(words.shape).to(words) * usual
-        levels = torch.randint(self.config.levels + 1, positions.shape).sort(-1).values.flatten(1)
-        return noised(words, noise, levels / self.config.levels)
+        noise = torch.randn(len(at), at.shape[1] * self.block, words.shape[-1]).to(words) * spread(words)
+        levels = torch.randint(self.config.levels + 1, (*at.shape, self.block)).sort(-1).values.flatten(1)
+        with torch.no_grad():
+            guesses = self._guesses(self.read(tokens, documents, at, noise), tokens.shape[1], at)
+        return noised(self.words(guesses.flatten(1)), noise, levels / self.config.levels)
+
+    def _guesses(self, states: Tensor, length: int, at: Tensor) -> Tensor:
+        """The likeliest token of every place of the windows [B, A, W], by the row before it."""
+        first = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))[:, :, None]
+        later = states[:, length:].unflatten(1, (at.shape[1], self.block))[:, :, :-1]
+        rows = torch.cat([first, later], 2)
+        parts = [self.logits(part).argmax(-1) for part in rows.flatten(0, 2).split(ROWS)]
+        return torch.cat(parts).view(rows.shape[:3])
 
     def drafter(self) -> JacobiDenoising:
         """For its own copy of the weights, which is `drafter().target`."""

@@ -123,7 +123,7 @@ class TargetModel(target_model.TargetModel):
     def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
         return masks_after(mask, depths, self.block)
 
-    def inputs(self, tokens: Tensor, at: Tensor) -> Tensor:
+    def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
         return self.words(at.new_full((len(at), at.shape[1] * self.block), self.mask_token))
 
     def drafter(self) -> Tidar:

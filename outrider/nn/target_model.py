@@ -44,16 +44,20 @@ class TargetModel(DraftModel):
         stand at depths [B, A] and see mask [B, A, S]."""
 
     @abstractmethod
-    def inputs(self, tokens: Tensor, at: Tensor) -> Tensor:
-        """What stands for embeddings of the rows behind positions `at` [B, A] of tokens [B, S]: [B, A * K, H]."""
+    def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
+        """What stands for embeddings of the rows behind positions `at` [B, A] of texts [B, S]: [B, A * K, H]."""
 
     def words(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H], as the model's passes take them."""
         embedded: Tensor = self.lm.get_input_embeddings()(tokens)
         return embedded
 
-    def read(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
-        """States [B, S + A * K, H] of texts [B, S] and of the rows behind each position `at` [B, A]."""
+    def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """States [B, S + A * K, H] of texts [B, S] and of the rows behind each position `at` [B, A].
+
+        inputs: of these rows, those that `inputs` gives unless given."""
+        if inputs is None:
+            inputs = self.inputs(tokens, documents, at)
         length, source = tokens.shape[1], self.target
         order = torch.arange(length, device=tokens.device)
         text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
@@ -61,7 +65,7 @@ class TargetModel(DraftModel):
         mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
         positions = torch.cat([order.expand(len(tokens), -1), after], 1)
         given = source.masked(None, mask, positions, positions)  # type: ignore[attr-defined]
-        embedded = torch.cat([self.words(tokens), self.inputs(tokens, at)], 1)
+        embedded = torch.cat([self.words(tokens), inputs], 1)
         return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
 
     def logits(self, states: Tensor) -> Tensor:

@@ -24,13 +24,15 @@ def test_places_stand_behind_the_last_node_and_see_it_and_those_before():
 
 
 def test_a_place_loses_noise_in_every_pass_and_is_drafted_without_any(target, prompts):
-    """Catches levels that are not those of the shifted places, and noise that is drafted."""
+    """Catches levels and predictions that are not those of the shifted places, and noise that is drafted."""
     drafter, seen = jacobi_denoising.build(CONFIG, target), []
     observe = drafter.observe
 
     def watched(memory, state, draft, accepted, scores):
         before = None if memory[0] is None else list(memory[0].levels)
         observe(memory, state, draft, accepted, scores)
+        rows = torch.cat([scores.logits[0, : draft.live[0] + 1], target.head(scores.probe[0])])
+        assert torch.equal(memory[0].logits, rows[len(accepted.paths[0]) + 1 :][:6])
         seen.append((before, draft.live[0], len(accepted.paths[0]), list(memory[0].levels)))
 
     drafter.observe = watched
@@ -54,6 +56,21 @@ def test_a_place_is_predicted_by_the_row_before_it(target):
     model = jacobi_denoising.TargetModel(CONFIG, target).double()
     text = torch.tensor([[5, 9, 17, 3, 11, 12, 13, 2]])
     words, at = model.words(text), torch.tensor([[2]])
-    model.inputs = lambda tokens, at: words[:, 3:6]
+    model.inputs = lambda *_: words[:, 3:6]
     states = model.read(text, torch.ones_like(text), at)
     torch.testing.assert_close(states[0, 8:], states[0, 3:6], rtol=1e-9, atol=1e-9)
+
+
+def test_windows_of_training_hold_what_the_model_guesses(target):
+    """Catches a window that is shifted or knows the text to come, and noise that falls along it."""
+    model = jacobi_denoising.TargetModel(CONFIG.model_copy(update={"levels": 1}), target).double()
+    text, at = torch.tensor([[5, 9, 17, 3, 11, 12, 13, 2]]), torch.tensor([[2]])
+    likeliest = int(target.model(text).logits[0, 2].argmax())
+    words, patterns = model.words(torch.arange(64)), set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        inputs = model.inputs(text, torch.ones_like(text), at)[0]
+        is_clean = (inputs[:, None] == words).all(-1)
+        patterns.add(tuple(is_clean.any(-1).tolist()))
+        assert not is_clean[0].any() or is_clean[0, likeliest]
+    assert patterns == {(True,) * n + (False,) * (3 - n) for n in range(4)}

@@ -45,6 +45,15 @@ def test_it_is_what_transformers_computes(width, groups, masked):
     assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("most", [0, 99])
+def test_both_ways_of_few_and_many_heads_agree(most, monkeypatch):
+    """Catches scores without their scale or mask."""
+    monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
+    wanted, _ = sdpa_attention_forward(*given(8, 3, 6))
+    found, _ = gpu_attention.attend(*given(8, 3, 6))
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
 def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
     """Catches the way of before: keys that are copied to every query head."""
     monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)
@@ -60,14 +69,13 @@ def texts_of(target) -> list[list[list[int]]]:
     return [said, written(target, Guesses(V, True), 1), written(target, Oracle(known, V), 3)]
 
 
-def test_texts_are_equal(monkeypatch):
+@pytest.mark.parametrize(("most", "way"), [(0, "scaled_dot_product_attention"), (99, "by_matmuls")])
+def test_texts_are_equal(most, way, monkeypatch):
     """Catches drafts that are accepted by other logits than the model's own."""
     target = load_target(tiny_model(num_key_value_heads=1), compile=False)
-    wanted, calls = texts_of(target), []
-    real = gpu_attention.scaled_dot_product_attention
-    monkeypatch.setattr(
-        gpu_attention, "scaled_dot_product_attention", lambda *a, **more: calls.append(1) or real(*a, **more)
-    )
+    wanted, calls, real = texts_of(target), [], getattr(gpu_attention, way)
+    monkeypatch.setattr(gpu_attention, way, lambda *a, **more: calls.append(1) or real(*a, **more))
+    monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
     gpu_attention.install()
     assert texts_of(target) == wanted
     assert calls
