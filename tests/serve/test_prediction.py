@@ -24,7 +24,7 @@ from outrider.sampling.settings import Sampling
 from outrider.serve.prediction import Alignment, Predicted
 
 V, COUNT, LIMIT = 64, 40, 6
-PROBING = {"confu", "tidar"}
+PROBING = {"confu", "jacobi_denoising", "tidar"}
 """Kinds with rows of their own in the target's pass, next to which nothing is predicted."""
 EVERY = pytest.mark.parametrize(
     "case",
