@@ -171,7 +171,7 @@ class Attempt:
         except TimeoutError:
             raise Failed(Failure(f"no byte of an answer within {limit_s:.3g} s", is_retried=False)) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Failed(_failure(error)) from None
+            raise Failed(_failure(error, resources.base_url)) from None
 
     def _request(self) -> httpx.Request:
         resources, call = self.resources, self.call
@@ -298,9 +298,12 @@ def _asked(body: Mapping[str, Any]) -> int:
     return longest if isinstance(longest, int) else 0
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception, server: str) -> Failure:
     is_retried = not isinstance(error, (*HOPELESS, httpx.InvalidURL))
-    return Failure(_described(error), is_retried, is_charged=not isinstance(error, UNSENT))
+    reason = _described(error)
+    if isinstance(error, httpx.ConnectError):
+        reason = f"{server} can't be reached ({reason}); start a server there, or give another address"
+    return Failure(reason, is_retried, is_charged=not isinstance(error, UNSENT))
 
 
 def _described(error: Exception) -> str:
