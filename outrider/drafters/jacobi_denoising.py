@@ -172,7 +172,7 @@ def spread(embeddings: Tensor) -> float:
 
 
 class TargetModel(target_model.TargetModel):
-    """The target that predicts from noised embeddings of the next tokens."""
+    """The target that predicts from noised embeddings of its own guesses."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
