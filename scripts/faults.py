@@ -221,12 +221,12 @@ FAULTS = [
     ),
     Fault(
         "a block of tidar's masks sees the blocks before it",
-        [Edit("outrider/drafters/tidar.py", "own = (of[:, None] == of)", "own = (of[:, None] >= of)")],
+        [Edit("outrider/nn/probe_rows.py", "own = of[:, None] == of", "own = of[:, None] >= of")],
         ["tests/drafters/test_tidar.py::test_masks_stand_behind_their_row_and_see_its_path_and_their_block"],
     ),
     Fault(
         "a place of jacobi_denoising's window sees the ones after it",
-        [Edit("outrider/drafters/jacobi_denoising.py", "(place[:, None] >= place)", "(place[:, None] <= place)")],
+        [Edit("outrider/nn/probe_rows.py", "(place[:, None] >= place)", "(place[:, None] <= place)")],
         ["tests/drafters/test_jacobi_denoising.py::test_places_stand_behind_the_last_node_and_see_it_and_those_before"],
     ),
     Fault(

@@ -34,6 +34,7 @@ from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, resolve_taps
+from outrider.nn.probe_rows import rows_after
 from outrider.nn.recurrent import Memory, RecurrentConfig, RecurrentDrafter, RecurrentModel
 from outrider.targets.protocol import Target
 
@@ -85,16 +86,9 @@ class Model(RecurrentModel, FusedTaps):
 
     def rows(self, mask: Tensor, depths: Tensor) -> Probe:
         """The rows behind n others, which stand at depths [B, n] and see mask [B, n, K]; row for row, P = n * rows."""
-        (slots, count), each = depths.shape, self.config.rows
-        order = torch.arange(each, device=depths.device)
-        of = torch.arange(count, device=depths.device).repeat_interleave(each)
-        before = order.repeat(count)
-        own = (of[:, None] == of) & (before[:, None] >= before)
-        return Probe(
-            self.prompt.expand(slots, -1, -1).repeat(1, count, 1),
-            torch.cat([mask.repeat_interleave(each, 1), own.expand(slots, -1, -1)], 2),
-            depths.repeat_interleave(each, 1) + 1 + before,
-        )
+        slots, count = depths.shape
+        prompts = self.prompt.expand(slots, -1, -1).repeat(1, count, 1)
+        return Probe(prompts, *rows_after(mask, depths, self.config.rows, causal=True))
 
     def drafter(self) -> Confu:
         return Confu(self)

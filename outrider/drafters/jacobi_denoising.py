@@ -31,10 +31,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, target_model
+from outrider.nn.probe_rows import rows_after
 from outrider.targets.protocol import Target
 
 ROWS = 2048
@@ -105,22 +106,24 @@ class JacobiDenoising(Drafter):
             levels.append(level)
             positions.append([(len(state.tokens[row]) + drafted + j) % window for j in range(window)])
         mask, depths = draft.rows()
-        last = torch.tensor(draft.live, device=device)
+        last = sent(draft.live, device)
         mask = mask[torch.arange(len(mask), device=device), last][:, None]
-        order = torch.arange(window, device=device)
-        words, noise = self.target.embed(torch.stack(tokens)), self.noise[torch.tensor(positions)]
-        shares = torch.tensor(levels) / self.config.levels
-        return Probe(noised(words, noise, shares), *after(mask, depths.gather(1, last[:, None]), order))
+        words, noise = self.target.embed(torch.stack(tokens)), self.noise[sent(positions, device)]
+        shares = sent(levels, device) / self.config.levels
+        at = depths.gather(1, last[:, None])
+        return Probe(noised(words, noise, shares), *rows_after(mask, at, window, causal=True))
 
     def observe(
         self, memory: list[Window | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
         assert scores.probe is not None
-        most = self.config.levels
+        most, probed = self.config.levels, self.target.head(scores.probe)
         for b, row in enumerate(state.rows):
             count, drafted = len(accepted.paths[b]), draft.live[b]
-            levels = [*[0] * drafted, *self._noised(memory[row], drafted)[1]]
-            logits = torch.cat([scores.logits[b, count + 1 : drafted + 1], self.target.head(scores.probe[b])])
+            window = memory[row]
+            known = [] if window is None else window.levels[: drafted + self.limit]
+            levels = [*known, *[most] * (drafted + self.limit - len(known))]
+            logits = torch.cat([scores.logits[b, count + 1 : drafted + 1], probed[b]])
             # the next token stands at the first place that was not accepted; the last row predicts a new one
             later = [max(0, level - 1) for level in [*levels[count + 1 :], most]]
             memory[row] = Window(logits[: 2 * self.limit], later[: 2 * self.limit])
@@ -138,18 +141,6 @@ class JacobiDenoising(Drafter):
 
 def build(config: Config, target: Target) -> JacobiDenoising:
     return JacobiDenoising(target, config)
-
-
-def after(mask: Tensor, depths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention mask [B, A * W, m + A * W] bool and depths [B, A * W] of a window behind each of A rows, which stand at
-    depths [B, A] and see mask [B, A, m]; order [W] counts the places from 0.  A place sees what its row does, itself
-    and those before it in its own window."""
-    slots, count = depths.shape
-    width = len(order)
-    of, place = torch.arange(count, device=order.device).repeat_interleave(width), order.repeat(count)
-    own = ((of[:, None] == of) & (place[:, None] >= place)).expand(slots, -1, -1)
-    depths = depths.repeat_interleave(width, 1) + 1 + place
-    return torch.cat([mask.repeat_interleave(width, 1), own], 2), depths
 
 
 def noised(embeddings: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
@@ -174,13 +165,12 @@ def spread(embeddings: Tensor) -> float:
 class TargetModel(target_model.TargetModel):
     """The target that predicts from noised embeddings of its own guesses."""
 
+    is_causal = True
+
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
         target.check_probe()
         self.block = config.window
-
-    def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        return after(mask, depths, torch.arange(self.block, device=mask.device))
 
     def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
         """Noised embeddings of the model's own guesses, which a first pass makes of noise alone, as in serving."""

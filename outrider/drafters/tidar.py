@@ -36,6 +36,7 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
 from outrider.nn import serving, target_model
 from outrider.nn.draft_model import LEARNT, with_mask
+from outrider.nn.probe_rows import rows_after
 from outrider.targets.protocol import Target
 
 
@@ -80,7 +81,7 @@ class Tidar(Drafter):
 
     @torch.inference_mode()
     def probe(self, memory: list[Tensor | None], state: DecodeState, draft: Draft) -> Probe:
-        mask, depths = masks_after(*draft.rows(), self.limit)
+        mask, depths = rows_after(*draft.rows(), self.limit, causal=False)
         return Probe(self.target.embed(torch.full_like(depths, self.mask_token)), mask, depths)
 
     def observe(
@@ -100,28 +101,17 @@ def build(config: Config, target: Target) -> Tidar:
     return Tidar(target, config)
 
 
-def masks_after(mask: Tensor, depths: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Attention mask [B, n * K, m + n * K] bool and depths [B, n * K] of a block of masks behind each of n rows, which
-    stand at depths [B, n] and see mask [B, n, m]."""
-    slots, count = depths.shape
-    of = torch.arange(count, device=depths.device).repeat_interleave(block)
-    own = (of[:, None] == of).expand(slots, -1, -1)
-    order = torch.arange(block, device=depths.device).repeat(count)
-    return torch.cat([mask.repeat_interleave(block, 1), own], 2), depths.repeat_interleave(block, 1) + 1 + order
-
-
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TargetModel(target_model.TargetModel):
     """The target that drafts for itself in masks."""
 
+    is_causal = False
+
     def __init__(self, config: Config, target: Target):
         super().__init__(with_mask(config, target), target)
         self.mask_token, self.block = Tidar(target, self.config).mask_token, config.block
-
-    def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        return masks_after(mask, depths, self.block)
 
     def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
         return self.words(at.new_full((len(at), at.shape[1] * self.block), self.mask_token))

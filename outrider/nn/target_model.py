@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.nn.draft_model import Batch, DraftModel, draw
+from outrider.nn.probe_rows import rows_after
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets import causal_lm
 from outrider.targets.load import load_target
@@ -25,11 +26,13 @@ from outrider.targets.protocol import Target
 
 
 class TargetModel(DraftModel):
-    """A copy of the target's model, all of its weights trained.  A method says what its rows are given and see."""
+    """A copy of the target's model, all of its weights trained.  A method says what its rows are given."""
 
     taps: tuple[int, ...] = ()
     block: int
     """Rows behind a drawn position, K."""
+    is_causal: bool
+    """Whether a row sees only those before it in its block."""
 
     def __init__(self, config: Any, target: Target):
         super().__init__()
@@ -37,11 +40,6 @@ class TargetModel(DraftModel):
         source: Any = target
         self.lm: Any = copy.deepcopy(source.model).requires_grad_(True)
         self._finish, _ = causal_lm.learn(self.lm, target.spec.name)
-
-    @abstractmethod
-    def rows_after(self, mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention mask [B, A * K, S + A * K] bool and depths [B, A * K] of the rows behind each of A rows, which
-        stand at depths [B, A] and see mask [B, A, S]."""
 
     @abstractmethod
     def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
@@ -61,7 +59,9 @@ class TargetModel(DraftModel):
         length, source = tokens.shape[1], self.target
         order = torch.arange(length, device=tokens.device)
         text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
-        mask, after = self.rows_after(text.gather(1, at[..., None].expand(-1, -1, length)), at)
+        mask, after = rows_after(
+            text.gather(1, at[..., None].expand(-1, -1, length)), at, self.block, causal=self.is_causal
+        )
         mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
         positions = torch.cat([order.expand(len(tokens), -1), after], 1)
         given = source.masked(None, mask, positions, positions)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import torch
 from outrider.drafters import jacobi_denoising
 from outrider.generation import generate
 from outrider.nn import trees
+from outrider.nn.probe_rows import rows_after
 
 CONFIG = jacobi_denoising.Config(window=3, levels=2)
 
@@ -17,7 +18,7 @@ def test_places_stand_behind_the_last_node_and_see_it_and_those_before():
     mask, depths = draft.rows()
     last = torch.tensor(draft.live)
     seen = mask[torch.arange(2), last]
-    mask, depths = jacobi_denoising.after(seen[:, None], depths.gather(1, last[:, None]), torch.arange(3))
+    mask, depths = rows_after(seen[:, None], depths.gather(1, last[:, None]), 3, causal=True)
     assert depths.tolist() == [[3, 4, 5], [2, 3, 4]]
     sees = [[set(row.nonzero()[:, 0].tolist()) for row in own] for own in mask]
     assert sees == [[{0, 1, 2, *range(3, 4 + j)} for j in range(3)], [{0, 1, *range(3, 4 + j)} for j in range(3)]]

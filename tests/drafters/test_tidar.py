@@ -8,6 +8,7 @@ import torch
 from outrider.drafters import tidar
 from outrider.errors import DrafterError
 from outrider.nn import trees
+from outrider.nn.probe_rows import rows_after
 
 CONFIG = tidar.Config(block=3, mask_token=63, anchors=16)
 
@@ -20,7 +21,7 @@ def made(target) -> tidar.TargetModel:
 def test_masks_stand_behind_their_row_and_see_its_path_and_their_block():
     """Catches a block that sees another, a node that is not above it, or its masks in one direction alone."""
     draft = trees.of_lists([[5, 6, 7]], [[-1, -1, 0]])
-    mask, depths = tidar.masks_after(*draft.rows(), 2)
+    mask, depths = rows_after(*draft.rows(), 2, causal=False)
     assert depths.tolist() == [[1, 2, 2, 3, 2, 3, 3, 4]]
     sees = [[0], [0, 1], [0, 2], [0, 1, 3]]
     for row in range(8):
