@@ -548,21 +548,17 @@ def measure_fused(shape: str, device: str, small: bool, known: Known) -> dict[st
         for context, width in itertools.product(contexts, (1, 8)):
             floor = Floor(target, 1, context, known.get("machine", {}))
             cache = filled(target, 1, context, 128)
-            run = verifying(target, cache, width)
-            target.step.graph, wanted = as_written, None
-            for is_fused in (False, True):
+            run, wanted = verifying(target, cache, width), None
+            for is_fused, graph in ((False, as_written), (True, CudaGraphs(packaged, as_written.recorder))):
+                target.step.graph = graph
                 point: dict[str, Any] = {"context": context, "width": width, "fused": is_fused}
                 try:
                     logits = run().logits.float()
-                    point["differs"] = 0.0 if wanted is None else float((logits - wanted).abs().max())
-                    point["ms"] = median_ms(run, device)
+                    wanted = logits if wanted is None else wanted
+                    point |= {"differs": float((logits - wanted).abs().max()), "ms": median_ms(run, device)}
                     found.append(point | floor.beside(width, point["ms"]))
                 except RuntimeError as error:
                     found.append(point | {"error": first_line(error)[:300]})
-                    wanted = torch.zeros(1, device=device)
-                    continue
-                wanted = logits if wanted is None else wanted
-                target.step.graph = CudaGraphs(packaged, as_written.recorder)
     return {"points": found, "compiled_s": seconds, "layers": target.spec.layers}
 
 
