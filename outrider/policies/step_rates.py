@@ -93,7 +93,7 @@ class StepSize(NamedTuple):
     tokens: int
     """Tokens in the pass, anchors and padding included."""
     kind: int
-    """0 for a pass of anchors alone, 1 for one of drafts: each kind scales a table by one factor."""
+    """0 for a pass of anchors alone, 1 for one of drafts."""
 
 
 class StepSeconds:
@@ -105,8 +105,9 @@ class StepSeconds:
         """By the live slots' number in bits, as in `Adaptive`."""
         self.passes: dict[int, Costs] = {}
         """The same by nodes a slot in the pass, where there is no table."""
-        self.scale = Costs([])
-        """Measured seconds over the table's, by kind of pass."""
+        self.scales: dict[int, dict[int, Costs]] = {0: {}, 1: {}}
+        """Measured seconds over the table's: by kind of pass, then as `passes`.  A table that was timed beside other
+        work is wrong at single sizes, so one factor for all of them would keep what is wrong between them."""
         self.single: dict[tuple[Costs, int], float] = {}
         """Sizes timed once, which do not count yet: one of one may be an outlier."""
 
@@ -123,14 +124,15 @@ class StepSeconds:
         """Steps of this size took so long: (draft, the rest)."""
         live, asked, tokens, kind = size
         self.todo(live)
-        key, (drafts, passes) = (live - 1).bit_length(), zip(*seconds, strict=True)
+        key, nodes, (drafts, passes) = (live - 1).bit_length(), -(-tokens // live) - 1, zip(*seconds, strict=True)
         if asked:
             self._add(self.drafts[key], asked, drafts, step)
         if self.rates is None:
-            self._add(self.passes[key], -(-tokens // live) - 1, passes, step)
+            self._add(self.passes[key], nodes, passes, step)
         else:
             usual = self.rates.seconds(live, tokens)
-            self._add(self.scale, kind, [each / usual for each in passes], step)
+            scales = self.scales[kind].setdefault(key, Costs([]))
+            self._add(scales, nodes, [each / usual for each in passes], step)
 
     def _add(self, costs: Costs, size: int, seconds: Sequence[float], step: int) -> None:
         if size not in costs.samples:
@@ -152,11 +154,16 @@ class StepSeconds:
     def verify(self, live: int, tokens: float, kind: int) -> float:
         """Of all but the draft, for a pass of so many tokens; nearly 0 before anything is known."""
         if self.rates is not None:
-            means = self.scale.means
-            scale = means[min(means, key=lambda other: abs(other - kind))] if means else 1.0
-            return scale * self.rates.seconds(live, tokens)
+            return self._scale(live, tokens / live - 1, kind) * self.rates.seconds(live, tokens)
         known = self._nearest(self.passes, live)
         return known.at(tokens / live - 1) if known is not None else 1e-9
+
+    def _scale(self, live: int, nodes: float, kind: int) -> float:
+        """The factor of the nearest size that was timed: of this kind, else of the other."""
+        known = self._nearest(self.scales[kind], live) or self._nearest(self.scales[1 - kind], live)
+        if known is None:
+            return 1.0
+        return known.means[min(known.means, key=lambda other: abs(other - nodes))]
 
     def _nearest(self, costs: Mapping[int, Costs], live: int) -> Costs | None:
         """Those of the nearest number of slots that was timed."""

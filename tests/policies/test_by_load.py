@@ -505,10 +505,10 @@ def test_a_table_by_batch_that_leaves_slots_open_is_refused(wrong):
 # ── what it is for ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def table(clock: Clock) -> StepRates:
-    """The clock's seconds, without noise, as measured at the start."""
-    rows = [2**n for n in range(7)]
-    return StepRates({(slots, n): clock.seconds(slots * n, 0)[1] for slots in rows for n in range(1, LIMIT + 2)})
+def table(clock: Clock, factor: Callable[[], float] = lambda: 1.0) -> StepRates:
+    """The clock's seconds times a factor for each size, as measured at the start."""
+    sizes = [(2**power, n) for power in range(7) for n in range(1, LIMIT + 2)]
+    return StepRates({(slots, n): clock.seconds(slots * n, 0)[1] * factor() for slots, n in sizes})
 
 
 class Confident(World):
@@ -566,6 +566,19 @@ def test_with_confidences_it_comes_near_the_better_of_plain_and_every_fixed_dept
     world = Confident(slots, made(), level).play(ByLoad(LIMIT, None if learns else table(made())), 500)
     best = max(Confident(slots, made(), level).play(Fixed(n), 350).rate(350) for n in (0, 1, 3, 5, LIMIT))
     assert world.rate(350) >= (0.97 if not learns else 0.9 if clock == "rows by tiles" else 0.95) * best
+
+
+@pytest.mark.parametrize("level", [0.6, 0.85])
+@pytest.mark.parametrize("clock", PARALLEL.keys())
+def test_a_table_timed_beside_other_work_is_mended_while_decoding(clock, level):
+    """Catches a table that is corrected as a whole, so its cheapest mistake is what is drafted."""
+    made = PARALLEL[clock]
+    best = max(Confident(4, made(), level).play(Fixed(n), 350).rate(350) for n in (0, 1, 3, 5, LIMIT))
+    for seed in range(3):
+        noise = random.Random(seed)
+        spoilt = table(made(), lambda noise=noise: noise.lognormvariate(0, 0.4))
+        world = Confident(4, made(), level).play(ByLoad(LIMIT, spoilt), 1000)
+        assert world.rate(600) >= 0.97 * best
 
 
 def test_confidences_bring_more_than_any_fixed_depth():

@@ -168,6 +168,17 @@ def test_what_is_timed_while_decoding_scales_the_table():
     assert known.verify(1, 1, 0) == pytest.approx(1.1)
 
 
+def test_a_size_that_the_table_has_wrong_is_corrected_alone():
+    """Catches one factor for all sizes: width 3 was timed at half of what it takes, the others were timed right."""
+    rates = StepRates({(2, 1): 1.0, (2, 3): 0.7, (2, 5): 1.8})
+    known = StepSeconds(4, rates)
+    for tokens, seconds in ((2, 1.0), (6, 1.4), (10, 1.8)):
+        known.add(StepSize(2, 4, tokens, min(tokens - 2, 1)), [(0.1, seconds)] * 2, step=8)
+    assert [known.verify(2, tokens, 1) for tokens in (6, 10)] == pytest.approx([1.4, 1.8])
+    assert known.verify(2, 2, 0) == pytest.approx(1.0)
+    assert known.verify(16, 48, 1) == pytest.approx(2 * rates.seconds(16, 48))  # the nearest number of slots
+
+
 def test_without_a_table_seconds_are_learnt_by_slots():
     """Catches seconds of sixteen slots that are taken for those of one, once those are known."""
     known = StepSeconds(4, None)
