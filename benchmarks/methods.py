@@ -108,6 +108,8 @@ METHODS: dict[str, Method] = {
     "domino": Method("demo-domino", SOFT),
     "deer": Method("demo-deer", SOFT),
     "eagle3": Method("demo-eagle3", TREE),
+    "eagle3, gated": Method("demo-eagle3", (*TREE, "drafter.gated=true")),
+    "eagle3, metaquery": Method("demo-eagle3", (*TREE, "drafter.aggregate=metaquery")),
     "confu": Method("demo-confu", TREE),
     "eagle": Method("demo-eagle", TREE),
     "peagle": Method("demo-peagle"),
@@ -160,6 +162,8 @@ CLAIMS = [
     Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
     Claim("confu", "eagle3", 1.08, 0.0, "contemplate rows in the target's pass"),
     Claim("confu", "eagle3", 1.08, 1.0, "contemplate rows in the target's pass"),
+    Claim("eagle3, gated", "eagle3", 1.0, 0.0, "a gate on what the draft's attention says (Baichuan-M3)"),
+    Claim("eagle3, metaquery", "eagle3", 1.0, 0.0, "learned queries over the target's layers (Hyper-Bagel)"),
 ]
 CLAIMS += [
     Claim(f"{claim.better}, {what}", f"{claim.worse}, {what}", 1.0, claim.temperature, claim.said)

@@ -15,7 +15,8 @@ chaos      drafters that raise, return garbage or hang
 Servers stay up, and all but the one that is asked stand still.  Clients are one process beside (`serving_clients.py`).
 Ways take turns, in another order each time; the first turn is a warm-up.  Ratios are of tokens over seconds of all
 turns, with the 95 % interval of a bootstrap over turns.  The best of others is chosen on the odd turns for the even
-ones, and the other way round: the highest of several noisy numbers is too high.
+ones, and the other way round: the highest of several noisy numbers is too high.  Two processes that do the same differ
+by up to 6 %, so the scheduler's ways are compared with plain requests to the same server (`speculative: false`).
 
 What is in FILE with the same settings is not measured again; a part that was stopped goes on where it was.  What can't
 be had is in `left_out`, with the reason.  dspark is the checkpoint of the last `make demo`.
@@ -52,7 +53,7 @@ from benchmarks.serving_turns import (
     asleep,
     at_most,
     audited,
-    best_by_halves,
+    best_over_plain,
     by_turns,
     figures,
     first_s,
@@ -63,6 +64,7 @@ from benchmarks.serving_turns import (
     per_token_s,
     rate,
     ratio,
+    ratio_over,
     started,
     tell,
     warmed,
@@ -202,6 +204,7 @@ def scheduler(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients,
             if any(row["concurrency"] == concurrency for row in rows):
                 continue
             count = max(wanted.requests, 2 * concurrency)
+            turns = turns_at(concurrency, wanted.turns)
 
             def ask(way: str, number: int, count: int = count, concurrency: int = concurrency) -> Turn:
                 kind, more = ways[way]
@@ -210,10 +213,8 @@ def scheduler(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients,
                         server, with_body(pool, **more), numbers_of(number, count, len(pool)), concurrency
                     )
 
-            turns = by_turns(list(ways), wanted.turns, ask, own["left_out"])
-            rows.append(
-                {"concurrency": concurrency, "requests_a_turn": count, "turns": wanted.turns} | told(turns, own)
-            )
+            found = by_turns(list(ways), turns, ask, own["left_out"])
+            rows.append({"concurrency": concurrency, "requests_a_turn": count, "turns": turns} | told(found, own))
             own["promises"] = [one for row in rows for one in row_promises(row)] + policy_promises(own["policies"])
             save()
             speeds = (f"{name} {way['tokens_per_s']:.0f}" for name, way in rows[-1]["ways"].items())
@@ -223,10 +224,24 @@ def scheduler(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients,
 def ways_of(wanted: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Ways by name: the server, and what is added to bodies."""
     ways: dict[str, tuple[str, dict[str, Any]]] = {"plain": ("plain", {})}
-    if "fixed" in servers:
-        ways |= {f"depth {depth}": ("fixed", {"speculative": {"depth": depth}}) for depth in wanted.depths}
-        ways["always on"] = ("fixed", {})
-    return ways | {policy: (policy, {}) for policy in POLICIES if policy in servers}
+    for kind in [name for name in servers if name != "plain"]:
+        ways[f"{kind}: plain"] = kind, {"speculative": False}
+        if kind != "fixed":
+            ways[kind] = kind, {}
+            continue
+        ways |= {f"depth {depth}": (kind, {"speculative": {"depth": depth}}) for depth in wanted.depths}
+        ways["always on"] = kind, {}
+    return ways
+
+
+def turns_at(concurrency: int, turns: int) -> int:
+    """Fewer where a turn has more requests than 16 clients ask."""
+    return max(min(6, turns), min(turns, 16 * turns // concurrency))
+
+
+def plain_beside(way: str) -> str:
+    """Plain requests to the server of this way."""
+    return f"{way if way in POLICIES else 'fixed'}: plain"
 
 
 def told(turns: Mapping[str, Sequence[Turn]], own: dict[str, Any]) -> dict[str, Any]:
@@ -234,19 +249,25 @@ def told(turns: Mapping[str, Sequence[Turn]], own: dict[str, Any]) -> dict[str, 
     plain = turns["plain"]
     alone = {"first_s": statistics.median(first_s(plain)), "per_token_s": statistics.median(per_token_s(plain))}
     slo = {name: 2 * value for name, value in own.setdefault("unloaded", alone).items()}
-    best, names = best_by_halves({way: found for way, found in turns.items() if way not in POLICIES})
+    drafted = {way: found for way, found in turns.items() if way != "plain" and not way.endswith(": plain")}
+    beside = {way: turns[plain_beside(way)] for way in drafted}
+    fixed = [way for way in drafted if way not in POLICIES]
+    best, names = best_over_plain({way: turns[way] for way in fixed}, turns["fixed: plain"])
     return {
         "ways": {
             way: figures(found) | {"goodput": goodput(found, slo["first_s"], slo["per_token_s"])}
             for way, found in turns.items()
         },
-        "best": names, "over_best": {way: ratio(found, best) for way, found in turns.items()},
-        "first_p99": {way: first_p99(found, plain) for way, found in turns.items() if way != "plain"},
-    }  # fmt: skip
+        "best": names,
+        "over_plain": {way: ratio(found, beside[way]) for way, found in drafted.items()},
+        "over_best": {way: ratio_over(found, beside[way], best) for way, found in drafted.items()},
+        "first_p99": {way: first_p99(found, beside[way]) for way, found in drafted.items()},
+        "waiting": {name: ratio(turns[f"{name}: plain"], plain) for name in POLICIES if name in turns},
+    }
 
 
 def first_p99(one: Sequence[Turn], plain: Sequence[Turn], draws: int = 1000) -> dict[str, Any]:
-    """The p99 of the time to the first token, over plain decoding's; 95 % interval of a bootstrap over turns."""
+    """The p99 of the time to the first token, over plain requests'; 95 % interval of a bootstrap over turns."""
 
     def of(taken: Sequence[int]) -> float:
         mine, theirs = (np.quantile(first_s([turns[n] for n in taken]), 0.99) for turns in (one, plain))
@@ -378,11 +399,13 @@ class Part(NamedTuple):
 
 
 def scheduler_minutes(wanted: argparse.Namespace) -> float:
-    ways, tokens = len(wanted.depths) + 4, statistics.mean(NEW)
-    a_turn = sum(
-        max(wanted.requests, 2 * count) * tokens / TOKENS_PER_S.get(count, MOST) + 0.5 for count in wanted.concurrency
+    ways, tokens = len(wanted.depths) + 7, statistics.mean(NEW)
+    seconds = sum(
+        (turns_at(count, wanted.turns) + 1)
+        * (max(wanted.requests, 2 * count) * tokens / TOKENS_PER_S.get(count, MOST) + 0.5)
+        for count in wanted.concurrency
     )
-    return 6 + (wanted.turns + 1) * ways * a_turn / 60
+    return 3 + ways * seconds / 60
 
 
 def peers_minutes(wanted: argparse.Namespace) -> float:
@@ -423,7 +446,7 @@ def settings(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float64", help="soak, chaos: of the target")
     parser.add_argument("--concurrency", type=numbers, default=[1, 2, 4, 8, 16, 32, 64], help="scheduler: 1 first")
     parser.add_argument("--depths", type=numbers, default=[1, 2, 4], help="scheduler: fixed, besides the whole draft")
-    parser.add_argument("--turns", type=int, default=8, help="scheduler, overhead: of every way, after the warm-up")
+    parser.add_argument("--turns", type=int, default=12, help="scheduler, overhead: of every way, after the warm-up")
     parser.add_argument(
         "--requests", type=int, default=12, help="scheduler, overhead: of a turn; two a client at least"
     )

@@ -21,7 +21,7 @@ from benchmarks.replay import spread
 from benchmarks.serving_clients import Due
 from outrider import demo, generate
 from outrider.errors import OutriderError
-from outrider.report.bootstrap import ratio_of_rates
+from outrider.report.bootstrap import rate_ratio, ratio_of_rates, resampled
 
 CANNOT = (OSError, HTTPException, OutriderError, MemoryError, ValueError)
 """What says that a server can't be had here, or can't be asked so."""
@@ -253,6 +253,26 @@ def ratio(one: Sequence[Turn], other: Sequence[Turn]) -> dict[str, Any]:
     """One's tokens/s over the other's, turn beside turn, with the 95 % interval."""
     found = ratio_of_rates([(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(one, other, strict=True)])
     return {"ratio": found.center, "interval": [found.low, found.high]}
+
+
+def ratio_over(one: Sequence[Turn], plain: Sequence[Turn], best: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
+    """One's speed-up over plain requests to its server, over that of the best, turns beside their own plain ones."""
+    sides = zip(one, plain, best, strict=True)
+    table = np.array([[value for turn in (a, b, *c) for value in (turn.tokens, turn.seconds)] for a, b, c in sides])
+
+    def ratios(values: Any) -> Any:
+        return rate_ratio(values[..., :4]) / rate_ratio(values[..., 4:])
+
+    low, high = np.quantile(resampled(table, ratios, 10_000, 0), [0.025, 0.975])
+    return {"ratio": float(ratios(table)), "interval": [float(low), float(high)]}
+
+
+def best_over_plain(
+    ways: Mapping[str, Sequence[Turn]], plain: Sequence[Turn]
+) -> tuple[list[tuple[Turn, Turn]], list[str]]:
+    """The fastest of ways of one server and of plain requests to it, turn by turn with the plain one, and its names."""
+    best, names = best_by_halves({"plain": plain, **ways})
+    return list(zip(best, plain, strict=False)), names
 
 
 def best_by_halves(ways: Mapping[str, Sequence[Turn]]) -> tuple[list[Turn], list[str]]:

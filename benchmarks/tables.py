@@ -756,17 +756,23 @@ def _serving_scheduler(part: dict[str, Any]) -> str:
     def by_way(cell: Callable[[dict[str, Any], str], str], of: Sequence[str] = ways) -> list[list[str]]:
         return [[way, *(cell(row, way) if way in row["ways"] else "–" for row in rows)] for way in of]
 
+    def over_plain(row: dict[str, Any], way: str) -> str:
+        return f"{row['over_plain'][way]['ratio']:.3f}"
+
     def over_best(row: dict[str, Any], way: str) -> str:
         one = row["over_best"][way]
         return f"{one['ratio']:.3f} ({one['interval'][0]:.3f} to {one['interval'][1]:.3f})"
 
-    policies = [way for way in ways if not way.startswith(("plain", "depth"))]
+    policies = [way for way in ways if not way.startswith(("plain", "depth")) and not way.endswith(": plain")]
     shown = ["plain", *policies]
-    right = slice(1, 1 + len(at))
+    drafted = [way for way in ways if way != "plain" and not way.endswith(": plain")]
+    right, turns = slice(1, 1 + len(at)), [row["turns"] for row in rows]
     parts = [
-        f"**Scheduler**, {part['measured'][:10]}: by clients at a time, {part['settings']['turns']} turns a way. "
-        "Over the best: the ratio to the best of plain and every depth, with its 95 % interval.",
+        f"**Scheduler**, {part['measured'][:10]}: by clients at a time, {min(turns)} to {max(turns)} turns a way. Over "
+        "plain: beside plain requests to the same server, since two processes that do the same differ by up to 6 %. "
+        "Over the best: that, over the same of the best of plain and every depth, with its 95 % interval.",
         _table(["tokens/s", *at], by_way(lambda row, way: f"{row['ways'][way]['tokens_per_s']:.0f}"), right),
+        _table(["over plain", *at], by_way(over_plain, drafted), right),
         _table(["over the best", *at], by_way(over_best, policies), right),
     ]
     for what, title in (("first_ms", "first token, ms"), ("gap_ms", "between pieces, ms")):

@@ -68,6 +68,8 @@ def ask(
     """Ask a server: a prompt, or a file of prompts with progress, resume and a report of what it cost."""
     place_of_json(json_to)
     is_file = what.endswith(FILES)
+    if is_file and not Path(what).exists():
+        raise DataError(f"can't read {what}: there is no such file; give a JSONL file of prompts")
     if is_file and out is None:
         raise ConfigError(f"answers to {what} need a file; name one with --out")
     if not is_file and out is not None:

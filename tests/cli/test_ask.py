@@ -113,6 +113,7 @@ def test_a_budget_stops_a_file_with_exit_code_1(stub: tuple[str, Ledger], said: 
         (("in.jsonl",), "answers to in.jsonl need a file; name one with --out"),
         (("hi", "--out", "out.jsonl"), "--out is for a file of prompts"),
         (("none.jsonl", "--out", "out.jsonl"), "can't read none.jsonl"),
+        (("none.jsonl",), "can't read none.jsonl"),
         (("in.jsonl", "--out", "in.jsonl"), "answers would overwrite in.jsonl"),
         (("hi", "--budget", "5"), "a budget needs prices"),
         (("hi", "--budget", "much", "--prices", "prices.yaml"), "--budget must be an amount such as 5.00, got 'much'"),
