@@ -187,6 +187,12 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["patch_diffusion"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, block: int = 8, steps: int = 1, mask_token: int | None = None, anchors: int = 32,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["peagle"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
     intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
@@ -228,6 +234,12 @@ def load_drafter(
     blocks: int = 2, choose_blocks: bool = False, nodes: int = 60, layers: int = 2, taps: Sequence[int] | None = None,
     vocabulary: int | None = None, init_from_layers: Sequence[int] | None = None, anchors: int = 512,
     decay: float = 0.8,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
+    kind_or_path: Literal["stale_latent"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, length: int = 8,
 ) -> Drafter: ...
 
 @overload

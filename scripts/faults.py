@@ -245,6 +245,36 @@ FAULTS = [
         ],
         ["tests/drafters/test_jacobi_denoising.py::test_windows_of_training_hold_what_the_model_guesses"],
     ),
+    Fault(
+        "a patch's latent is there a byte before the patch ends",
+        [Edit("outrider/targets/byte_patches.py", "words, run % size == 0", "words, run % size == size - 1")],
+        ["tests/targets/test_byte_model.py::test_patches_end_as_told_byte_by_byte"],
+    ),
+    Fault(
+        "bytes that stale_latent drafts end patches, so that the global model runs for each",
+        [Edit("outrider/targets/stale.py", "with byte_patches.held(), target", "with byte_patches.held(0), target")],
+        ["tests/drafters/test_stale_latent.py::test_a_draft_runs_no_global_model_and_a_step_one_whole_pass"],
+    ),
+    Fault(
+        "masks of patch_diffusion see only those before them",
+        [
+            Edit(
+                "outrider/drafters/patch_diffusion.py",
+                "torch.ones(1, width, width, dtype=torch.bool, device=device)",
+                "torch.ones(1, width, width, dtype=torch.bool, device=device).tril()",
+            )
+        ],
+        ["tests/drafters/test_patch_diffusion.py::test_serving_reads_the_rows_that_training_reads"],
+    ),
+    Fault(
+        "rows of a block in training know the latent of patches that end among them",
+        [
+            Edit(
+                "outrider/drafters/patch_diffusion.py", "byte_patches.held(width * at.shape[1])", "byte_patches.held(0)"
+            )
+        ],
+        ["tests/drafters/test_patch_diffusion.py::test_serving_reads_the_rows_that_training_reads"],
+    ),
 ]
 
 

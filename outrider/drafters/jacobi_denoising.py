@@ -162,7 +162,7 @@ def spread(embeddings: Tensor) -> float:
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TargetModel(target_model.TargetModel):
+class TargetModel(target_model.ProbedTargetModel):
     """The target that predicts from noised embeddings of its own guesses."""
 
     is_causal = True

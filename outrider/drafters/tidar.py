@@ -104,7 +104,7 @@ def build(config: Config, target: Target) -> Tidar:
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TargetModel(target_model.TargetModel):
+class TargetModel(target_model.ProbedTargetModel):
     """The target that drafts for itself in masks."""
 
     is_causal = False

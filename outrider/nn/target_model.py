@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.nn.draft_model import Batch, DraftModel, draw
+from outrider.nn.draft_model import Batch, DraftModel, Drawn, draw
 from outrider.nn.probe_rows import rows_after
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets import causal_lm
@@ -26,13 +26,11 @@ from outrider.targets.protocol import Target
 
 
 class TargetModel(DraftModel):
-    """A copy of the target's model, all of its weights trained.  A method says what its rows are given."""
+    """A copy of the target's model, all of its weights trained.  A method says which rows of a pass are learnt."""
 
     taps: tuple[int, ...] = ()
     block: int
     """Rows behind a drawn position, K."""
-    is_causal: bool
-    """Whether a row sees only those before it in its block."""
 
     def __init__(self, config: Any, target: Target):
         super().__init__()
@@ -40,33 +38,6 @@ class TargetModel(DraftModel):
         source: Any = target
         self.lm: Any = copy.deepcopy(source.model).requires_grad_(True)
         self._finish, _ = causal_lm.learn(self.lm, target.spec.name)
-
-    @abstractmethod
-    def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
-        """What stands for embeddings of the rows behind positions `at` [B, A] of texts [B, S]: [B, A * K, H]."""
-
-    def words(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., H], as the model's passes take them."""
-        embedded: Tensor = self.lm.get_input_embeddings()(tokens)
-        return embedded
-
-    def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """States [B, S + A * K, H] of texts [B, S] and of the rows behind each position `at` [B, A].
-
-        inputs: of these rows, those that `inputs` gives unless given."""
-        if inputs is None:
-            inputs = self.inputs(tokens, documents, at)
-        length, source = tokens.shape[1], self.target
-        order = torch.arange(length, device=tokens.device)
-        text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
-        mask, after = rows_after(
-            text.gather(1, at[..., None].expand(-1, -1, length)), at, self.block, causal=self.is_causal
-        )
-        mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
-        positions = torch.cat([order.expand(len(tokens), -1), after], 1)
-        given = source.masked(None, mask, positions, positions)  # type: ignore[attr-defined]
-        embedded = torch.cat([self.words(tokens), inputs], 1)
-        return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., H], of which a row of `Rows` has two side by side."""
@@ -78,9 +49,6 @@ class TargetModel(DraftModel):
         p = target.float().log_softmax(-1)
         own = self.logits(rows.states[part][..., self.target.spec.hidden :]).float().log_softmax(-1)
         return {"ar": (p.exp() * (p - own)).sum(-1)}
-
-    def predict(self, batch: Batch) -> Rows:
-        return Rows(self, batch)
 
     def trained_target(self) -> Target:
         """The model as a target, with its own copy of the weights."""
@@ -100,15 +68,57 @@ class TargetModel(DraftModel):
         return self
 
 
+class ProbedTargetModel(TargetModel):
+    """One that is trained on a probe's rows.  A method says what these rows are given."""
+
+    is_causal: bool
+    """Whether a row sees only those before it in its block."""
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor, documents: Tensor, at: Tensor) -> Tensor:
+        """What stands for embeddings of the rows behind positions `at` [B, A] of texts [B, S]: [B, A * K, H]."""
+
+    def words(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H], as the model's passes take them."""
+        embedded: Tensor = self.lm.get_input_embeddings()(tokens)
+        return embedded
+
+    def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """States [B, S + A * K, H] of texts [B, S] and of the rows behind each position `at` [B, A].
+
+        inputs: of these rows, those that `inputs` gives unless given."""
+        if inputs is None:
+            inputs = self.inputs(tokens, documents, at)
+        mask, positions = rows_of(documents, at, self.block, causal=self.is_causal)
+        source: Any = self.target
+        given = source.masked(None, mask, positions, positions)
+        embedded = torch.cat([self.words(tokens), inputs], 1)
+        return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
+
+    def predict(self, batch: Batch) -> Rows:
+        drawn = draw(batch, self.config.anchors, 2, self.block)
+        return Rows(self, batch, drawn, self.read(batch.tokens, batch.documents, drawn.at))
+
+
+def rows_of(documents: Tensor, at: Tensor, count: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention mask [B, n, n] bool and positions [B, n] of texts, documents [B, S], and of `count` rows after each
+    position `at` [B, A] of them, n = S + A * count; see `rows_after`."""
+    length = documents.shape[1]
+    order = torch.arange(length, device=documents.device)
+    text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
+    mask, after = rows_after(text.gather(1, at[..., None].expand(-1, -1, length)), at, count, causal=causal)
+    mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
+    return mask, torch.cat([order.expand(len(documents), -1), after], 1)
+
+
 class Rows(DetachedRows):
     """Predictions of the rows behind drawn positions; row k behind position i has label token i + 2 + k.
 
     Each has beside it the state of the text that has the same label."""
 
-    def __init__(self, model: TargetModel, batch: Batch):
+    def __init__(self, model: TargetModel, batch: Batch, drawn: Drawn, states: Tensor):
+        """drawn: the positions, and which of their rows are learnt.  states: as `model.read` gives them."""
         length, block = batch.tokens.shape[1], model.block
-        drawn = draw(batch, model.config.anchors, 2, block)
-        states = model.read(batch.tokens, batch.documents, drawn.at)
         b, a, depth = drawn.learnt.nonzero().unbind(-1)
         label = drawn.labels_at[b, a, depth]
         weight, number = torch.ones(len(b), device=b.device), b * drawn.at.shape[1] + a

@@ -20,6 +20,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from outrider.targets import hooks
 from outrider.targets.anatomy import BROKEN, cache_argument, trunk
 from outrider.targets.attention_mask import Limit, Tree
+from outrider.targets.byte_model import ByteModel
 from outrider.targets.cache import SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
 
@@ -50,6 +51,8 @@ class Family:
     """Rows of different lengths pass one by one, since the family counts columns of the longest for all."""
     past: str | None = None
     """Name of the argument that takes a cache of the family's own kind, where slots can't hold what it stores."""
+    has_patches: bool = False
+    """Bytes are gathered in patches, as their ids say."""
 
     @property
     def follows_one_path(self) -> bool:
@@ -106,7 +109,8 @@ def learn(
     if masks == "one" and len(limits) > 1:
         masks = "none"
     has_positions, is_recurrent, rotary = "position_ids" in asked, _teach_steps(model), learn_rotary(model)
-    return Family(masks, limits, cache_argument(asked), has_positions, is_recurrent, rotary, one_by_one, past)
+    cache, has_patches = cache_argument(asked), isinstance(model, ByteModel)
+    return Family(masks, limits, cache, has_positions, is_recurrent, rotary, one_by_one, past, has_patches)
 
 
 WINDOWS = (

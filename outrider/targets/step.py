@@ -54,6 +54,11 @@ class CompiledStep(Compiled):
                 f"{self.target.spec.name}'s family has no attention masks, or has a recurrent state or a cache of its "
                 "own; its steps stay plain"
             )
+        if family.has_patches:
+            raise NotCompiled(
+                f"the global model of {self.target.spec.name} runs where the bytes of a pass end a patch; its steps "
+                "stay plain"
+            )
         if family.rotary is not None:
             raise NotCompiled(
                 f"the rotary factors of {self.target.spec.name} depend on the length of each text; its steps stay plain"

@@ -221,8 +221,9 @@ class TransformersTarget:
         """Raises TargetError where the family's passes take no probe."""
         family = self.family
         is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
-        # embeddings in every layer need token ids, which a probe's rows do not have
-        if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
+        # embeddings in every layer and patches need token ids, which a probe's rows do not have
+        has_ids = family.has_patches or self._has_ids_in_layers
+        if not is_free or family.follows_one_path or family.rotary is not None or has_ids:
             raise TargetError(
                 f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
                 "the length of the text or on token ids in every layer; draft without one"
@@ -296,15 +297,22 @@ class TransformersTarget:
 
     @contextmanager
     def skipping(self, skip: Skip, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Gives a function from tokens [R, n] to logits [R, n, V] that reads on after these slots without `skip`.
+        """As `reading_on`, without `skip`.  Afterwards the model is what it was before."""
+        with self.reading_on(cache, rows) as read, self._sublayers.left_out(skip):
+            yield read
 
-        It writes where the next verified pass will write.  Afterwards model and lengths are what they were before.
+    @contextmanager
+    def reading_on(self, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[..., Tensor]]:
+        """Gives a function from tokens [R, n], and a `Tree` where they are not a chain, to logits [R, n, V] after these
+        slots.
+
+        It writes where the next verified pass will write.  Afterwards lengths are what they were before.
         """
 
         @torch.inference_mode()
-        def read(tokens: Tensor) -> Tensor:
+        def read(tokens: Tensor, tree: Tree | None = None) -> Tensor:
             cache.open(rows, tokens.shape[1])
-            logits: Tensor = self._each(self._scores, tokens, cache).logits
+            logits: Tensor = self._each(self._scores, tokens, cache, tree).logits
             cache.append([tokens.shape[1]] * len(rows))
             return logits
 
@@ -313,8 +321,7 @@ class TransformersTarget:
             if not cache.layers:  # a compiled step needs buffers of every layer
                 read(torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device))
                 cache.append([0] * len(rows))
-            with self._sublayers.left_out(skip):
-                yield read
+            yield read
         finally:
             for row, start in zip(rows, starts, strict=True):
                 cache.lengths[row] = start

@@ -1,0 +1,143 @@
+"""Patch diffusion: the local layers of a target of bytes fill a block of masks in one or a few passes, in both
+directions.  (BLT-DV: Fast Byte Latent Transformer, arXiv 2605.08044.)
+
+The block is the anchor's byte and `block` masks after it.  Its rows see the text and one another, and stand on the
+latent of the last patch that was read; the global model does not run.  In each of `steps` passes the bytes of which it
+is surest are filled in, for the next pass to see.  The same target then verifies the block byte by byte.
+
+q is the softmax of each row's own, from the pass in which it was filled.  What is filled in is the likeliest byte, so
+rows depend on the text alone, and drawing them independently is exact.
+
+`TargetModel` trains the target's weights on for such blocks; the result is a target of its own, which writes alone as
+well, and texts are exact relative to it.
+
+Differs from the paper: blocks stand after drawn positions of a text, not side by side over all of it; every second one
+is masked whole; bytes are filled in by confidence alone; and the rows of text learn the target's own distribution by KL
+(`ar`), where the paper has cross entropy of the text.
+
+B live slots, A drawn positions of a text, K masks of a block, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState
+from outrider.errors import DrafterError
+from outrider.nn import serving, target_model
+from outrider.nn.draft_model import LEARNT, Batch, draw, with_mask
+from outrider.targets import byte_patches, causal_lm, stale
+from outrider.targets.attention_mask import Tree
+from outrider.targets.protocol import Target
+
+
+class Config(Base):
+    kind: Literal["patch_diffusion"] = "patch_diffusion"
+    block: PositiveInt = 8
+    """Masks after the anchor, and bytes drafted per step."""
+    steps: PositiveInt = 1
+    """Passes of the local layers that fill a block."""
+    mask_token: NonNegativeInt | None = None
+    """Id of the target's token that stands for masks.  Unless given: the tokenizer's mask token, else the first unused
+    row of the embedding."""
+    anchors: PositiveInt = 32
+    """Most blocks trained per text and step."""
+
+
+class PatchDiffusion(Drafter):
+    """Its memory is the target's own cache; nothing of a block stays there."""
+
+    def __init__(self, target: Target, config: Config):
+        self.target, config = stale.patched(target, config.kind), with_mask(config, target)
+        if config.mask_token is None or str(config.mask_token) == LEARNT:
+            raise DrafterError(
+                f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
+                "drafter.mask_token"
+            )
+        self.mask_token, self.limit, self.passes = config.mask_token, config.block, config.steps
+
+    def allocate(self, cache: Cache) -> Cache:
+        return cache
+
+    @torch.inference_mode()
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        logits = self._filled(memory, state)[:, : int(budget.max())]
+        return serving.possible(serving.side_by_side(logits, budget, state), state)
+
+    def _filled(self, cache: Any, state: DecodeState) -> Tensor:
+        """Logits [B, K, V] of the block, each row's from the pass that filled it."""
+        rows, width = len(state.rows), self.limit + 1
+        device = state.device
+        block = Tree(
+            torch.ones(1, width, width, dtype=torch.bool, device=device), torch.arange(width, device=device)[None]
+        )
+        tokens = torch.full((rows, self.limit), self.mask_token, device=device)
+        is_open, found = torch.ones_like(tokens, dtype=torch.bool), None
+        for more in reversed(range(self.passes)):
+            with stale.reading_on(self.target, cache, state.rows) as read:
+                logits = read(torch.cat([state.anchor[:, None], tokens], 1), block)[:, 1:]
+            found = logits if found is None else torch.where(is_open[..., None], logits, found)
+            if not more:
+                break
+            chosen = surest(logits.masked_fill(~is_open[..., None], -torch.inf), -(-self.limit // self.passes))
+            tokens = torch.where(chosen & is_open, logits.argmax(-1), tokens)
+            is_open = is_open & ~chosen
+        assert found is not None
+        return found
+
+
+def surest(logits: Tensor, count: int) -> Tensor:
+    """Which `count` rows of each slot, of logits [B, K, V], give their likeliest byte most; bool [B, K]."""
+    sure = logits.softmax(-1).amax(-1).nan_to_num(-1.0)  # a row without any byte is one that was filled
+    return torch.zeros_like(sure, dtype=torch.bool).scatter(1, sure.topk(min(count, sure.shape[1]), 1).indices, True)
+
+
+def build(config: Config, target: Target) -> PatchDiffusion:
+    return PatchDiffusion(target, config)
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TargetModel(target_model.TargetModel):
+    """The target that fills blocks.  After a drawn position stand the next byte, as the anchor, and K rows."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__(with_mask(config, target), target)
+        self.mask_token, self.block = PatchDiffusion(target, self.config).mask_token, config.block
+
+    def predict(self, batch: Batch) -> target_model.Rows:
+        """Every second block is masked whole, as the first pass finds it; of the others a share, drawn for each."""
+        drawn = draw(batch, self.config.anchors, 2, self.block)
+        shares = 2 * torch.rand(*drawn.at.shape, 1)  # on the CPU, whose random state a checkpoint stores
+        chance = torch.rand(*drawn.at.shape, self.block)
+        masked = ((chance < shares) | (chance == chance.amin(-1, keepdim=True))).to(drawn.at.device)
+        # what is not learnt may be another text's
+        states = self.read(batch.tokens, batch.documents, drawn.at, masked | ~drawn.learnt)
+        return target_model.Rows(self, batch, drawn._replace(learnt=drawn.learnt & masked), states)
+
+    def read(self, tokens: Tensor, documents: Tensor, at: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """States [B, S + A * K, H] of texts [B, S] and of the rows after position `at` + 1 [B, A].
+
+        inputs: which of these rows are masked, [B, A, K] bool; all unless given."""
+        length, width = tokens.shape[1], self.block + 1
+        mask, positions = target_model.rows_of(documents, at, width, causal=False)
+        known = tokens.gather(1, positions[:, length:].clamp(max=length - 1)).unflatten(1, (at.shape[1], width))
+        masked = torch.ones_like(known[..., 1:], dtype=torch.bool) if inputs is None else inputs
+        block = torch.cat([known[..., :1], known[..., 1:].masked_fill(masked, self.mask_token)], -1)
+        with byte_patches.held(width * at.shape[1]):
+            both = torch.cat([tokens, block.flatten(1)], 1)
+            states = causal_lm.states(self.lm, both, attention_mask=mask[:, None], position_ids=positions)
+        rows = states[:, length:].unflatten(1, (at.shape[1], width))[:, :, 1:]
+        return torch.cat([states[:, :length], rows.flatten(1, 2)], 1)
+
+    def drafter(self) -> PatchDiffusion:
+        """For its own copy of the weights, which is `drafter().target`."""
+        return PatchDiffusion(self.trained_target(), self.config)

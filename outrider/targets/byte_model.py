@@ -1,0 +1,292 @@
+"""A language model of bytes and patches: a local encoder, a global model over patches, a light local decoder.
+(BLT 2412.09871.)
+
+The encoder reads every byte.  Where a patch ends (`byte_patches`), its last row goes through the global model, which
+attends to the patches before it; what comes out is the latent that the decoder adds to every byte from there on, until
+the next patch has ended.  All of it is causal byte by byte, so a pass over an anchor and its draft verifies that draft;
+in a pass where no patch ends the global model does not run.
+
+Differs from the paper: a patch is what the encoder has at its last byte, without attention from patches to bytes, and a
+latent is added to the decoder's states, without attention to it; patches end by rule.
+
+A folder of it is loaded as any other causal LM, once `register` was called.
+
+R rows of a batch, n bytes a row of the pass, K columns that they may attend to, E rows that end a patch, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from outrider.targets.byte_patches import Known, noted, notes_of, of_words
+
+NOTES = 3
+"""Layers of a cache that store what rows must know of those before them: positions and kinds, ends, latents."""
+SPECIALS = ("<|end|>", "<|mask|>")
+"""Tokens after the 256 bytes: the end of a text, and a byte yet to be drafted."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "<|end|>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+"""It continues text: a turn is its content, and an answer ends with the end."""
+CACHE = "cache" if "cache" in vars(CausalLMOutputWithPast)["__dataclass_fields__"] else "past_key_values"
+"""What this version of transformers calls a cache that a pass hands on."""
+Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the keys and values of a pass to those that its rows may attend to."""
+
+
+class ByteConfig(PreTrainedConfig):
+    """Sizes; those without a prefix are of the local layers."""
+
+    model_type = "outrider_bytes"
+
+    vocab_size: int = 258
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_attention_heads: int = 4
+    local_encoder_layers: int = 1
+    local_decoder_layers: int = 1
+    window_size: int = 128
+    """Bytes that a local layer attends to."""
+    patch_size: int = 8
+    """Most bytes of one kind in a patch."""
+    global_layers: int = 4
+    global_hidden_size: int = 256
+    global_intermediate_size: int = 768
+    global_attention_heads: int = 4
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    num_hidden_layers: int | None = None
+    """Layers of a cache: these, those of the global model, and the notes.  Follows from the others."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        layers = self.local_encoder_layers + self.global_layers + self.local_decoder_layers
+        self.num_hidden_layers = layers + NOTES
+        super().__post_init__(**kwargs)
+
+
+class Layer(nn.Module):
+    """Attention with rotary positions, then a gated MLP, each after a norm."""
+
+    def __init__(self, hidden: int, heads: int, intermediate: int, config: ByteConfig):
+        super().__init__()
+        self.heads, self.theta = heads, config.rope_theta
+        self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, hidden_states: Tensor, mask: Tensor, positions: Tensor, store: Store) -> Tensor:
+        """hidden_states [R, n, H], mask [R or 1, n, K] bool, positions [R, n]."""
+        q, k, v = self.qkv(self.attention_norm(hidden_states)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k = rotated(torch.stack([q, k]), positions, self.theta).transpose(2, 3).unbind(0)
+        keys, values = store(k, v.transpose(1, 2))
+        found = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None])
+        hidden_states = hidden_states + self.out(found.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(hidden_states)).chunk(2, -1)
+        changed: Tensor = hidden_states + self.down(F.silu(gate) * up)
+        return changed
+
+
+def rotated(states: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Queries or keys [..., R, n, h, d] at positions [R, n]."""
+    half = states.shape[-1] // 2
+    exact = torch.promote_types(states.dtype, torch.float32)  # bfloat16 phases would be wrong at far positions
+    frequencies = theta ** -(torch.arange(half, device=states.device, dtype=exact) / half)
+    phases = positions[..., None, None].to(exact) * frequencies
+    cos, sin = phases.cos().to(states.dtype), phases.sin().to(states.dtype)
+    one, other = states[..., :half], states[..., half:]
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+class GlobalModel(nn.Module):
+    """Reads the rows at which patches end, and attends to those alone."""
+
+    def __init__(self, config: ByteConfig):
+        super().__init__()
+        self.first = config.local_encoder_layers + config.local_decoder_layers
+        """Its first layer of a cache."""
+        wide, heads = config.global_hidden_size, config.global_attention_heads
+        self.heads, self.head_dim = heads, wide // heads
+        self.enter = nn.Linear(config.hidden_size, wide, bias=False)
+        self.layers = nn.ModuleList(
+            [Layer(wide, heads, config.global_intermediate_size, config) for _ in range(config.global_layers)]
+        )
+        self.norm = nn.RMSNorm(wide, config.rms_norm_eps)
+        self.leave = nn.Linear(wide, config.hidden_size, bias=False)
+
+    def forward(self, states: Tensor, ends: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Latents [R, n, H], 0 where no patch ends.  states [R, n, H], ends [R, n]; mask [R, n, K]: ends up to each."""
+        most = int(ends.sum(-1).amax())
+        order = ends.int().argsort(dim=-1, descending=True, stable=True)[:, :most]
+        is_real = ends.gather(1, order)
+        if most:
+            # autocast would give another type than the states'
+            found = self.enter(taken(states, order)).to(states.dtype)
+            # a row with fewer ends than another has rows too many, which no one reads
+            mask = taken(mask, order) | ~is_real[..., None]
+            for index, layer in enumerate(self.layers):
+                store = self._store(cache, self.first + index, order, is_real, ends.shape[1])
+                found = layer(found, mask, positions.gather(1, order), store)
+            found = self.leave(self.norm(found)).to(states.dtype) * is_real[..., None]
+            return torch.zeros_like(states).scatter(1, order[..., None].expand_as(found), found)
+        if cache is not None:
+            nothing = states.new_zeros(len(states), self.heads, ends.shape[1], self.head_dim)
+            for index in range(len(self.layers)):
+                cache.update(nothing, nothing, self.first + index)
+        return torch.zeros_like(states)
+
+    def _store(self, cache: Any, layer: int, order: Tensor, is_real: Tensor, width: int) -> Store:
+        """Keys and values of ends in their columns, and 0 in the others."""
+
+        def spread(states: Tensor) -> Tensor:
+            at = order[:, None, :, None].expand_as(states)
+            nothing = states.new_zeros(*states.shape[:2], width, states.shape[3])
+            return nothing.scatter(2, at, states * is_real[:, None, :, None])
+
+        return lambda keys, values: stored(cache, layer, spread(keys), spread(values))
+
+
+def taken(states: Tensor, order: Tensor) -> Tensor:
+    """Rows [R, E, ...] of states [R, n, ...] by their numbers [R, E]."""
+    return states.gather(1, order[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def stored(cache: Any, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if cache is None:
+        return keys, values
+    found: tuple[Tensor, Tensor] = cache.update(keys, values, layer)
+    return found
+
+
+class ByteTrunk(PreTrainedModel):
+    """The model without its output layer.  `layers` are the local ones: those that every byte goes through."""
+
+    config_class = ByteConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def __init__(self, config: ByteConfig):
+        super().__init__(config)
+        sizes = config.hidden_size, config.num_attention_heads, config.intermediate_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            [Layer(*sizes, config) for _ in range(config.local_encoder_layers + config.local_decoder_layers)]
+        )
+        self.global_model = GlobalModel(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None, cache: Any = None,
+        past_key_values: Any = None, use_cache: bool | None = None, **_: Any,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
+        cache = past_key_values if cache is None else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=self.config)
+        past, (rows, width) = 0 if cache is None else cache.get_seq_length(), input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(past, past + width, device=input_ids.device)[None]
+        positions = position_ids.expand(rows, -1)
+        states, words = self.embed_tokens(input_ids), of_words(input_ids)
+        notes = noted(cache, self._notes, notes_of(positions, words, states.dtype))
+        known = Known.of(allowed_by(attention_mask, past, width, input_ids.device), notes)
+        mask, encoders = known.within(positions, self.config.window_size), self.config.local_encoder_layers
+        states = self._through(range(encoders), states, mask, positions, cache)
+        ends = known.ends(positions, words, self.config.patch_size)
+        states = states + self._latents(states, ends, known, positions, cache)
+        states = self._through(range(encoders, len(self.layers)), states, mask, positions, cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(states), **{CACHE: cache})
+
+    @property
+    def _notes(self) -> int:
+        """The first of the layers of a cache that store notes."""
+        return len(self.layers) + self.config.global_layers
+
+    def _through(self, numbers: range, states: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        for index in numbers:
+            states = self.layers[index](states, mask, positions, partial(stored, cache, index))
+        return states
+
+    def _latents(self, states: Tensor, ends: Tensor, known: Known, positions: Tensor, cache: Any) -> Tensor:
+        """[R, n, H]: of the last patch that has ended at each row, 0 where none has."""
+        every = noted(cache, self._notes + 1, ends[..., None].to(states.dtype))[..., 0] > 0
+        mask = known.allowed & every[:, None]
+        latents = noted(cache, self._notes + 2, self.global_model(states, ends, mask, positions, cache))
+        at, is_there = known.last_ended(every)
+        return taken(latents, at) * is_there[..., None]
+
+
+class ByteModel(PreTrainedModel, GenerationMixin):
+    """The model with its output layer: logits of the next byte."""
+
+    config_class = ByteConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def __init__(self, config: ByteConfig):
+        super().__init__(config)
+        self.model = ByteTrunk(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None, cache: Any = None,
+        past_key_values: Any = None, use_cache: bool | None = None, **_: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        given = {"cache": cache, "past_key_values": past_key_values, "use_cache": use_cache}
+        found = self.model(input_ids, attention_mask, position_ids, **given)
+        return CausalLMOutputWithPast(logits=self.lm_head(found.last_hidden_state), **{CACHE: found.get(CACHE)})
+
+
+def allowed_by(attention_mask: Any, past: int, width: int, device: torch.device) -> Tensor:
+    """The mask [R or 1, n, K] bool that a pass was given: by kind of layer, by row and column, by column, or none."""
+    if isinstance(attention_mask, Mapping):
+        attention_mask = attention_mask.get("full_attention")
+    if attention_mask is not None and attention_mask.dim() == 4:
+        own: Tensor = attention_mask[:, 0]
+        return own if own.dtype == torch.bool else own == 0
+    columns = torch.arange(past + width, device=device)
+    causal = (columns <= columns[past:, None])[None]
+    return causal if attention_mask is None else causal & attention_mask[:, None].bool()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, whose id is the byte, and `SPECIALS` after them."""
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
+    end, mask = SPECIALS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=end, mask_token=mask, chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def register() -> None:
+    """Let transformers' Auto classes know the model, as often as this is called."""
+    AutoConfig.register(ByteConfig.model_type, ByteConfig, exist_ok=True)
+    AutoModelForCausalLM.register(ByteConfig, ByteModel, exist_ok=True)

@@ -1,0 +1,62 @@
+"""Tiny targets of bytes and patches in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from conftest import scaled
+from contracts.chances import TOKENS
+
+from outrider.sampling.distribution import Settings, distribution
+from outrider.targets.byte_model import ByteConfig, ByteModel
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "window_size": 24,
+    "local_encoder_layers": 1, "local_decoder_layers": 1, "patch_size": 4, "global_layers": 2,
+    "global_hidden_size": 48, "global_intermediate_size": 64, "global_attention_heads": 3,
+    "max_position_embeddings": 256, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def byte_model(seed: int = 0, by: float = 2.0, **overrides: object) -> ByteModel:
+    """A random one whose greedy text does not collapse at once.  Equal seed and sizes, equal weights."""
+    torch.manual_seed(seed)
+    return scaled(ByteModel(ByteConfig(**(SIZES | overrides))).double().eval(), by)
+
+
+def ends_of(text: list[int], size: int) -> list[bool]:
+    """Which bytes of a text end a patch, told byte by byte."""
+    found, run, before = [], 0, None
+    for byte in text:
+        is_word = chr(byte).isalnum() or byte == ord("_") if byte < 128 else byte < 256
+        run = run + 1 if is_word == before else 1
+        found.append(run % size == 0 if is_word else run % size == 1 % size)
+        before = is_word
+    return found
+
+
+@contextmanager
+def passes(model: ByteModel) -> Iterator[Counter[str]]:
+    """Counts passes of the local layers and of the global model."""
+    counts: Counter[str] = Counter(local=0, wide=0)
+    parts = {"local": model.model.layers[0], "wide": model.model.global_model.layers[0]}
+    hooks = [part.register_forward_hook(lambda *_, name=name: counts.update([name])) for name, part in parts.items()]
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+def exactly(target: Any, prompt: Sequence[int], settings: Settings) -> torch.Tensor:
+    """Joint distribution of the next `TOKENS` bytes of a vocabulary of 5, [5, 5, 5]."""
+    joint = torch.ones(())
+    for count in range(TOKENS):
+        heads = torch.tensor(list(itertools.product(range(5), repeat=count)), dtype=torch.int64).view(5**count, count)
+        given = torch.cat([torch.tensor(prompt).expand(len(heads), -1), heads], 1)
+        p = distribution(target.model(given).logits[None, :, -1].detach(), settings)[0]
+        joint = joint[..., None] * p.view(*[5] * count, 5)
+    return joint

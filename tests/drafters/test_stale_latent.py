@@ -1,0 +1,57 @@
+"""BLT-S: what is drafted on a stale latent.  The contract suite runs for it in `test_byte_suite`."""
+
+from __future__ import annotations
+
+import pytest
+from byte_targets import byte_model, ends_of, exactly, passes
+from contracts.chances import emitted, follows
+
+from outrider.drafters import stale_latent
+from outrider.generation import generate
+from outrider.sampling.distribution import Settings
+from outrider.sampling.settings import Sampling
+from outrider.targets.load import load_target
+
+
+@pytest.fixture(scope="module")
+def own():
+    return load_target(byte_model())
+
+
+def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
+    """Catches a draft that begins on another state than the target's: before a latent is missing it can't be wrong."""
+    drafter, steps = stale_latent.build(stale_latent.Config(length=6), own), 0
+    for prompt in prompts:
+        [found] = generate(own, prompt, drafter, max_new_tokens=40)
+        text, done = prompt + found.tokens, len(prompt)
+        ends = ends_of(text, 4)
+        for accepted in found.accepted:
+            exact = next((n for n, is_end in enumerate(ends[done - 1 :]) if is_end), 99)
+            assert accepted >= min(6, exact, len(text) - done - 1)
+            steps += 0 < exact < 6
+            done += accepted + 1
+    assert steps > 10
+
+
+def test_a_draft_runs_no_global_model_and_a_step_one_whole_pass(own, prompts):
+    """Catches a draft that costs whole passes."""
+    drafter = stale_latent.build(stale_latent.Config(length=5), own)
+    with passes(own.model) as counts:
+        [found] = generate(own, prompts[2], drafter, max_new_tokens=36, policy="fixed")
+    assert found.steps < 36
+    assert counts["wide"] <= found.steps + 1
+    left, reads = 36, 0
+    for accepted in found.accepted:
+        reads += min(5, left - 1)
+        left -= accepted + 1
+    assert counts["local"] == reads + found.steps + 1
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
+def test_it_keeps_the_targets_distribution(sampling):
+    """Catches a q that is not what was drawn from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
+    small = load_target(byte_model(vocab_size=5, patch_size=2))
+    drafter, prompt = stale_latent.build(stale_latent.Config(length=3), small), [0, 1, 2, 0, 1]
+    tokens, _, accepted = emitted(small, drafter, prompt=prompt, slots=1500, sampling=sampling)
+    assert accepted > 100
+    assert follows(tokens, exactly(small, prompt, Settings.of([Sampling(**sampling)])))

@@ -1,0 +1,178 @@
+"""A model of bytes and patches: what its passes know of a text, and that it is a target like any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from byte_targets import byte_model, ends_of
+
+from outrider.compiled import NotCompiled
+from outrider.decoding.draft import Draft
+from outrider.drafters import stale_latent
+from outrider.errors import DrafterError, TargetError
+from outrider.generation import generate
+from outrider.targets import byte_model as bytes_and_patches
+from outrider.targets import byte_patches, stale
+from outrider.targets.attention_mask import Tree
+from outrider.targets.byte_patches import Known
+from outrider.targets.load import load_target
+
+TEXT = (
+    b"def read(path):\n        return open(path_of_a_long_name_indeed).read()  # caf\xc3\xa9\n\n\n\n\n\n\n\n\nx = 12345"
+)
+
+
+@pytest.fixture(scope="module")
+def own():
+    """A tiny target of all bytes."""
+    return load_target(byte_model(vocab_size=258))
+
+
+def known(text: bytes) -> tuple[Known, torch.Tensor, torch.Tensor]:
+    """A text's rows, where each attends to those up to itself."""
+    ids, positions = torch.tensor([list(text)]), torch.arange(len(text))[None]
+    words, causal = byte_patches.of_words(ids), torch.ones(1, len(text), len(text), dtype=torch.bool).tril()
+    return Known(causal, positions, words), positions, words
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_patches_end_as_told_byte_by_byte(size):
+    """Catches a run that is counted from the wrong byte, and kinds that are mixed up."""
+    rows, positions, words = known(TEXT)
+    assert rows.ends(positions, words, size)[0].tolist() == ends_of(list(TEXT), size)
+
+
+def test_a_patch_ends_after_a_word_and_what_separates_it():
+    """Catches a rule that cuts words, or that makes a patch of every space of an indentation."""
+    rows, positions, words = known(b"def read(x):\n    y")
+    ends = rows.ends(positions, words, 8)[0].nonzero()[:, 0].tolist()
+    assert [TEXT[begin + 1 : end + 1] for begin, end in zip([-1, *ends], ends, strict=False)][:2] == [b"def ", b"read("]
+    assert ends == [3, 8, 10]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_notes_say_positions_and_kinds_exactly(dtype):
+    """Catches positions that bfloat16 rounds."""
+    positions = torch.tensor([[0, 1, 127, 128, 255, 257, 1001, 2047, 32_000, 32_767]])
+    words = torch.arange(10)[None] % 3 == 0
+    found = Known.of(torch.ones(1, 1, 1, dtype=torch.bool), byte_patches.notes_of(positions, words, dtype))
+    assert torch.equal(found.positions, positions) and torch.equal(found.words, words)
+
+
+def test_no_byte_sees_a_later_one(own):
+    """Catches a latent that is there before its patch has ended, and patches that a later byte ends."""
+    text = torch.tensor([list(TEXT[:60])])
+    logits = own.model(text, use_cache=False).logits
+    for at in range(2, 60, 5):
+        other = text.clone()
+        other[:, at:] = (other[:, at:] * 7 + 33) % 256
+        torch.testing.assert_close(own.model(other, use_cache=False).logits[:, :at], logits[:, :at], rtol=0, atol=1e-12)
+
+
+def test_a_byte_sees_the_patches_before_its_window(own):
+    """Catches a global model that nothing reads: the first byte moves what stands beyond both windows."""
+    text = torch.tensor([list(TEXT[:80])])
+    other = text.clone()
+    other[0, 0] = ord("a")
+    difference = own.model(other, use_cache=False).logits - own.model(text, use_cache=False).logits
+    assert float(difference[0, -1].abs().max()) > 1e-6
+
+
+def test_self_test_allows_trees(own):
+    """Catches notes and latents that follow columns and not paths."""
+    assert own.selftest.mode == "tree" and own.selftest.failed is None
+    assert own.spec.mode == "tree" and max(own.selftest.errors.values()) < 1e-9
+
+
+def test_the_global_model_runs_where_a_patch_ends_and_only_there(own):
+    """Catches a whole pass for every byte, which is what patches are there to save."""
+    text = list(TEXT)
+    cache, runs = own.allocate(1, 200), []
+    own.prefill(cache, [0], torch.tensor([text[:20]]), [20])
+    rows: list[int] = []
+    hooks = [
+        own.model.model.global_model.layers[0].register_forward_hook(lambda *_: runs.append(1)),
+        own.model.model.global_model.enter.register_forward_hook(lambda _m, _i, out: rows.append(out.shape[1])),
+    ]
+    wanted = ends_of(text, 4)
+    for at in range(20, 50):
+        before = len(runs)
+        own.verify(cache, [0], torch.tensor([text[at]]), Draft.empty(1))
+        cache.keep([[]])
+        assert len(runs) - before == wanted[at]
+    for hook in hooks:
+        hook.remove()
+    assert rows == [1] * sum(wanted[20:50])
+
+
+def test_held_rows_end_no_patch_and_change_nothing_that_stays(own):
+    """Catches a global model that runs while latents are stale, and a draft that the next pass still sees."""
+    text = list(TEXT)
+    cache, runs = own.allocate(1, 200), []
+    own.prefill(cache, [0], torch.tensor([text[:30]]), [30])
+    hook = own.model.model.global_model.layers[0].register_forward_hook(lambda *_: runs.append(1))
+    with stale.reading_on(own, cache, [0]) as read:
+        drafted = read(torch.tensor([text[30:50]]))
+    hook.remove()
+    assert not runs and cache.lengths == [30]
+    whole = own.model(torch.tensor([text[:50]]), use_cache=False).logits[0]
+    first = next(n for n in range(30, 50) if ends_of(text, 4)[n])
+    # up to the end of the anchor's patch nothing is stale
+    torch.testing.assert_close(drafted[0, : first - 30], whole[30:first], rtol=0, atol=1e-10)
+    assert float((drafted[0, first - 30 :] - whole[first:]).abs().max()) > 1e-4
+    chain = Draft.chain(torch.tensor([text[31:50]]), torch.tensor([19]))
+    found = own.verify(cache, [0], torch.tensor([text[30]]), chain).logits[0]
+    torch.testing.assert_close(found, whole[30:50], rtol=0, atol=1e-10)
+
+
+def test_rows_of_a_block_see_one_another_and_the_text_once(own):
+    """Catches a block that stands at other positions in a pass with a cache than in one without."""
+    text = list(TEXT[:26])
+    block = torch.tensor([[text[25], 200, 201, 202]])
+    cache = own.allocate(1, 64)
+    own.prefill(cache, [0], torch.tensor([text[:25]]), [25])
+    tree = Tree(torch.ones(1, 4, 4, dtype=torch.bool), torch.arange(4)[None])
+    with stale.reading_on(own, cache, [0]) as read:
+        found = read(block, tree)
+    mask = torch.ones(29, 29, dtype=torch.bool).tril()
+    mask[25:, 25:] = True
+    with byte_patches.held(4):
+        whole = own.model(torch.cat([torch.tensor([text[:25]]), block], 1), mask[None, None], use_cache=False).logits
+    torch.testing.assert_close(found, whole[:, 25:], rtol=0, atol=1e-10)
+
+
+def test_slots_of_unequal_length_write_what_generate_writes(own):
+    """Catches ends of one slot that are read by another, where a pass has rows too many."""
+    prompts = [list(TEXT[:n]) for n in (5, 1, 33, 70)]
+    found = generate(own, prompts, max_new_tokens=40, slots=3)
+    for prompt, one in zip(prompts, found, strict=True):
+        given = torch.tensor([prompt])
+        out = own.model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=40, do_sample=False,
+                                 pad_token_id=0)  # fmt: skip
+        assert one.tokens == out[0, len(prompt) :].tolist()
+
+
+def test_a_folder_is_loaded_as_any_other(tmp_path):
+    """Catches a config, weights or tokenizer that come back otherwise."""
+    byte_model(vocab_size=258, eos_token_id=256).float().save_pretrained(tmp_path)
+    bytes_and_patches.tokenizer().save_pretrained(tmp_path)
+    loaded = load_target(tmp_path, dtype="float64")
+    text = "naïve\n    x_1 = 'é'\t"
+    assert loaded.encode(text) == list(text.encode()) and loaded.decode(loaded.encode(text)) == text
+    assert loaded.mask_token == 257 and loaded.spec.vocabulary == 258 and loaded.detokenizer is not None
+    wanted = byte_model(vocab_size=258, eos_token_id=256).float().double()
+    ids = torch.tensor([list(TEXT)])
+    torch.testing.assert_close(loaded.model(ids, use_cache=False).logits, wanted(ids, use_cache=False).logits)
+    [one] = generate(tmp_path, text, "stale_latent", max_new_tokens=12)
+    assert len(one.tokens) == 12 or one.finish_reason == "stop"
+
+
+def test_what_it_cannot_do_is_refused(own, target):
+    """Catches a compiled step whose branch was taken once for all, a probe without ids, and a target without
+    patches."""
+    with pytest.raises(NotCompiled, match="global model"):
+        own.compile()
+    with pytest.raises(TargetError, match="probe"):
+        own.check_probe()
+    with pytest.raises(DrafterError, match="bytes and patches"):
+        stale_latent.build(stale_latent.Config(), target)
