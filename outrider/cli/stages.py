@@ -33,7 +33,7 @@ class Printer(Reporter):
     def loaded(self, target: TransformersTarget) -> None:
         spec = target.spec
         say(
-            f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.model.num_parameters())} "
+            f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.parameters)} "
             f"parameters, {spec.precision} on {target.device}"
         )
 

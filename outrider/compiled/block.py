@@ -25,6 +25,7 @@ from outrider.sampling.distribution import tempered
 from outrider.targets import attention_mask
 from outrider.targets.attention_mask import PassLayout, TracedCache, additive
 from outrider.targets.cache import SlotCache
+from outrider.targets.ensemble import EnsembleTarget
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
@@ -125,7 +126,10 @@ class _Traced(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.draft = model
-        whole: Any = getattr(self.draft.backbone.target, "model", None)
+        target: Any = self.draft.backbone.target
+        if isinstance(target, EnsembleTarget):  # it borrows the first member's
+            target = target.members[0]
+        whole: Any = getattr(target, "model", None)
         # else their weights would not be in its key, nor frozen as the others are
         self.ends = nn.ModuleList(
             [whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else []

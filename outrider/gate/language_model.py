@@ -32,6 +32,7 @@ from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
+from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -239,6 +240,11 @@ class OutriderLM(TemplateLM):
 
     @torch.inference_mode()
     def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[float, bool]]:
+        if isinstance(self.target, EnsembleTarget):
+            raise ConfigError(
+                f"{self.target.spec.name} is an ensemble, whose likelihoods of given texts are not computed here; "
+                "choose tasks that generate"
+            )
         longest = max(map(len, texts))
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
         hidden, _ = self.target.read(padded, ())

@@ -130,10 +130,10 @@ def compare(
     on_prompt(done) counts finished texts, two for every prompt.  Raises DataError for no prompts, or one that does not
     fit.
     """
+    audit = Audit(target)
     _fits(target, prompts, max_new_tokens)
     requests = [Request(list(prompt), max_new_tokens, Sampling()) for prompt in prompts]
     plain, drafted = _both(target, [requests, requests], drafter, slots, judge, on_prompt)
-    audit = Audit(target)
     named = ids or [str(i) for i in range(len(prompts))]
     pairs = [audit.pair(*row) for row in zip(named, prompts, plain, drafted, strict=True)]
     return Comparison(tuple(pairs), target.spec.dtype)
@@ -183,7 +183,7 @@ class Audit:
     """Asks the model itself, outside the loop: no cache, no draft, one text at a time."""
 
     def __init__(self, target: TransformersTarget):
-        self.target = target
+        self.target, self.model = target, target.model
 
     def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Pair:
         """Judge two texts of one prompt.  The worst finding is the pair's verdict."""
@@ -207,7 +207,7 @@ class Audit:
             plain[position] if position < len(plain) else None,
             drafted[position] if position < len(drafted) else None,
         )
-        logits = self._logits(self.target.model, text)[-1]
+        logits = self._logits(self.model, text)[-1]
         own, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
         exact = None
         if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
@@ -219,7 +219,7 @@ class Audit:
         """The largest shortfall among the answer's tokens, in units, and its position."""
         if not answer:
             return 0.0, 0
-        logits = self._logits(self.target.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+        logits = self._logits(self.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
         own = logits.gather(-1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
         units = (logits.amax(-1) - own) / unit_of(logits, self.target)
         position = int(units.argmax())
@@ -238,7 +238,7 @@ class Audit:
 
         Parts that a family always computes in float32, such as norms, stay in float32.
         """
-        model: Any = self.target.model
+        model: Any = self.model
         if self.target.spec.quantised is not None:
             return None
         if model.dtype == torch.float64:

@@ -23,6 +23,8 @@ from outrider.nn.ensemble import Ensemble
 from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -141,6 +143,8 @@ def _modules(participant: Any) -> list[Any]:
         return [module for drafter in participant.drafters for module in _modules(drafter)]
     if isinstance(participant, RemoteDrafter):
         return _modules(participant.drafter)
+    if isinstance(participant, EnsembleTarget):
+        return [module for member in participant.members for module in _modules(member)]
     model = getattr(participant, "model", None)
     if isinstance(model, TransformersTarget):
         return _modules(model)
@@ -151,7 +155,13 @@ def _modules(participant: Any) -> list[Any]:
 
 @torch.inference_mode()
 def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-    """transformers' own greedy `generate`: its new tokens, and its seconds."""
+    """transformers' own greedy `generate`: its new tokens, and its seconds.
+
+    Of an ensemble, which transformers can't run, plain decoding here.
+    """
+    if isinstance(target, EnsembleTarget):
+        run = run_once(target, Request(list(tokens), max_new_tokens, Sampling()))
+        return run.tokens, run.seconds
     began = time.perf_counter()
     inputs = torch.tensor([tokens], device=target.device)
     out = target.model.generate(

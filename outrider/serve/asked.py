@@ -201,7 +201,7 @@ class Reader:
 def defaults_of(target: TransformersTarget) -> dict[str, Any]:
     """How tokens are drawn unless a request says so: plainly, or as the model's generation_config has it."""
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    config = target.model.generation_config
+    config = target.generation_config
     own = {} if config is None else {name: value for name, value in vars(config).items() if name in DRAWN}
     return plain | {name: value for name, value in own.items() if value is not None}
 

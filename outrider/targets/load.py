@@ -11,10 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider import demo, machine
-from outrider.errors import TargetError, first_line
+from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import byte_model, quantised
 from outrider.targets.anatomy import output_layer
+from outrider.targets.ensemble import EnsembleTarget
+from outrider.targets.ensemble_folder import Description, described
 from outrider.targets.identity import hash_weights, load_tokenizer
 from outrider.targets.progress import no_bars
 from outrider.targets.transformers import TransformersTarget
@@ -36,6 +38,8 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
+    A folder with an `ensemble.json` is several of them, an `EnsembleTarget`; the options are each member's.
+
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own
     where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
@@ -55,6 +59,11 @@ def load_target(
         model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
         return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
     name = str(target)
+    if (ensemble := described(name)) is not None:
+        return _ensemble(
+            name, ensemble, revision, device=device, dtype=dtype, device_map=device_map, quantize=quantize,
+            quantization=quantization, trust_remote_code=trust_remote_code, compile=compile,
+        )  # fmt: skip
     path = str(demo.TARGET) if name == "demo" else name
     device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -98,6 +107,17 @@ def load_target(
     ):  # some quantised models can't be moved
         model = model.to(device)
     return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
+
+
+def _ensemble(name: str, found: Description, revision: str | None, **options: Any) -> Any:
+    """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
+    refuses what needs one model."""
+    if revision is not None:
+        raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
+    nested = [member for member in found.members if described(member) is not None]
+    if nested:
+        raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
+    return EnsembleTarget([load_target(member, **options) for member in found.members], found.weights)
 
 
 def default_device(asked: str | torch.device | None = None) -> torch.device:

@@ -13,6 +13,7 @@ from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import byte_model
+from outrider.targets.ensemble_folder import described
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
@@ -64,6 +65,8 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
     Raises TargetError where its config can't be reached or read.
     """
     byte_model.register()
+    if (ensemble := described(name)) is not None:  # drafters read its first member alone
+        return sketch(ensemble.members[0], revision, trust_remote_code)
     path = str(demo.TARGET) if name == "demo" else name
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:

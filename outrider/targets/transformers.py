@@ -102,6 +102,16 @@ class TransformersTarget:
     def ends(self, ends: frozenset[int]) -> None:
         self._ends = ends
 
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return int(self.model.num_parameters())
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's; None where it has none."""
+        return self.model.generation_config
+
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's
         generation_config.

@@ -12,6 +12,7 @@ V the target's vocabulary, U the other one; K shared tokens.
 from __future__ import annotations
 
 import codecs
+import copy
 import itertools
 import json
 import re
@@ -189,8 +190,16 @@ class Transcript:
         """Where in `text` each of them begins and ends; parts of a character have all of it."""
         self.incomplete: list[int] = []
         """The source's tokens after `text`: the last one ends inside a character."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _decoder()
         self._unfinished = ""
+
+    def copied(self) -> Transcript:
+        """Another that goes on from here by itself."""
+        there = copy.copy(self)
+        there.ids, there._spans, there.incomplete = list(self.ids), list(self._spans), list(self.incomplete)
+        there._decoder = _decoder()
+        there._decoder.setstate(self._decoder.getstate())
+        return there
 
     @property
     def incomplete_bytes(self) -> bytes:
@@ -239,6 +248,10 @@ class Transcript:
                 old, new = seam
                 self.ids[old:], self._spans[old:] = encoding.ids[new:], spans[new:]
                 return
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 Spans = Sequence[tuple[int, int]]

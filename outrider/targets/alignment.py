@@ -1,0 +1,301 @@
+"""A member of an ensemble with a tokenizer of its own: it reads the text in its own tokens, and says what follows.
+
+The first member writes.  After every token of its, this member reads the text so far in its own tokens, and its
+distribution is carried over to the first member's vocabulary: a token that spells the same bytes in both has its
+probability; the rest, which no such token has, is left to the first member's distribution.
+
+Not every position can be ensembled.  If the text goes on by the first member's likeliest token and this member would
+then split the end of the text otherwise, the position lies inside a token of its own: it would be asked after a text
+that it has never read so.  There it says nothing, nor inside a character, nor beyond its context.  Whether it does
+depends on the tokens before the position alone, never on what was drafted after it, so that speculation is exact.
+
+B slots of a pass, R rows of each (anchor and drafted nodes), V the first member's vocabulary, U this member's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.draft import Draft, padded, sent
+from outrider.errors import DrafterError, TargetError
+from outrider.sampling.distribution import wide
+from outrider.targets.cache import SlotCache
+from outrider.targets.transformers import TransformersTarget
+from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary
+
+FEW = 16
+"""Tokens of a text that are read with a pass; more of them are read before it."""
+
+
+class Opinion(NamedTuple):
+    """What a member says of the rows of a pass, in the first member's vocabulary."""
+
+    log_p: Tensor
+    """[B, R, V]; -inf where it says nothing."""
+    rest: Tensor | None = None
+    """[B, R] the probability that it leaves to the first member, 1 where it says nothing; None for 0 everywhere."""
+
+
+class Trie:
+    """Texts that begin with one token, the root, as a tree: what a pass over all of them reads."""
+
+    def __init__(self, base: int, texts: Sequence[Sequence[int]]):
+        """base: how many tokens come before the texts."""
+        self.base, self.root = base, texts[0][0]
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._nodes: dict[tuple[int, int], int] = {}
+        self.ends = [self._add(text[1:]) for text in texts]
+        """The node that each text ends at, -1 for the root."""
+
+    def path(self, text: Sequence[int]) -> list[int]:
+        """The nodes that read this text, which comes after the root, as far as there are any."""
+        path: list[int] = []
+        for token in text:
+            node = self._nodes.get((path[-1] if path else -1, token))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _add(self, text: Sequence[int]) -> int:
+        at = -1
+        for token in text:
+            if (at, token) not in self._nodes:
+                self._nodes[at, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(at)
+            at = self._nodes[at, token]
+        return at
+
+
+class AlignedCache:
+    """A member's keys and values of every slot, and each slot's text in its tokens."""
+
+    def __init__(self, member: AlignedMember, slots: int, length: int):
+        self._member, self.slots, self.length = member, slots, length
+        # a text may have more tokens in this vocabulary than in the first member's
+        self.cache: SlotCache = member.target.allocate(slots, 2 * length)
+        self.readings = [member.blank() for _ in range(slots)]
+        """What the first member has read, up to the anchor."""
+        self.held: list[list[int]] = [[] for _ in range(slots)]
+        """Ids in the cache."""
+        self._rows: list[int] = []
+        self._readings: list[list[Transcript | None]] = []
+        """Of the open pass, by slot: the text up to the end of each row; None for a row that no text has."""
+        self._tries: dict[int, Trie] = {}
+        """By slot that the member's own pass reads, in its order."""
+
+    def open(self, rows: Sequence[int], readings: Sequence[list[Transcript | None]]) -> None:
+        self._rows, self._readings, self._tries = list(rows), list(readings), {}
+
+    def opened(self, tries: dict[int, Trie]) -> None:
+        """The member's own pass has read these."""
+        self._tries = tries
+
+    def begin(self, row: int, text: Sequence[int], most: int) -> int:
+        """Forget what a slot holds that `text` does not begin with, and all after `most` tokens; returns what stays."""
+        base = min(_agreement(self.held[row], text), most)
+        self.cache.cut(row, base)
+        del self.held[row][base:]
+        return base
+
+    def grow(self, length: int) -> None:
+        """Make room for so many tokens a slot; all that was read is to be read again."""
+        self.cache = self._member.target.allocate(self.slots, length)
+        self.held = [[] for _ in range(self.slots)]
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """The anchor and the nodes on each slot's path stay; of the member's own tokens those that spell them."""
+        for row, own, path in zip(self._rows, self._readings, paths, strict=True):
+            reading = own[path[-1] + 1 if path else 0]
+            assert reading is not None, "a token outside the vocabulary was accepted"
+            self.readings[row] = reading
+        if not self._tries:
+            return
+        read = []
+        for row, trie in self._tries.items():
+            ids = self._member.ids(self.readings[row])[trie.base :]
+            path = trie.path(ids[1:]) if ids[:1] == [trie.root] else []
+            self.held[row] += [trie.root, *(trie.tokens[node] for node in path)]
+            read.append(path)
+        self.cache.keep(read)
+
+    def free(self, rows: Sequence[int]) -> None:
+        self.cache.free(rows)
+        for row in rows:
+            self.readings[row], self.held[row] = self._member.blank(), []
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one token of a slot of the first member's, for which two columns are allocated."""
+        return 2 * self.cache.column_bytes
+
+
+class AlignedMember:
+    """A target that says what follows texts of another one's tokens.
+
+    Raises TargetError for a tokenizer that can't say which bytes a token has, and a model that verifies no trees.
+    """
+
+    def __init__(self, target: TransformersTarget, writer: TransformersTarget):
+        if target.spec.mode != "tree":
+            raise TargetError(
+                f"{target.spec.name} has another tokenizer than {writer.spec.name}, and its mode is "
+                f"{target.spec.mode!r}; such a member must verify trees, so choose one of attention alone"
+            )
+        try:
+            self.own = Vocabulary(target.tokenizer, target.spec.vocabulary, target.spec.name)
+            self.theirs = Vocabulary(writer.tokenizer, writer.spec.vocabulary, writer.spec.name)
+        except DrafterError as error:
+            raise TargetError(f"an ensemble of two vocabularies needs both tokenizers: {error}") from error
+        if max(target.tokenizer.get_vocab().values()) >= target.spec.vocabulary:
+            raise TargetError(
+                f"the tokenizer of {target.spec.name} has ids up to {max(target.tokenizer.get_vocab().values())}, and "
+                f"its model {target.spec.vocabulary} rows; take the tokenizer that belongs to the model"
+            )
+        self.target = target
+        self.shared = SharedVocabulary(self.own, self.theirs, target.device)
+
+    def allocate(self, slots: int, length: int) -> AlignedCache:
+        return AlignedCache(self, slots, length)
+
+    def blank(self) -> Transcript:
+        return Transcript(self.theirs, self.own)
+
+    def ids(self, reading: Transcript) -> list[int]:
+        """A text as the member reads it, with what its tokenizer puts before every text."""
+        begin = self.own.begin
+        return (reading.ids if reading.ids[: len(begin)] == begin else begin + reading.ids) or [self.own.filler]
+
+    def text(self, reading: Transcript | None, likeliest: int) -> list[int] | None:
+        """The member's ids of a text after which it may speak; None where the position can't be ensembled.
+
+        likeliest: the first member's choice of the token that follows.
+        """
+        if reading is None or reading.incomplete:
+            return None
+        ids, after = self.ids(reading), reading.copied()
+        after.push([likeliest])
+        is_split = after.ids[: len(reading.ids)] != reading.ids
+        return None if is_split or len(ids) > self.target.spec.context else ids
+
+    def prefill(
+        self, cache: AlignedCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], likeliest: Tensor
+    ) -> Opinion | None:
+        """Read a chunk [B, S] of prompts, right-padded; what it says after the last token, R = 1.  likeliest [B, 1]."""
+        for row, piece, length in zip(rows, tokens.tolist(), lengths, strict=True):
+            for token in piece[:length]:  # one by one, as in steps, so that a text is split in one way
+                cache.readings[row].push([token])
+        found = self._opinion(cache, rows, [[cache.readings[row]] for row in rows], likeliest)
+        cache.keep([[]] * len(rows))
+        return found
+
+    def verify(
+        self, cache: AlignedCache, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor
+    ) -> Opinion | None:
+        """What it says after anchor and nodes; None where it says nothing.  likeliest [B, R]."""
+        texts = zip(rows, anchor.tolist(), draft.ids, draft.tree, draft.live, strict=True)
+        readings = [self._rows_of(cache.readings[row], last, ids, tree, live) for row, last, ids, tree, live in texts]
+        return self._opinion(cache, rows, readings, likeliest)
+
+    def _rows_of(
+        self, before: Transcript, anchor: int, ids: Sequence[int], tree: Sequence[int], live: int
+    ) -> list[Transcript | None]:
+        """The text of a slot up to the end of each row."""
+        found = [self._pushed(before, anchor)]
+        for node, token in enumerate(ids):
+            found.append(self._pushed(found[tree[node] + 1], token) if node < live else None)
+        return found
+
+    def _pushed(self, reading: Transcript | None, token: int) -> Transcript | None:
+        if reading is None or not 0 <= token < self.theirs.size:
+            return None
+        after = reading.copied()
+        after.push([token])
+        return after
+
+    def _opinion(
+        self, cache: AlignedCache, rows: Sequence[int], readings: Sequence[list[Transcript | None]], likeliest: Tensor
+    ) -> Opinion | None:
+        cache.open(rows, readings)
+        both = zip(readings, likeliest.tolist(), strict=True)
+        texts = [[self.text(*pair) for pair in zip(own, best, strict=True)] for own, best in both]
+        slots = [b for b, own in enumerate(texts) if any(ids is not None for ids in own)]
+        if not slots:
+            return None
+        wanted = [[ids for ids in texts[b] if ids is not None] for b in slots]
+        logits = self._read(cache, [rows[b] for b in slots], wanted)
+        at = [(b, n) for b in slots for n, ids in enumerate(texts[b]) if ids is not None]
+        return self._carried(logits, at, likeliest)
+
+    def _read(self, cache: AlignedCache, rows: Sequence[int], wanted: Sequence[Sequence[list[int]]]) -> Tensor:
+        """Logits [K, U] after these texts of each slot, slot by slot, in one pass over what they do not share."""
+        common = [_common(texts) for texts in wanted]
+        sizes = (max(map(len, own)) + sum(len(ids) - n for ids in own) for own, n in zip(wanted, common, strict=True))
+        if (most := max(sizes)) > cache.cache.length:
+            cache.grow(2 * most)
+        tries, found = dict[int, Trie](), dict[int, Tensor]()
+        for row, texts, n in zip(rows, wanted, common, strict=True):
+            if n:
+                tries[row] = self._trie(cache, row, texts, n)
+            else:  # not even the first token is the same: no tree has them
+                found[row] = self._whole(texts)
+        if tries:
+            scores = self._pass(cache, tries)
+            cache.opened(tries)
+            for own, (row, trie) in zip(scores, tries.items(), strict=True):
+                found[row] = own[sent([end + 1 for end in trie.ends], own.device)]
+        return torch.cat([found[row] for row in rows])
+
+    def _trie(self, cache: AlignedCache, row: int, texts: Sequence[list[int]], common: int) -> Trie:
+        base, text = cache.begin(row, texts[0], common - 1), texts[0]
+        if common - 1 - base > FEW:
+            piece = text[base : common - 1]
+            self.target.prefill(cache.cache, [row], sent([piece], self.target.device), [len(piece)])
+            cache.held[row] += piece
+            base = common - 1
+        return Trie(base, [ids[base:] for ids in texts])
+
+    def _pass(self, cache: AlignedCache, tries: dict[int, Trie]) -> Tensor:
+        """Logits [B', n, U] after the root and the nodes of each trie."""
+        device, own = self.target.device, list(tries.values())
+        tokens, sizes = padded([t.tokens for t in own], 0, device), torch.tensor([len(t.tokens) for t in own])
+        if all(t.parents == list(range(-1, len(t.tokens) - 1)) for t in own):
+            draft = Draft.chain(tokens, sizes)
+        else:
+            draft = Draft(tokens, padded([t.parents for t in own], -1, device), sizes)
+        roots = sent([trie.root for trie in own], device)
+        return self.target.verify(cache.cache, list(tries), roots, draft).logits
+
+    def _whole(self, texts: Sequence[list[int]]) -> Tensor:
+        """Logits [K, U] after whole texts, without a cache."""
+        hidden, _ = self.target.read(padded(texts, 0, self.target.device))
+        last = sent([len(ids) - 1 for ids in texts], self.target.device)
+        return self.target.head(hidden[torch.arange(len(texts), device=hidden.device), last])
+
+    def _carried(self, logits: Tensor, at: Sequence[tuple[int, int]], likeliest: Tensor) -> Opinion:
+        """Logits [K, U] of rows `at` as an opinion in the first member's vocabulary."""
+        own = wide(logits).log_softmax(-1)
+        b, n = sent(at, own.device).T
+        log_p = own.new_full((*likeliest.shape, self.theirs.size), -torch.inf)
+        log_p[b, n] = self.shared.spread(own)
+        rest = own.new_ones(likeliest.shape)
+        rest[b, n] = own.index_fill(-1, self.shared.own_ids, -torch.inf).logsumexp(-1).exp()
+        return Opinion(log_p, rest)
+
+
+def _agreement(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many leading ids are equal."""
+    both = enumerate(zip(held, wanted, strict=False))
+    return next((n for n, (one, other) in both if one != other), min(len(held), len(wanted)))
+
+
+def _common(texts: Sequence[Sequence[int]]) -> int:
+    """How many leading ids all of them have."""
+    columns: Iterator[tuple[int, ...]] = zip(*texts, strict=False)
+    return next((n for n, ids in enumerate(columns) if len(set(ids)) > 1), min(map(len, texts)))

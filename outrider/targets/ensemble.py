@@ -1,0 +1,377 @@
+"""An ensemble of language models as one target: p is the weighted mean of its members' distributions.
+
+SAFE: speculation for ensembles (arXiv 2510.15346).  The first member writes: prompts, texts and drafts are in its
+tokens, and drafters read its states.  One pass of every member verifies a draft; each has its own cache, and all go
+back to the text that was accepted.  Members of the same vocabulary read the same ids; one with another tokenizer reads
+the text in its own tokens, see `alignment`.
+
+What differs from the paper: SAFE ensembles only at some positions.  Where all members' likeliest token is the same, or
+one token has more than half of the mean, the mean need not be taken to know the greedy choice (our conditions, not the
+paper's words).  Here it is taken at every position, so that sampling is exact as well; `shares` counts where it would
+have been needed.  Its drafter is a member; here any drafter drafts, and all members verify.
+
+Temperature, penalties and bans apply to the logarithm of the mean, as to any target's logits.  So p at temperature T is
+the mean to the power of 1 / T, normalised, not the mean of the members' distributions at T.
+
+B live slots, R rows of a pass (anchor and drafted nodes), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Probe
+from outrider.decoding.state import Scores
+from outrider.errors import ConfigError, TargetError
+from outrider.sampling.distribution import wide
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
+from outrider.targets.alignment import AlignedCache, AlignedMember, Opinion
+from outrider.targets.cache import SlotCache
+from outrider.targets.generation import greedy_sampling
+from outrider.targets.protocol import TargetSpec
+from outrider.targets.step import CompiledStep
+from outrider.targets.transformers import TransformersTarget
+
+ENSEMBLED, DISAGREED, CHANGED, UNDECIDED = 1, 2, 4, 8
+"""Bits by which a row of a pass is counted in `Shares`."""
+
+
+@dataclass(eq=False)
+class Shares:
+    """Of all committed positions: where the members had a say, and where it mattered."""
+
+    positions: int = 0
+    ensembled: int = 0
+    """Some other member said what follows; elsewhere p is the first member's."""
+    disagreed: int = 0
+    """Not all of those who spoke have the same likeliest token."""
+    changed: int = 0
+    """The likeliest token of the mean is not the first member's."""
+    undecided: int = 0
+    """They disagreed, and no token has more than half of the mean."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, codes: Sequence[int]) -> None:
+        """Count positions by their bits."""
+        with self._lock:  # several threads may decode with one target
+            self.positions += len(codes)
+            self.ensembled += sum(bool(code & ENSEMBLED) for code in codes)
+            self.disagreed += sum(bool(code & DISAGREED) for code in codes)
+            self.changed += sum(bool(code & CHANGED) for code in codes)
+            self.undecided += sum(bool(code & UNDECIDED) for code in codes)
+
+    def __str__(self) -> str:
+        every = max(1, self.positions)
+        return (
+            f"{self.positions:,} positions, {self.ensembled / every:.1%} ensembled, {self.disagreed / every:.1%} with "
+            f"another likeliest token in some member ({self.undecided / every:.1%} with none above half of the mean), "
+            f"{self.changed / every:.1%} where the mean's is not the first member's"
+        )
+
+
+class EnsembleCache:
+    """Every member's keys and values, the first member's first."""
+
+    def __init__(self, parts: Sequence[Any], slots: int, length: int, shares: Shares):
+        self.parts, self.slots, self.length = list(parts), slots, length
+        self._shares = shares
+        self._codes: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each slot holds."""
+        return self.parts[0].lengths
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one token of a slot, in all members; 0 where one has a cache of its own kind."""
+        known = [part.column_bytes for part in self.parts if isinstance(part, SlotCache | AlignedCache)]
+        return sum(known) if len(known) == len(self.parts) else 0
+
+    def count(self, codes: Tensor) -> None:
+        """codes [B, R]: bits of the open pass's rows; those that are accepted are counted."""
+        self._codes = codes
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        for part in self.parts:
+            part.keep(paths)
+        if self._codes is not None:
+            codes, self._codes = self._codes.tolist(), None
+            for own, path in zip(codes, paths, strict=True):
+                self._shares.add([own[0], *(own[node + 1] for node in path)])
+
+    def free(self, rows: Sequence[int]) -> None:
+        for part in self.parts:
+            part.free(rows)
+
+
+class SharedMember:
+    """A member of the first one's vocabulary: it reads the same ids."""
+
+    def __init__(self, target: TransformersTarget, vocabulary: int):
+        self.target, self.vocabulary = target, vocabulary
+
+    def allocate(self, slots: int, length: int) -> Any:
+        return self.target.allocate(slots, length)
+
+    def prefill(
+        self, cache: Any, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], likeliest: Tensor
+    ) -> Opinion:
+        return self._opinion(self.target.prefill(cache, rows, self._known(tokens), lengths).logits)
+
+    def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, likeliest: Tensor) -> Opinion:
+        return self._opinion(self.target.verify(cache, rows, self._known(anchor), draft).logits)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """These ids, 0 for a spare row of the first member's embedding that this one's does not have."""
+        rows = self.target.spec.vocabulary
+        return tokens if rows >= self.vocabulary else tokens.where(tokens < rows, 0)
+
+    def _opinion(self, logits: Tensor) -> Opinion:
+        """Spare rows of one of the two embeddings are no tokens: they are left out, or have no probability."""
+        more = self.vocabulary - logits.shape[-1]
+        logits = nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.vocabulary]
+        return Opinion(wide(logits).log_softmax(-1))
+
+
+class NoModel(TargetError, AttributeError):
+    """There is no one model; who can do without it asks by getattr, and finds none."""
+
+
+class EnsembleTarget:
+    """Several causal LMs as one target; drafting does not change the mean of their distributions."""
+
+    def __init__(self, members: Sequence[TransformersTarget], weights: Sequence[float] | None = None):
+        """members: loaded targets on one device, the first of which writes; weights: of their distributions, equal
+        unless given, and divided by their sum.
+
+        A member of weight 0 is not run, but for the first.  Raises ConfigError for weights that are none, TargetError
+        for members that can't be averaged.
+        """
+        self.members = tuple(members)
+        if len(self.members) < 2 or not all(isinstance(member, TransformersTarget) for member in self.members):
+            given = [type(member).__name__ for member in self.members]
+            raise ConfigError(f"an ensemble has at least two loaded targets, got {given}; load each with load_target")
+        self.weights = _shares_of(weights, len(self.members))
+        first, *others = self.members
+        for member in others:
+            if member.device != first.device:
+                raise TargetError(
+                    f"{member.spec.name} is on {member.device} and {first.spec.name} on {first.device}; load all "
+                    "members of an ensemble on one device"
+                )
+        weighed = zip(others, self.weights[1:], strict=True)
+        self._others = [(_member(member, first), weight) for member, weight in weighed if weight > 0]
+        self.shares = Shares()
+        """Counts over all texts so far."""
+        self.spec = _spec(self.members, self.weights, [other for other, _ in self._others])
+        self.device, self.tokenizer, self.mask_token = first.device, first.tokenizer, first.mask_token
+        self._ends: frozenset[int] | None = None
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, slots: int, length: int) -> EnsembleCache:
+        own = self.members[0].allocate(slots, length)
+        return EnsembleCache(
+            [own, *(other.allocate(slots, length) for other, _ in self._others)], slots, length, self.shares
+        )
+
+    @torch.inference_mode()
+    def prefill(
+        self, cache: EnsembleCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int],
+        taps: tuple[int, ...] = (),
+    ) -> Scores:  # fmt: skip
+        """Every member reads one chunk [B, S], right-padded; `hidden` and `taps` are the first member's."""
+        scores = self.members[0].prefill(cache.parts[0], rows, tokens, lengths, taps)
+        likeliest = scores.logits.argmax(-1)
+        parts = zip(self._others, cache.parts[1:], strict=True)
+        opinions = [other.prefill(part, rows, tokens, lengths, likeliest) for (other, _), part in parts]
+        return scores._replace(logits=self._mean(scores.logits, opinions), choice=None) if opinions else scores
+
+    @torch.inference_mode()
+    def verify(
+        self, cache: EnsembleCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
+        probe: Probe | None = None,
+    ) -> Scores:  # fmt: skip
+        """One pass of every member over anchor and draft: `logits` [B, R, V] are the logarithm of their mean.
+
+        `hidden` and `taps` are the first member's, and so is a probe, which other members do not read.
+        """
+        scores = self.members[0].verify(cache.parts[0], rows, anchor, draft, taps, probe)
+        if not self._others:
+            cache.count(torch.zeros(scores.logits.shape[:2], dtype=torch.int64))
+            return scores
+        likeliest = scores.logits.argmax(-1)
+        parts = zip(self._others, cache.parts[1:], strict=True)
+        opinions = [other.verify(part, rows, anchor, draft, likeliest) for (other, _), part in parts]
+        logits = self._mean(scores.logits, opinions)
+        cache.count(_codes(likeliest, logits, opinions))
+        return scores._replace(logits=logits, choice=None)
+
+    def _mean(self, logits: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+        """The logarithm of the weighted mean, [B, R, V]; what a member does not say is the first member's."""
+        own = wide(logits).log_softmax(-1)
+        first, weighed = own.new_full(own.shape[:2], self.weights[0]), []
+        for opinion, (_, weight) in zip(opinions, self._others, strict=True):
+            if opinion is None:
+                first += weight
+                continue
+            weighed.append(opinion.log_p + math.log(weight))
+            if opinion.rest is not None:
+                first += weight * opinion.rest
+        return functools.reduce(torch.logaddexp, weighed, own + first.log()[..., None])
+
+    # ── what drafters and requests ask besides ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids that end a text: the first member's, unless others were set here."""
+        return self.members[0].ends if self._ends is None else self._ends
+
+    @ends.setter
+    def ends(self, ends: frozenset[int]) -> None:
+        self._ends = ends
+
+    @property
+    def detokenizer(self) -> Detokenizer | None:
+        return self.members[0].detokenizer
+
+    @property
+    def step(self) -> CompiledStep:
+        """The first member's compiled step; every member has its own."""
+        return self.members[0].step
+
+    @property
+    def parameters(self) -> int:
+        """Of all members."""
+        return sum(member.parameters for member in self.members)
+
+    @property
+    def generation_config(self) -> Any:
+        return self.members[0].generation_config
+
+    @property
+    def model(self) -> Never:
+        """Raises TargetError: there is no one module whose weights or logits are the ensemble's."""
+        raise NoModel(
+            f"{self.spec.name} is an ensemble, and this needs the weights of one model; take one of its members"
+        )
+
+    def compile(self) -> float:
+        """Have every member's passes compiled, as `TransformersTarget.compile`."""
+        return sum(member.compile() for member in self.members)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The first member's, as all that drafters read."""
+        return self.members[0].embed(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The first member's logits, not the ensemble's: those are no function of one member's state."""
+        return self.members[0].head(hidden)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self.members[0].head_rows(tokens)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return self.members[0].embedding_rows(tokens)
+
+    def copy_to(self, device: torch.device) -> TransformersTarget:
+        return self.members[0].copy_to(device)
+
+    def layer(self, index: int) -> nn.Module:
+        return self.members[0].layer(index)
+
+    def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Hidden states and taps of whole texts in the first member."""
+        return self.members[0].read(tokens, taps)
+
+    def check_probe(self) -> None:
+        self.members[0].check_probe()
+
+    def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
+        return self.members[0].read_probe(tokens, documents, probe)
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        """Greedy decoding with what the first member's generation_config asks for."""
+        return greedy_sampling(self.members[0].model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
+
+    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
+        """Token ids by the first member's tokenizer."""
+        return self.members[0].encode(prompt, thinking)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.members[0].decode(tokens)
+
+
+# ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _codes(likeliest: Tensor, logits: Tensor, opinions: Sequence[Opinion | None]) -> Tensor:
+    """[B, R] int64, the bits of `Shares`."""
+    is_ensembled = torch.zeros_like(likeliest, dtype=torch.bool)
+    is_split = torch.zeros_like(is_ensembled)
+    for opinion in opinions:
+        if opinion is not None:
+            best, choice = opinion.log_p.max(-1)
+            speaks = best > -torch.inf
+            is_ensembled |= speaks
+            is_split |= speaks & (choice != likeliest)
+    best, choice = logits.max(-1)
+    bits = {
+        ENSEMBLED: is_ensembled, DISAGREED: is_split, CHANGED: choice != likeliest,
+        UNDECIDED: is_split & (best <= math.log(0.5)),
+    }  # fmt: skip
+    return sum((bit * flags for bit, flags in bits.items()), torch.zeros_like(likeliest))
+
+
+def _shares_of(weights: Sequence[float] | None, members: int) -> tuple[float, ...]:
+    """The weights, divided by their sum."""
+    given = (1.0,) * members if weights is None else tuple(map(float, weights))
+    is_sound = len(given) == members and all(0 <= weight < math.inf for weight in given) and sum(given) > 0
+    if not is_sound:
+        raise ConfigError(
+            f"an ensemble of {members} members needs as many weights, none below 0 and not all 0, got {list(given)}"
+        )
+    return tuple(weight / sum(given) for weight in given)
+
+
+def _member(target: TransformersTarget, first: TransformersTarget) -> SharedMember | AlignedMember:
+    one, other = first.spec, target.spec
+    if one.tokenizer_hash != other.tokenizer_hash:
+        return AlignedMember(target, first)
+    if one.tokenizer_hash is None and one.vocabulary != other.vocabulary:
+        raise TargetError(
+            f"{other.name} has a vocabulary of {other.vocabulary}, {one.name} one of {one.vocabulary}, and no "
+            "tokenizer says what they share; load both with their tokenizers"
+        )
+    return SharedMember(target, one.vocabulary)
+
+
+MODES = ("off", "chain", "tree")
+"""What can be verified, weakest first."""
+
+
+def _spec(
+    members: Sequence[TransformersTarget], weights: Sequence[float], others: Sequence[SharedMember | AlignedMember]
+) -> TargetSpec:
+    first = members[0].spec
+    verifying = [first, *(other.target.spec for other in others)]
+    same = [first, *(other.target.spec for other in others if isinstance(other, SharedMember))]
+    facts = [(member.spec.weights_hash, weight) for member, weight in zip(members, weights, strict=True)]
+    return replace(
+        first, name=" + ".join(member.spec.name for member in members), revision=None,
+        context=min(spec.context for spec in same), mode=min((spec.mode for spec in verifying), key=MODES.index),
+        weights_hash=hashlib.sha256(repr(facts).encode()).hexdigest()[:16],
+        base_hash=first.base_hash or first.weights_hash,
+    )  # fmt: skip
