@@ -86,8 +86,9 @@ def generate(
     policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where
     plain steps are faster; `fixed`, all that the drafter offers; `by_confidence`; `by_load`; or one of your own.
     verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
-    allow_lossy=True, `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose
-    `distance` is the distance of a lossy one's texts from the target's distribution.
+    allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
+    settings, such as `relay(cues=cues.json)`.  `policies.named.judge(name)` gives one whose `distance` is the distance
+    of a lossy one's texts from the target's distribution, and whose `figures` say what that bought.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can

@@ -61,10 +61,26 @@ ACCEPT, STATE, DRAFT, LOOP, NOISE = (
 FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "text"))
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
 MEMORY = "outrider/nn/memory.py"
+RELAY, COUNTER = (f"outrider/policies/{name}.py" for name in ("relay", "counterfactual"))
 TREES, CACHE = "outrider/nn/trees.py", "outrider/targets/cache.py"
 ENUMERATED = f"{CONTRACTS}test_acceptance_rule_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
 
 FAULTS = [
+    Fault(
+        "a relay hands over one token late",
+        [Edit(RELAY, "since >= self.min_tokens", "since > self.min_tokens")],
+        ["tests/policies/test_relay.py::test_the_writers_change_exactly_where_they_should"],
+    ),
+    Fault(
+        "the target adds a token of its own to a relayed segment",
+        [Edit(RELAY, "return ending_in_draft(draft, accepted, is_whole)", "return accepted")],
+        ["tests/policies/test_relay.py::test_the_writers_change_exactly_where_they_should"],
+    ),
+    Fault(
+        "what changes with swapped words is preferred",
+        [Edit(COUNTER, "scores - self.beta * divergences", "scores + self.beta * divergences")],
+        ["tests/policies/test_counterfactual.py::test_a_biased_model_changes_its_choice_by_beta"],
+    ),
     Fault(
         "a sibling's q is not renormalised after its elder sibling was rejected",
         [Edit(TREES, "left = rest / mass.clamp(min=1e-30)", "left = rest")],

@@ -28,7 +28,7 @@ HOMES = {
     "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
     "evaluate": "measure.run", "ENGINES": "engines.engine",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
-    "RULES": "policies.lossy decoding.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
+    "RULES": "policies.named policies.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
 TABLES = dict(

@@ -54,7 +54,7 @@ def decode(
         str, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
     ] = "adaptive",
     verification: Annotated[
-        str, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
+        str, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
     ] = "standard",
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
     quantize: Annotated[

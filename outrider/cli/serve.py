@@ -80,7 +80,7 @@ def serve(
         str | None, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
     ] = None,
     verification: Annotated[
-        str | None, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
+        str | None, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
     ] = None,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
     quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights.")] = None,

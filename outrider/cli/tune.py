@@ -1,4 +1,5 @@
-"""`outrider tune`: how much an engine should speculate at which load, or which layers the target can draft without."""
+"""`outrider tune`: how much an engine should speculate at which load, which layers the target can draft without, or
+after which words a small model can write alone."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from outrider.engines import tune as tuning
 from outrider.engines.engine import Wish
 from outrider.engines.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
+from outrider.loading import load_drafter
 from outrider.measure.config import Config
 from outrider.measure.prompts import as_tokens, draw
 from outrider.targets.load import load_target
 from outrider.traffic import traces
-from outrider.training import sublayers
+from outrider.training import cues, sublayers
 
 
 def tune(
@@ -49,6 +51,11 @@ def tune(
     calls: Annotated[int, typer.Option(help="Requests in each measurement; at least eight a caller.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
     tries: Annotated[int, typer.Option(min=1, help="Sets of layers tried, with --draft layer_skip.")] = 60,
+    relay: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Instead: rank the cue words after which this small model can write alone."),
+    ] = None,
+    words: Annotated[str | None, typer.Option(help="Cue words to rank, with --relay: So,Then,Therefore.")] = None,
     margin: Annotated[float, typer.Option(help="What a change of length must win.")] = 0.02,
     largest: Annotated[int, typer.Option(help="The highest load of the tables.")] = 1024,
     target: TargetOption = None,
@@ -67,9 +74,13 @@ def tune(
     """Measure which draft length pays at which load, and write the tables that engines read.
 
     With --draft layer_skip: search on the prompts of LOG which layers of --target can be spared, and write skip.json.
+    With --relay MODEL: rank cue words on --target's answers to them, for the lossy verification `relay`, in cues.json.
     """
     quiet()
     place_of_json(json_to)
+    if relay is not None:
+        _cues(log, out, target or "demo", relay, words, calls, max_tokens, json_to)
+        return
     if draft == "layer_skip":
         _sublayers(log, out, target or "demo", tries, json_to)
         return
@@ -121,6 +132,33 @@ def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str |
         say(f"          {one.speedup:.2f}x without {skipped}")
     say(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}")
     write_json(json_to, [dataclasses.asdict(one) | {"speedup": one.speedup} for one in found])
+
+
+def _cues(
+    prompts: Path, out: Path, target: str, model: str, words: str | None, most: int, max_tokens: int, json_to: Any
+) -> None:  # fmt: skip
+    """The cue words of a file's prompts, ranked; the selected ones are used by `relay(cues=cues.json)`."""
+    loaded, file = load_target(target), str(prompts)
+    small_model: Any = load_drafter("small_model", loaded, model=model)
+    texts = [as_tokens(loaded, prompt) for prompt in draw(file, Config(tasks=(file,), prompts=most)).prompts[:most]]
+    say(f"tune      cue words on {len(texts)} answers of at most {max_tokens} tokens, read by {model}")
+    given = None if words is None else [word.strip() for word in words.split(",") if word.strip()]
+    with bar("answers", len(texts)) as update:
+        found = cues.calibrate(
+            loaded, small_model.model, texts, max_new_tokens=max_tokens, words=given, say=lambda done: update(done)
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    found.save(out / "cues.json", target=target, small_model=model, answers=len(texts))
+    columns = ("after", "times", "tokens", "margin", "error", "above others")
+    shown = table(*columns, right=columns[1:])
+    for cue in found.cues[:20]:
+        numbers = (f"{cue.mean:.3f}", f"{cue.standard_error:.3f}", f"{cue.difference:+.3f}")
+        shown.add_row(cue.word, str(cue.count), str(cue.tokens), *numbers)
+    console.show(shown)
+    chosen = f"{len(found.selected)} of {len(found.cues)} words are selected"
+    say(f"          {chosen}; the margin of all {found.tokens} tokens is {found.mean:.3f}")
+    say(f"          written to {out / 'cues.json'}; use it with --verification 'relay(cues=...)' --allow-lossy")
+    write_json(json_to, dataclasses.asdict(found))
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:

@@ -36,6 +36,7 @@ def advance(
     longest = min(max(len(request.prompt) + request.max_new_tokens for _, request in queue), state.context)
     cache = target.allocate(slots, longest + max(drafter.limit, 1) + 1 + drafter.probe_rows)
     memory: Any = drafter.allocate(cache)
+    state.judge.allocate(target, cache)
     serving: dict[int, int] = {}
     while queue or serving:
         free = [row for row in range(slots) if row not in serving][: len(queue)]

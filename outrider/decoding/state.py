@@ -96,6 +96,10 @@ class Judge:
     errors: Mapping[int, Exception] = {}
     """By slot: why its last tokens can't be used.  The step is complete when it raises the first of them."""
 
+    def allocate(self, target: Any, cache: Any) -> None:
+        """Called once a batch, before its first request, for a judge that has passes of its own.  target, cache: the
+        batch's; what the judge reads needs a cache of its own, of as many slots."""
+
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None: ...
     def free(self, row: int) -> None: ...
 

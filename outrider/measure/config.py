@@ -73,8 +73,9 @@ class Config(Base):
     """How much is drafted: all that the drafter offers, what is likely to be accepted, what pays by measured seconds,
     or what pays by these and by confidences at the number of slots in use."""
     verification: str = "standard"
-    """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical` and `relaxed` accept
-    likely tokens that the acceptance rule would reject, and every row says so."""
+    """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`,
+    `relay(cues=FILE)`, `scorer(tau=NUMBER)` and `counterfactual(swap=FILE)` accept tokens that the acceptance rule
+    would reject, and every row says so."""
     allow_lossy: bool = Field(default=False, validate_default=True)
     """A lossy verification is refused without it."""
 

@@ -46,21 +46,30 @@ class Judged(NamedTuple):
 
 
 class TracedTarget:
-    """A target that reports every draft it verifies, and is unchanged otherwise."""
+    """A target that reports every draft it verifies in the batch's cache, the first that is allocated, and is unchanged
+    otherwise."""
 
     def __init__(self, target: Any, on_verify: Callable[[Draft, Scores], None]):
         self._target = target
         self._on_verify = on_verify
+        self._cache: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        cache = self._target.allocate(*args, **kwargs)
+        if self._cache is None:
+            self._cache = cache
+        return cache
 
     def verify(
         self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
         probe: Probe | None = None,
     ) -> Scores:  # fmt: skip
         scores: Scores = self._target.verify(cache, rows, anchor, draft, taps, probe)
-        self._on_verify(draft, scores)
+        if cache is self._cache:  # a judge reads in a cache of its own
+            self._on_verify(draft, scores)
         return scores
 
 

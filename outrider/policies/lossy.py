@@ -2,12 +2,13 @@
 acceptance rule.
 
 Never used by default: `named.judge` returns one only with allow_lossy, and the judge measures its distance from the
-target's distribution for the report.  Typical acceptance: Medusa (arXiv 2401.10774); relaxed top-k: a drafted token is
-accepted if it is among the target's k likeliest.  In a tree the longest path that passes is accepted, of two as long
-the likelier.  Unlike Medusa's code, the token after it is drawn from p, not the likeliest, and the first drafted token
-is tested like the others.
+target's distribution for the report.  Here are what every such rule is to its judge, and those that look at p alone;
+`relay`, `scorer` and `counterfactual` have files of their own.  Typical acceptance: Medusa (arXiv 2401.10774); relaxed
+top-k: a drafted token is accepted if it is among the target's k likeliest.  In a tree the longest path that passes is
+accepted, of two as long the likelier.  Unlike Medusa's code, the token after it is drawn from p, not the likeliest, and
+the first drafted token is tested like the others.
 
-At temperature 0 p is one-hot, so neither rule accepts a token that the acceptance rule would reject.
+At temperature 0 p is one-hot, so neither of these two accepts a token that the acceptance rule would reject.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -15,8 +16,9 @@ B live slots, N drafted nodes, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,31 +26,84 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import ConfigError
+from outrider.policies.take_over import own_rows
 from outrider.sampling.fast import Chain, outside
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import processed
 
 
-@dataclass(frozen=True, slots=True)
-class Lossy:
-    """A rule for the judge: accept the longest path of tokens that pass, then draw from p.  q is not used."""
+class Verified(NamedTuple):
+    """What a rule knows of a step besides its draft and p."""
+
+    rows: Sequence[int]
+    """Slots of the B live texts."""
+    texts: Sequence[list[int]]
+    """Prompt and committed tokens of each; the last one is the anchor."""
+    logits: Tensor
+    """[B, N+1, V] after penalties, bans and processors; -inf where a token is impossible."""
+
+
+class LossyRule:
+    """What a lossy rule is to its judge: it accepts drafted tokens, and says how far from p that is.
+
+    A rule overrides `__call__` and `distances`; one that remembers its texts overrides the other hooks too, in the
+    order in which they are called.
+    """
 
     name: str
-    """With its numbers, for reports."""
+    """With its numbers, for reports; `named.judge` makes the same rule of it where its settings are texts and
+    numbers."""
+
+    def allocate(self, target: Any, cache: Any) -> None:
+        """As `Judge.allocate`, for a rule with passes of its own."""
+
+    def admit(self, row: int, request: Request) -> None:
+        """A new text in this slot.  Raises ConfigError for one that the rule can't judge."""
+
+    def free(self, row: int) -> None: ...
+
+    def begin(self, verified: Verified) -> None:
+        """The step that is judged next."""
+
+    def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+        """What is accepted by p [B, N+1, V].  The next token may be a drafted one, so that the target adds none."""
+        raise NotImplementedError
+
+    def distances(self, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
+        """[B, D] float64, at least as wide as the longest path and its next token: total variation from p of each
+        emitted token of this step, in order; exact, or more on average."""
+        raise NotImplementedError
+
+    def observe(self, accepted: Accepted, texts: Sequence[list[int]]) -> None:
+        """What was committed of it, and all tokens of each live text."""
+
+    def figures(self) -> dict[str, float]:
+        """What it bought, and what it cost besides the distance."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Lossy(LossyRule):
+    """A rule of p alone: accept the longest path of tokens that pass, then draw from p.  q is not used."""
+
+    name: str
     passes: Callable[[Tensor], Tensor]
     """p [..., V] to the tokens that may be accepted, [..., V] bool."""
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         """p [B, N+1, V].  Ids outside the vocabulary never pass and are counted as invalid; q is not used."""
-        known, index = _probability_index(draft, p.shape[-1])
+        known, index = own_rows(draft, p.shape[-1])
         paths = _longest(draft, known & self.passes(p)[index], p[index])
         slots, rows, counts = torch.tensor(
             [(b, path[-1] + 1 if path else 0, len(path)) for b, path in enumerate(paths)], device=p.device
         ).T
         following = streams.draw(p[slots, rows], counts, Purpose.TARGET)
         return Accepted(paths, following.tolist(), outside(draft, p.shape[-1]))
+
+    def distances(self, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
+        return tv_distance(self, draft, p, accepted)
 
 
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
@@ -78,18 +133,20 @@ def relaxed(k: int = 2) -> Lossy:
 
 
 RULES: Mapping[str, Callable[..., Lossy]] = {"relaxed": relaxed, "typical": typical}
-"""By name, the function that makes each rule from its numbers."""
+"""By name, the function that makes each rule of p alone from its numbers."""
 
 
 class LossyJudge(SamplingJudge):
     """Judges by a lossy rule, and measures its distance from the target's distribution."""
 
-    rule: Lossy
+    rule: LossyRule
 
-    def __init__(self, rule: Lossy):
+    def __init__(self, rule: LossyRule):
         super().__init__(rule)
         self.tokens = 0
         """Tokens emitted, over all slots and steps."""
+        self.passes = 0
+        """Verified steps, counted for each slot: passes of the target that these tokens took."""
         self.total = 0.0
         """Sum of their distances: an upper bound of the total variation between a text's distribution and the
         target's."""
@@ -97,15 +154,29 @@ class LossyJudge(SamplingJudge):
         """By slot: sum of the distances of the last step's tokens."""
         self._last = torch.empty(0, 0)
 
+    def allocate(self, target: Any, cache: Any) -> None:
+        self.rule.allocate(target, cache)
+
+    def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
+        super().admit(row, request, ends, device)
+        self.rule.admit(row, request)
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        self.rule.free(row)
+
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         p = self.distribution(logits)
+        self.rule.begin(Verified(state.rows, [state.tokens[row] for row in state.rows], logits))
         accepted = self.rule(draft, p, state.streams)
-        self._last = tv_distance(self.rule, draft, p, accepted)
+        self._last = self.rule.distances(draft, p, accepted)
         return accepted
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
         super().observe(accepted, texts, scores)
+        self.rule.observe(accepted, texts)
+        self.passes += len(texts)
         for b, (row, _) in enumerate(self._requests):
             count = accepted.counts[b] + (accepted.next_tokens[b] >= 0)
             self.tv_distance[row] = float(self._last[b, :count].sum())
@@ -116,6 +187,13 @@ class LossyJudge(SamplingJudge):
     def distance(self) -> float:
         """Mean total variation per emitted token, in [0, 1]; 0 before the first."""
         return self.total / self.tokens if self.tokens else 0.0
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the rule cost and what it bought: the distance, tokens per step, passes saved against one pass a token,
+        and what the rule itself counts."""
+        bought = {"tokens_per_step": self.tokens / max(1, self.passes), "passes_saved": self.tokens - self.passes}
+        return {"distance": self.distance, **bought, **self.rule.figures()}
 
 
 def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
@@ -142,17 +220,9 @@ def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Ten
 
 def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
     """Distance of the accepted tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
-    strays = 1 - p[_probability_index(draft, p.shape[-1])[1]].double()
+    strays = 1 - p[own_rows(draft, p.shape[-1])[1]].double()
     path = padded(accepted.paths, -1, p.device)
     return strays.gather(1, path.clamp(min=0)) * (path >= 0)
-
-
-def _probability_index(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Whether each id is inside the vocabulary, [B, N]; and the index of its probability in p: slot, parent's row,
-    token."""
-    known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
-    slots = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
-    return known, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0))
 
 
 def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:

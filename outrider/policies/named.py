@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from outrider.config import nearest
 from outrider.decoding.protocols import Drafter, Policy
@@ -15,11 +17,30 @@ from outrider.policies.adaptive import Adaptive
 from outrider.policies.block import accept_block
 from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.by_load import ByLoad
+from outrider.policies.counterfactual import counterfactual
 from outrider.policies.fixed import Fixed
+from outrider.policies.relay import relay
+from outrider.policies.scorer import scorer
 from outrider.sampling.judge import SamplingJudge
 
 EXACT = ("standard", "block")
-"""Exact ways to verify; `lossy.RULES` has the others."""
+"""Exact ways to verify; `RULES` has the others."""
+RULES: Mapping[str, Callable[..., lossy.LossyRule]] = {
+    **lossy.RULES, "relay": relay, "scorer": scorer, "counterfactual": counterfactual,
+}  # fmt: skip
+"""By name, the function that makes each lossy rule from its settings."""
+number_or_text = lambda text: int(text) if text.isdecimal() else text
+SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
+    "typical": {"epsilon": float, "delta": float},
+    "relaxed": {"k": int},
+    "relay": {"cues": str, "min_tokens": int},
+    "scorer": {"tau": float, "aggregate": str, "block": number_or_text, "force_reject_first": int},
+    "counterfactual": {"swap": str, "beta": float, "delta": float, "preamble": str},
+}
+"""Settings of each lossy rule that may be given as text, and how they are read; functions can be given in Python
+alone."""
+REQUIRED = {"relay": "cues", "scorer": "tau", "counterfactual": "swap"}
+"""The setting without which a rule has no meaning."""
 MIN_CONFIDENCE = 0.4
 """Probability of acceptance below which `by_confidence` does not verify a node."""
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
@@ -55,27 +76,57 @@ _taken = threading.local()
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:
-    """The judge of this way to verify.  Raises ConfigError for an unknown name, and for a lossy one unless
-    allow_lossy."""
+    """The judge of this way to verify: `standard`, `block`, or a lossy rule with its settings, such as
+    `relaxed(k=3)`.
+
+    Raises ConfigError for an unknown name or setting, and for a lossy one unless allow_lossy.
+    """
     if isinstance(name, SamplingJudge):
         return name
     name = name or "standard"
-    check_verification(name, allow_lossy)
-    if name in lossy.RULES:
-        return lossy.LossyJudge(lossy.RULES[name]())
+    rule = check_verification(name, allow_lossy)
+    if rule is not None:
+        return lossy.LossyJudge(rule)
     if allow_lossy:
         logging.getLogger(__name__).warning("allow_lossy has no effect on verification '%s': the output is exact", name)
     return SamplingJudge(accept_block if name == "block" else None)
 
 
-def check_verification(name: str, allow_lossy: bool) -> None:
-    """Raises ConfigError for an unknown name, and for a lossy one unless allow_lossy is True."""
-    _known("verification", name, [*EXACT, *lossy.RULES])
-    if name in lossy.RULES and allow_lossy is not True:
+def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
+    """A new rule of a lossy name, None of an exact one.  Raises ConfigError for an unknown name or setting, and for a
+    lossy one unless allow_lossy is True."""
+    called = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
+    own = called[1] if called else name
+    _known("verification", own, [*EXACT, *RULES])
+    if own in EXACT:
+        if called:
+            raise ConfigError(f"verification {own!r} has no settings, got {name!r}; give its name alone")
+        return None
+    if allow_lossy is not True:
         raise ConfigError(
             f"verification '{name}' changes what the target would write, and allow_lossy is {allow_lossy!r}; "
             "set allow_lossy: true to allow that, or use standard or block for exact output"
         )
+    settings = _settings(own, called[2] if called else "")
+    wanted = REQUIRED.get(own)
+    if wanted is not None and wanted not in settings:
+        raise ConfigError(f"verification {own!r} needs {wanted}; write {own}({wanted}=...), see docs/lossy.md")
+    return RULES[own](**settings)
+
+
+def _settings(name: str, text: str) -> dict[str, Any]:
+    """Settings of a lossy rule, read from `key=value, key=value`."""
+    found = {}
+    for part in re.split(r",\s*(?=\w+\s*=)", text) if text.strip() else ():
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if not equals:
+            raise ConfigError(f"verification {name!r}: {part!r} is not a setting; write {name}(setting=value)")
+        _known(f"setting of verification {name!r}", key, SETTINGS[name])
+        try:
+            found[key] = SETTINGS[name][key](value)
+        except ValueError:
+            raise ConfigError(f"verification {name!r}: {key} must be a number, got {value!r}") from None
+    return found
 
 
 def _known(what: str, name: str, names: Iterable[str]) -> None:

@@ -31,8 +31,8 @@ class Config(Base):
     """How much is drafted: all that the drafter offers, what is likely to be accepted, what pays by measured seconds,
     or what pays at the load of the moment."""
     verification: str = "standard"
-    """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical` and `relaxed` are
-    not."""
+    """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`, `relay`,
+    `scorer` and `counterfactual`, with their settings in brackets, are not."""
     allow_lossy: bool = False
     """A lossy verification is refused without it."""
     prefix_bytes: NonNegativeInt = 2**28

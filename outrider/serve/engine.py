@@ -78,6 +78,7 @@ class Engine:
         self.state.context = self.length
         self.cache = target.allocate(slots, self.length + max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows)
         self.memory = self.drafter.allocate(self.cache)
+        self.state.judge.allocate(target, self.cache)
         self.prefixes = PrefixStore(prefix_bytes)
         self.error = ""
         """Why the engine ended by itself; "" while it works."""

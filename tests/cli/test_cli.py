@@ -394,6 +394,30 @@ def test_decode_drafts_and_verifies_as_it_is_asked_to(
         assert policy in asked and judge in asked
 
 
+def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider, tmp_path: Path) -> None:
+    """Catches a table that the next command can't read, consent that is not asked for, and settings that are lost."""
+    prompts = [{"prompt": "import os\n\n\ndef read(path):\n"}, {"prompt": "class Queue:\n    def put(self, item):\n"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    words = ("--words", "self,return,def,if,no_such_word", "--max-tokens", 48)
+    done = outrider("tune", "prompts.jsonl", "--relay", "demo", *words, "--out", "tuned", "--json", "found.json")
+    assert done.code == 0, done.err
+    table = json.loads((tmp_path / "tuned/cues.json").read_text())
+    assert table["target"] == table["small_model"] == "demo"
+    assert table["answers"] == 2
+    ranked = [cue["word"] for cue in table["cues"]]
+    assert ranked and "no_such_word" not in ranked
+    assert [cue["mean"] for cue in table["cues"]] == sorted((cue["mean"] for cue in table["cues"]), reverse=True)
+    (tmp_path / "tuned/cues.json").write_text(json.dumps({"selected": ["self", "return", "def"]}))
+    decode = ("decode", prompts[1]["prompt"], "--max-new-tokens", 60, "--policy", "fixed", "--drafter", "small_model")
+    relay = ("--verification", "relay(cues=tuned/cues.json, min_tokens=1)")
+    plain, refused = outrider(*decode), outrider(*decode, *relay)
+    assert refused.code == 2
+    assert "allow_lossy" in refused.said
+    relayed = outrider(*decode, *relay, "--allow-lossy")
+    assert relayed.code == plain.code == 0, relayed.err
+    assert relayed.out != plain.out
+
+
 def test_decode_to_a_terminal_has_colour(
     folder: Path, talker: TransformersTarget, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:

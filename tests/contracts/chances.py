@@ -69,6 +69,7 @@ def emitted(
     state._select()
     cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1 + drafter.probe_rows)
     memory = drafter.allocate(cache)
+    state.judge.allocate(target, cache)
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0
     for _ in range(TOKENS):

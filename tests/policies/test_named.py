@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,12 +11,13 @@ from contracts.parties import Oracle, TableTarget
 
 from outrider.errors import ConfigError
 from outrider.generation import generate, stream
+from outrider.measure.config import Config as Evaluate
 from outrider.policies import named
 from outrider.policies.adaptive import Adaptive
 from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.by_load import ByLoad
 from outrider.policies.fixed import Fixed
-from outrider.policies.lossy import RULES
+from outrider.policies.lossy import RULES, LossyJudge
 from outrider.sampling.settings import Sampling
 
 TABLE = TableTarget.random(6)
@@ -58,6 +60,63 @@ def test_every_way_to_verify_has_a_judge_of_its_own():
         one, two = (named.judge(name, name in RULES) for _ in "ab")
         assert one is not two
         assert (one.rule is None) == (name == "standard")
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A table of cue words and one of swapped words, where the process stands."""
+    (tmp_path / "cues.json").write_text('{"selected": ["So"]}')
+    (tmp_path / "swap.json").write_text('{"he": "she"}')
+    monkeypatch.chdir(tmp_path)
+
+
+ASKED = [
+    "typical(epsilon=0.2, delta=0.5)", "relaxed(k=3)", "relay(cues=cues.json, min_tokens=3)",
+    "scorer(tau=-1.5, aggregate=min, block=4, force_reject_first=0)",
+    "scorer(tau=-inf, aggregate=mean, block=sentence, force_reject_first=1)",
+    "counterfactual(swap=swap.json, beta=0.5, delta=0.1)",
+    "counterfactual(swap=swap.json, beta=2, delta=0, preamble=Be fair, be brief.)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_rule_is_asked_for_by_the_name_it_reports(asked, files):
+    """Catches a setting that is lost, and a name in a report that nobody can ask for again; each needs consent, in a
+    run file too."""
+    judge = named.judge(asked, allow_lossy=True)
+    assert isinstance(judge, LossyJudge)
+    assert judge.rule.name == asked
+    assert Evaluate(verification=asked, allow_lossy=True).verification == asked
+    for refused in (lambda: named.judge(asked), lambda: Evaluate(verification=asked), lambda: named.judge(asked, 1)):
+        with pytest.raises(ValueError, match="set allow_lossy: true"):
+            refused()
+
+
+def test_settings_are_those_of_the_rules():
+    """Catches a setting of a rule that text can't give, but for functions, and one that no rule has."""
+    for name, rule in named.RULES.items():
+        own = {each for each in inspect.signature(rule).parameters if each != "score"}
+        assert own == set(named.SETTINGS[name])
+        required = [key for key, each in inspect.signature(rule).parameters.items() if each.default is each.empty]
+        assert required == ([named.REQUIRED[name]] if name in named.REQUIRED else [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("relay", r"needs cues; write relay\(cues=...\)"), ("scorer()", "needs tau"),
+        ("relaxed(n=2)", "unknown setting of verification 'relaxed' 'n'"), ("relaxed(k=two)", "must be a number"),
+        ("relaxed(3)", "'3' is not a setting"), ("block(k=1)", "has no settings"),
+        ("relais(k=1)", "did you mean 'relay'"),
+        ("relay(cues=none.json)", "can't be read"), ("scorer(tau=0, block=word)", "'sentence' or a number"),
+        ("scorer(tau=0, score=os:getcwd)", "unknown setting"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_none_are_refused(wrong, hint):
+    """Catches a rule with its defaults where something else was asked for, and code that a text could name."""
+    for refused in (named.judge, named.check_verification):
+        with pytest.raises(ConfigError, match=hint):
+            refused(wrong, True)
 
 
 @pytest.mark.parametrize(

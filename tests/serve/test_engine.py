@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Case
+from policies.test_counterfactual import Neighbours
 from torch import Tensor
 
 from outrider import generation
@@ -19,6 +20,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import DataError
+from outrider.policies.counterfactual import Counterfactual
+from outrider.policies.lossy import LossyJudge
 from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls
 from outrider.serve.engine import INTERNAL, Engine
@@ -110,6 +113,26 @@ def test_every_text_is_what_the_target_alone_writes(
     assert engine.running == engine.queued == 0
     assert not engine.state.requests
     assert sum(caller.call.accepted for caller in callers) > 0
+
+
+def test_a_judge_with_passes_of_its_own_serves_as_it_generates(
+    target: TransformersTarget, prompts: list[list[int]]
+) -> None:
+    """Catches a judge that gets no target here, a second text of the request that had the slot before, and one that is
+    read before the prompt is."""
+    rule = lambda: LossyJudge(Counterfactual({(3,): (9,), (9,): (3, 3)}, 2.0))
+    asked = [request(prompt, 9) for prompt in [*prompts, [3] * 150, [9] * 3]]
+    with Engine(target, Neighbours(), slots=3, length=200, verification=rule()) as engine:
+        callers = [Caller.of(each) for each in asked]
+        for caller in callers:
+            engine.submit(caller.call)
+        for caller in callers:
+            caller.wait()
+    wanted = [
+        generation.generate(target, [each.prompt], Neighbours(), max_new_tokens=9, verification=rule())[0].tokens
+        for each in asked
+    ]
+    assert [caller.tokens for caller in callers] == wanted != [alone(target, each) for each in asked]
 
 
 def test_a_slot_that_is_new_reads_its_prompt_beside_others(target: TransformersTarget) -> None:

@@ -1,0 +1,156 @@
+"""The counterfactual rule: of the drafter's candidates, the one that the target finds likely and that changes least
+when words of the text are swapped.  LOSSY.
+
+AMBEDKAR (arXiv 2509.02133) lets a large model choose among a small model's candidates, under a text and under its
+counterfactual, in which words that name a group are exchanged.  The formula is our reading:
+
+    score(c) = log p(c | text) - beta JS(p(. | text, c), p(. | swapped text, c))
+
+in nats, at temperature 1.  The candidates are the children that the drafter gives a node, so a `small_model` of width k
+gives its k likeliest.  The drafted token, the first child, is accepted if its score is at least the best one minus
+delta; else the best is taken, and the walk goes on there.  With beta 0 and without a preamble this is the target's
+greedy choice among the candidates.  What is swapped is the user's: a file of words; a preamble, such as rules of
+conduct, can stand before both texts.
+
+The target reads the swapped text in a cache of the rule's own: one more row in every pass, two with a preamble.
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.errors import ConfigError
+from outrider.policies.lossy import LossyRule, Verified
+from outrider.policies.second_text import SecondTexts
+from outrider.policies.swap import Swap, beginning, swap_of
+from outrider.policies.take_over import distances_of, ending_in_draft, node_distances, own_rows, possible
+from outrider.sampling.distribution import log_probs
+from outrider.sampling.fast import outside
+
+Words = Mapping[str, str] | Mapping[tuple[int, ...], Sequence[int]]
+
+
+class Counterfactual(LossyRule):
+    """Chooses among the children of each node by their scores; draws nothing where there are any."""
+
+    def __init__(
+        self, swap: Words, beta: float = 1.0, delta: float = 0.0, preamble: str | Sequence[int] = "",
+        name: str | None = None,
+    ):  # fmt: skip
+        """swap: words, or sequences of token ids, and what takes their place.  Raises ConfigError for numbers without a
+        meaning."""
+        if not (beta >= 0 and math.isfinite(beta) and delta >= 0):
+            raise ConfigError(f"counterfactual: beta and delta must be at least 0, got {beta} and {delta}")
+        self.words, self.beta, self.delta, self.preamble = swap, beta, delta, preamble
+        shown = f", preamble of {len(preamble)}" if preamble else ""
+        self.name = name or f"counterfactual({len(swap)} words, beta={beta:g}, delta={delta:g}{shown})"
+        self.tokens = self.chosen = self.changed = self.passes = 0
+        """Tokens emitted; those that were candidates; those of them that are not the drafted one; passes of its own."""
+        self.divergence = 0.0
+        """Sum of the divergences JS of the chosen candidates, in nats."""
+        self._taken: list[list[int]] = []
+        self._emitted: list[list[int]] = []
+        self._swapped: SecondTexts | None = None
+        self._plain: SecondTexts | None = None
+
+    def allocate(self, target: Any, cache: Any) -> None:
+        preamble = list(target.encode(self.preamble)) if self.preamble else []
+        before = preamble, beginning(target) if preamble else ()
+        self._swapped = SecondTexts(target, cache, Swap.of(self.words, target), *before) if self.beta else None
+        self._plain = SecondTexts(target, cache, Swap({}), *before) if preamble else None
+
+    def free(self, row: int) -> None:
+        for texts in (self._swapped, self._plain):
+            if texts is not None:
+                texts.free(row)
+
+    def begin(self, verified: Verified) -> None:
+        self._verified = verified
+
+    def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+        scores, divergences = self._scores(draft)
+        walks = [self._walk(draft, b, own) for b, own in enumerate(scores)]
+        paths, is_whole = [path for path, _ in walks], [whole for _, whole in walks]
+        every = torch.arange(len(paths), device=p.device)
+        ends = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=p.device)
+        counts = torch.tensor([len(path) for path in paths], device=p.device)
+        following = streams.draw(p[every, ends], counts, Purpose.TARGET).tolist()
+        self._taken = paths
+        self._emitted = [[*path, *([] if whole else [-1])] for path, whole in walks]
+        self._count(draft, divergences)
+        return ending_in_draft(draft, Accepted(paths, following, outside(draft, p.shape[-1])), is_whole)
+
+    def _scores(self, draft: Draft) -> tuple[list[list[float]], list[list[float]]]:
+        """The score of every node, -inf where it is impossible, and its divergence; each [B][N]."""
+        rows, texts, logits = self._verified
+        if not draft.tokens.shape[1]:
+            return [[] for _ in rows], [[] for _ in rows]
+        own = logits if self._plain is None else self._plain.read(rows, texts, draft)
+        allowed = torch.tensor(possible(draft, logits), device=own.device)
+        scores = torch.where(allowed, log_probs(own)[own_rows(draft, own.shape[-1])[1]], -torch.inf)
+        divergences = torch.zeros_like(scores)
+        if self._swapped is not None:
+            divergences = jensen_shannon(own[:, 1:], self._swapped.read(rows, texts, draft)[:, 1:])
+        self.passes += len(rows) * ((self._plain is not None) + (self._swapped is not None))
+        return (scores - self.beta * divergences).tolist(), divergences.tolist()
+
+    def _walk(self, draft: Draft, b: int, scores: Sequence[float]) -> tuple[list[int], bool]:
+        """The chosen nodes of slot b, and whether they go down to a leaf."""
+        tree, path, at = draft.tree[b][: draft.live[b]], list[int](), -1
+        while children := [n for n in range(at + 1, len(tree)) if tree[n] == at]:
+            drafted, best = children[0], max(children, key=lambda n: scores[n])  # of equal scores the elder
+            if not scores[best] > -math.inf:
+                return path, False
+            at = drafted if -math.inf < scores[drafted] >= scores[best] - self.delta else best
+            path.append(at)
+        return path, bool(path)
+
+    def _count(self, draft: Draft, divergences: Sequence[Sequence[float]]) -> None:
+        for b, path in enumerate(self._taken):
+            tree = draft.tree[b]
+            self.chosen += len(path)
+            self.changed += sum(node != tree.index(tree[node]) for node in path)
+            self.divergence += sum(divergences[b][node] for node in path)
+
+    def distances(self, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
+        return distances_of(node_distances(draft, p, is_by_q=False), self._emitted, self._taken)
+
+    def observe(self, accepted: Accepted, texts: Sequence[list[int]]) -> None:
+        self.tokens += sum(accepted.counts) + sum(token >= 0 for token in accepted.next_tokens)
+
+    def figures(self) -> dict[str, float]:
+        chosen = max(1, self.chosen)
+        found = {"changed_share": self.changed / chosen, "divergence": self.divergence / chosen}
+        return {**found, "passes_of_its_own": self.passes}
+
+
+def jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
+    """Divergence of the distributions of two logits [..., V], in nats: [...] in [0, log 2]."""
+    p, q = log_probs(a).exp(), log_probs(b).exp()
+    mean = (p + q) / 2
+    terms = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(mean, mean)
+    return (terms.sum(-1) / 2).clamp(min=0)
+
+
+def counterfactual(
+    swap: str | Path | Words, beta: float = 1.0, delta: float = 0.0, preamble: str | Sequence[int] = ""
+) -> Counterfactual:
+    """The rule with these words, or with those of a JSON file {word: word}.
+
+    Raises ConfigError for a file that is not one.
+    """
+    if not isinstance(swap, str | Path):
+        return Counterfactual(swap, beta, delta, preamble)
+    settings = f"swap={swap}, beta={beta:g}, delta={delta:g}" + (f", preamble={preamble}" if preamble else "")
+    return Counterfactual(swap_of(swap), beta, delta, preamble, f"counterfactual({settings})")

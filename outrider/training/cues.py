@@ -1,0 +1,143 @@
+"""Cue words for `relay`: after which words a small model is sure of how the target's sentence goes on.
+
+RelayGen (arXiv 2602.06454).  The target's own answers are read by the small model.  Its margin at a token is p1 - p2,
+the difference of its two likeliest tokens there.  Margins from the token after a cue word to the end of the sentence
+are pooled; cues are ranked by their mean, and those are selected whose mean is above that of all other tokens.  Our
+reading: the paper's code shows means, deviations and differences, and its lists of words are written by hand.
+
+S tokens of a text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.errors import DataError
+from outrider.generation import generate
+from outrider.policies.sentences import Piece, decode_of, pieces
+from outrider.targets.protocol import Target
+
+WORDS = (
+    "So", "Therefore", "Thus", "Hence", "Then", "Now", "Next", "First", "Second", "Finally", "Also", "But", "However",
+    "Wait", "Since", "Because", "If", "Let", "Similarly", "Again", "Note", "Maybe", "Alternatively", "Actually",
+)  # fmt: skip
+"""Words that are tried unless others are given, each also in lower case."""
+MIN_COUNT = 3
+"""Fewest occurrences of a cue that is selected."""
+
+
+class Trace(NamedTuple):
+    """One answer of the target, token by token."""
+
+    pieces: list[Piece]
+    margins: list[float]
+    """The small model's p1 - p2 where each token follows."""
+
+
+@dataclass(frozen=True)
+class Cue:
+    """A word, and how sure the small model is after it."""
+
+    word: str
+    count: int
+    """Occurrences."""
+    tokens: int
+    """Tokens after them, up to the ends of their sentences."""
+    mean: float
+    """Of the margins at these tokens."""
+    deviation: float
+    standard_error: float
+    difference: float
+    """Mean of these margins minus mean of all others."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All words that were found, the surest first, and the selected ones."""
+
+    cues: tuple[Cue, ...]
+    selected: tuple[str, ...]
+    mean: float
+    """Of all margins."""
+    tokens: int
+
+    def save(self, path: str | Path, **facts: Any) -> None:
+        """Write it as JSON, with what else is known of it."""
+        text = json.dumps({"kind": "relay", **facts, **asdict(self)}, indent=2, ensure_ascii=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def ranked(traces: Iterable[Trace], words: Sequence[str] | None = None, min_count: int = MIN_COUNT) -> Table:
+    """Rank words by the margins after them.  Raises DataError where the traces hold no token."""
+    words = [*WORDS, *(word.lower() for word in WORDS)] if words is None else list(words)
+    pooled: dict[str, list[float]] = {word: [] for word in words}
+    counts = dict.fromkeys(words, 0)
+    every: list[float] = []
+    for trace in traces:
+        every += trace.margins
+        for at, token in enumerate(trace.pieces):
+            word = token.completes(words)
+            if word is not None and (after := _sentence(trace, at + 1)):
+                counts[word] += 1
+                pooled[word] += after
+    if not every:
+        raise DataError("no answer holds a token, so there is nothing to rank cue words by; give other prompts")
+    cues = [_cue(word, counts[word], margins, every) for word, margins in pooled.items() if margins]
+    cues.sort(key=lambda cue: (-cue.mean, cue.word))
+    selected = tuple(cue.word for cue in cues if cue.difference > 0 and cue.count >= min_count)
+    return Table(tuple(cues), selected, statistics.fmean(every), len(every))
+
+
+def _sentence(trace: Trace, start: int) -> list[float]:
+    """Margins from a token to the end of its sentence, or of the text."""
+    end = next((at for at in range(start, len(trace.pieces)) if trace.pieces[at].ends_sentence), len(trace.pieces) - 1)
+    return trace.margins[start : end + 1]
+
+
+def _cue(word: str, count: int, margins: list[float], every: list[float]) -> Cue:
+    mean, deviation = statistics.fmean(margins), statistics.pstdev(margins)
+    others = len(every) - len(margins)  # a token after two cues of one sentence is pooled for both
+    outside = (sum(every) - sum(margins)) / others if others > 0 else mean
+    error = deviation / math.sqrt(len(margins))
+    return Cue(word, count, len(margins), mean, deviation, error, mean - outside)
+
+
+def calibrate(
+    target: Target, small_model: Any, prompts: Sequence[list[int]], *, max_new_tokens: int = 256,
+    words: Sequence[str] | None = None, min_count: int = MIN_COUNT, slots: int = 16,
+    say: Callable[[int], None] = lambda done: None,
+) -> Table:  # fmt: skip
+    """Let the target answer prompts greedily, read the answers with the small model, and rank cue words.
+
+    small_model: a target of the same vocabulary, as a `small_model` drafter's `model`.  say(answers that were read).
+    Raises ConfigError for a target without a tokenizer, DataError where no answer holds a token.
+    """
+    decode, traces = decode_of(target, "relay"), list[Trace]()
+    found = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, slots=slots)
+    for prompt, answer in zip(prompts, found, strict=True):
+        text, start = [*prompt, *answer.tokens], len(prompt)
+        own = margins(small_model, text, start)
+        traces.append(Trace(pieces(decode, text, len(text) - len(own)), own))
+        say(len(traces))
+    return ranked(traces, words, min_count)
+
+
+@torch.inference_mode()
+def margins(model: Any, text: Sequence[int], start: int) -> list[float]:
+    """p1 - p2 of a model at each token of a text from `start` on, which is at least 1; fewer, at its end, where the
+    text is longer than the model's context."""
+    first = max(0, len(text) - model.spec.context)
+    hidden: Tensor = model.read(torch.tensor([text[first:]], device=model.device), ())[0]
+    p = model.head(hidden[0, max(0, start - first - 1) : -1]).float().softmax(-1)
+    best = p.topk(2, -1).values
+    found: list[float] = (best[:, 0] - best[:, 1]).tolist()
+    return found

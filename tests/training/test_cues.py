@@ -1,0 +1,101 @@
+"""Cue words are ranked by the small model's margins after them, and the planted one is selected."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+
+import pytest
+import torch
+
+from outrider.errors import ConfigError, DataError
+from outrider.policies.relay import relay
+from outrider.policies.sentences import Piece
+from outrider.targets.load import load_target
+from outrider.training.cues import Trace, calibrate, margins, ranked
+
+
+def trace(seed: int, sure: str, words=("So", "But", "Now", "Then")) -> Trace:
+    """Sentences of a cue and six words; margins are about 0.9 after the sure cue and about 0.4 elsewhere."""
+    draw, text, found, given = random.Random(seed), "", [], []
+    for _ in range(20):
+        cue = draw.choice(words)
+        for n, word in enumerate([f" {cue}", *[" word"] * 5, " end."]):
+            found.append(Piece(text, word))
+            text = (text + word)[-40:]
+            mean = 0.9 if cue == sure and n else 0.4
+            given.append(min(1.0, max(0.0, draw.gauss(mean, 0.1))))
+    return Trace(found, given)
+
+
+@pytest.mark.parametrize("sure", ["So", "But", "Then"])
+def test_the_planted_cue_is_the_only_one_that_is_selected(sure: str) -> None:
+    """Catches margins that are pooled from the cue itself, past the end of its sentence, or of another word.  20
+    sentences in each of 5 texts: the planted mean is 50 standard errors from the others'."""
+    table = ranked([trace(seed, sure) for seed in range(5)], ["So", "But", "Now", "Then"])
+    assert table.cues[0].word == sure
+    assert table.selected == (sure,)
+    assert table.cues[0].mean == pytest.approx(0.9, abs=0.05)
+    assert table.cues[0].difference == pytest.approx(0.5, abs=0.05)
+    assert table.tokens == 5 * 20 * 7
+
+
+def test_figures_of_a_cue_are_those_of_its_sentences() -> None:
+    """Catches a deviation of all tokens, and a count of tokens in the place of occurrences: by hand."""
+    words = [" So", " a", " b.", " c", " So", " d", "\n\n", " So"]
+    pieces = [Piece("".join(words[:at]), word) for at, word in enumerate(words)]
+    table = ranked([Trace(pieces, [0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.9, 0.3])], ["So"], min_count=2)
+    (cue,) = table.cues
+    after = [0.2, 0.4, 0.7, 0.9]
+    assert (cue.count, cue.tokens) == (2, 4)  # the last one has no token after it
+    assert cue.mean == pytest.approx(statistics.fmean(after))
+    assert cue.deviation == pytest.approx(statistics.pstdev(after))
+    assert cue.standard_error == pytest.approx(cue.deviation / 2)
+    assert cue.difference == pytest.approx(statistics.fmean(after) - statistics.fmean([0.1, 0.5, 0.6, 0.3]))
+    assert table.mean == pytest.approx(3.7 / 8)
+    assert table.selected == ("So",)
+    assert ranked([Trace(pieces, [0.5] * 8)], ["So"], min_count=3).selected == ()
+
+
+def test_a_table_is_what_relay_reads(tmp_path) -> None:
+    """Catches a file whose form changed on one side."""
+    table = ranked([trace(0, "So")], ["So", "But"])
+    table.save(tmp_path / "cues.json", target="t")
+    assert relay(tmp_path / "cues.json").cues == table.selected == ("So",)
+    assert json.loads((tmp_path / "cues.json").read_text())["target"] == "t"
+
+
+def test_nothing_to_rank_by_is_refused(target, prompts) -> None:
+    with pytest.raises(DataError, match="no answer holds a token"):
+        ranked([Trace([], [])])
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        calibrate(target, target, prompts[:1])
+
+
+def test_margins_are_the_models_own_at_each_token(target, prompts) -> None:
+    """Catches the margin of the next row, and probabilities of another text."""
+    text = prompts[2]
+    wanted = []
+    for at in range(4, len(text)):
+        p = target.head(target.read(torch.tensor([text[:at]]), ())[0])[0, -1].softmax(-1)
+        best = p.topk(2).values
+        wanted.append(float(best[0] - best[1]))
+    assert margins(target, text, 4) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_margins_of_a_text_longer_than_the_context_are_those_of_its_end(short_target) -> None:
+    text = [n % 60 for n in range(50)]
+    assert margins(short_target, text, 3) == pytest.approx(margins(short_target, text[30:], 1), abs=1e-6)
+    assert margins(short_target, text, 45) == pytest.approx(margins(short_target, text[30:], 15), abs=1e-6)
+
+
+def test_the_demo_is_calibrated() -> None:
+    """Catches margins that are shifted against the answer's tokens: each trace has one for each of them."""
+    target = load_target("demo", compile=False)
+    done: list[int] = []
+    prompts = [target.encode(text) for text in ("def read(path):\n", "class Queue:\n    def __init__(self")]
+    table = calibrate(target, target, prompts, max_new_tokens=40, words=["self", "def"], min_count=1, say=done.append)
+    assert done == [1, 2]
+    assert 40 < table.tokens <= 80
+    assert 0 < table.mean < 1
