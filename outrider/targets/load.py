@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from outrider import demo, machine
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import quantised
+from outrider.targets import ngram_embedding, quantised
 from outrider.targets.anatomy import output_layer
 from outrider.targets.identity import hash_weights, load_tokenizer
 from outrider.targets.progress import no_bars
 from outrider.targets.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
+ngram_embedding.register()
 
 
 def load_target(
