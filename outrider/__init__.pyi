@@ -187,6 +187,14 @@ def load_drafter(
 
 @overload
 def load_drafter(
+    kind_or_path: Literal["ngram_embedding"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, order: int = 3, splits: int = 2, ratio: int = 4, dim: int = 64,
+    boundaries: Sequence[int] | None = None, length: int = 4, width: int = 1, nodes: int = 16,
+    replacement: bool = False,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
     kind_or_path: Literal["patch_diffusion"], target: Target, *, device: str | torch.device | None = None,
     quantize: str | None = None, block: int = 8, steps: int = 1, mask_token: int | None = None, anchors: int = 32,
 ) -> Drafter: ...

@@ -60,7 +60,7 @@ ACCEPT, STATE, DRAFT, LOOP, NOISE = (
 )
 FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "text"))
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
-MEMORY = "outrider/nn/memory.py"
+MEMORY, NGRAMS = "outrider/nn/memory.py", "outrider/targets/ngram_embedding.py"
 RELAY, COUNTER = (f"outrider/policies/{name}.py" for name in ("relay", "counterfactual"))
 TREES, CACHE = "outrider/nn/trees.py", "outrider/targets/cache.py"
 ENUMERATED = f"{CONTRACTS}test_acceptance_rule_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
@@ -290,6 +290,26 @@ FAULTS = [
             )
         ],
         ["tests/drafters/test_patch_diffusion.py::test_serving_reads_the_rows_that_training_reads"],
+    ),
+    Fault(
+        "a node's n-grams are of the columns before it, whatever branch they are of",
+        [Edit(NGRAMS, ".where(mask, -1)", ".where(mask.long().cumsum(-1) > 0, -1)")],
+        ["tests/targets/test_ngram_embedding.py::test_a_branch_of_a_tree_is_embedded_as_a_chain"],
+    ),
+    Fault(
+        "n-grams of a target reach over an end token",
+        [Edit(NGRAMS, "is_over = is_over | (before == end)", "is_over = is_over | (before == end) & False")],
+        ["tests/targets/test_ngram_embedding.py::test_rows_are_those_of_whole_numbers_of_any_size"],
+    ),
+    Fault(
+        "ngram_embedding drafts a tree's nodes after the anchor's text in place of their branch",
+        [Edit("outrider/drafters/ngram_embedding.py", "[branch, before], -1", "[branch[..., :1], before], -1")],
+        ["tests/drafters/test_ngram_embedding_drafter.py::test_a_trees_node_is_drafted_after_its_own_branch"],
+    ),
+    Fault(
+        "ngram_embedding is trained on n-grams that begin in the text before",
+        [Edit("outrider/drafters/ngram_embedding.py", "self.config.order, documents)", "self.config.order)")],
+        ["tests/drafters/test_ngram_embedding_drafter.py::test_texts_in_one_row_do_not_know_each_other"],
     ),
 ]
 

@@ -52,7 +52,7 @@ SMALL = {
 SMALL_OF = {
     "eagle": {"length": 3, "ttt": 3, "noise": 0.0, "anchors": None}, "eagle3": {"length": 3, "ttt": 3, "anchors": None},
     "confu": {"length": 3, "ttt": 3, "anchors": None}, "tidar": {"block": 3, "mask_token": 3},
-    "jacobi_denoising": {"window": 3},
+    "jacobi_denoising": {"window": 3}, "ngram_embedding": {"order": 6},
     "mtp": {"ttt": 4, "modules": 2, "anchors": None},
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
     "patch_diffusion": {"block": 4, "steps": 2, "mask_token": 63},
@@ -256,7 +256,8 @@ class Workshop:
     def _assistant_folder(self, target: Target) -> str:
         """An assistant whose heads fit the target's keys; its head is fitted, so that it often agrees with the
         target."""
-        path, own = self.folder / f"assistant-{target.spec.name}-{target.spec.vocabulary}", target.model.config
+        path = self.folder / f"assistant-{target.spec.name}-{target.spec.vocabulary}"
+        own = target.model.config.get_text_config()
         if not path.exists():
             wide = 2 * target.spec.hidden
             text = Gemma4TextConfig(

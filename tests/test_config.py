@@ -278,7 +278,7 @@ def test_every_method_that_trains_has_a_recipe_for_the_demo_and_its_paper_s() ->
         of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of}
         for of in ("recipes", "paper")
     }
-    assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 16
+    assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 17
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def register() -> None:
-    """Let transformers' Auto classes know the model, as often as this is called."""
-    AutoConfig.register(ByteConfig.model_type, ByteConfig, exist_ok=True)
-    AutoModelForCausalLM.register(ByteConfig, ByteModel, exist_ok=True)
+# transformers loads such a folder by its config.json
+AutoConfig.register(ByteConfig.model_type, ByteConfig, exist_ok=True)
+AutoModelForCausalLM.register(ByteConfig, ByteModel, exist_ok=True)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from outrider import demo, machine
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import byte_model, quantised
+from outrider.targets import quantised
 from outrider.targets.anatomy import output_layer
 from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.ensemble_folder import Description, described
@@ -50,7 +50,6 @@ def load_target(
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
     quantises activations, keys or values; ConfigError for an unknown `quantize`.
     """
-    byte_model.register()
     if quantize is not None:
         quantised.library(quantize)
     if isinstance(target, nn.Module):

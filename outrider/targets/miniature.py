@@ -61,7 +61,7 @@ SMALL = {
     "ssm_state_size": 16, "state_size": 16, "chunk_size": 16, "mamba_chunk_size": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16, "encoder_hash_byte_group_vocab": 512, "lru_width": 64, "image_size": 56,
-    "audio_vocab_size": VOCABULARY,
+    "audio_vocab_size": VOCABULARY, "ngram_table_size": 2 * VOCABULARY,
 }  # fmt: skip
 """Upper bounds of these sizes."""
 TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config", "vlm_config")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import byte_model
+from outrider.targets import byte_model, ngram_embedding  # noqa: F401, registers them
 from outrider.targets.ensemble_folder import described
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
@@ -64,7 +64,6 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
 
     Raises TargetError where its config can't be reached or read.
     """
-    byte_model.register()
     if (ensemble := described(name)) is not None:  # drafters read its first member alone
         return sketch(ensemble.members[0], revision, trust_remote_code)
     path = str(demo.TARGET) if name == "demo" else name

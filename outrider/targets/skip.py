@@ -156,7 +156,7 @@ def _watched(target: Any) -> Sublayers:
         returned[module] = output
 
     def write(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        writers.add(running[-1])
+        writers.update(running[-1:])  # outside the layers an n-gram embedding writes its tokens
         return update(*args, **kwargs)
 
     cache.update = write

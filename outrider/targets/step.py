@@ -74,8 +74,8 @@ class CompiledStep(Compiled):
         model = self.target.model
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
-        here, target = sys.modules[__name__], sys.modules[type(self.target).__module__]
-        return [own, self.target.family, *code(compiled, family, attention_mask, target, here)]
+        traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
+        return [own, self.target.family, *code(compiled, family, attention_mask, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""

@@ -34,6 +34,7 @@ from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.identity import spec_of
+from outrider.targets.ngram_embedding import NgramEmbeddingForCausalLM
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.prompts import ids_of
 from outrider.targets.protocol import Skip
@@ -231,12 +232,12 @@ class TransformersTarget:
         """Raises TargetError where the family's passes take no probe."""
         family = self.family
         is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
-        # embeddings in every layer and patches need token ids, which a probe's rows do not have
-        has_ids = family.has_patches or self._has_ids_in_layers
-        if not is_free or family.follows_one_path or family.rotary is not None or has_ids:
+        # embeddings in every layer or of n-grams, and patches, need token ids, which a probe's rows do not have
+        needs_ids = self._has_ids_in_layers or isinstance(self.model, NgramEmbeddingForCausalLM)
+        if not is_free or family.follows_one_path or family.rotary is not None or needs_ids or family.has_patches:
             raise TargetError(
                 f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
-                "the length of the text or on token ids in every layer; draft without one"
+                "the length of the text, on token ids in every layer or on n-grams of them; draft without one"
             )
 
     def compile(self) -> float:

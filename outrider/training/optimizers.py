@@ -11,8 +11,9 @@ from torch import Tensor, nn
 Kind = Literal["adamw", "muon"]
 
 
-ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head"})
-"""Names of matrices that Muon must not take: heads over a part of the vocabulary or over classes, and learnt rows."""
+ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head", "ngram_table"})
+"""Names of matrices that Muon must not take: heads over a part of the vocabulary or over classes, learnt rows, and
+rows that are looked up."""
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import batch_of, tiny_model
 from safetensors.torch import load_file
-from tiny import folder, talker
+from tiny import folder, randomise, talker
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -34,6 +34,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate
 from outrider.nn.draft_model import Batch
 from outrider.targets import causal_lm
+from outrider.targets.ngram_embedding import grown
 from outrider.targets.quantised import is_quantised
 from outrider.training import losses
 from outrider.training.config import Config as Training
@@ -58,6 +59,9 @@ FAMILIES = {
         GraniteConfig(**SIZES, **{k: v for k, v in HEADS.items() if k != "head_dim"}, **ENDS, logits_scaling=8.0)
     ),
     "bloom, told no positions": lambda: BloomForCausalLM(BloomConfig(**SIZES, n_head=4, **ENDS)),
+    "n-grams of the tokens before": lambda: randomise(
+        grown(tiny_model(num_hidden_layers=2), ngram_order=3, ngram_splits=2, ngram_table_size=99)
+    ),
     "mamba, recurrent": lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4, **ENDS)),
 }
 

@@ -1,0 +1,128 @@
+"""Hashed n-grams: the next token from the mean of what the last few tokens look up in tables, and nothing else.
+
+The tables are those of LongCat-Flash-Lite (arXiv 2601.21204), which has them before a target's layers; here they stand
+before its output layer: logits = head(norm(mean of [P E(x_i), P_j T_j[row_j]])), a neural n-gram model of a few
+lookups and three products a token.  It reads no state of the target and stores nothing of a request; a node's tokens
+are those of its own branch.  Any loss trains it: every token of a text is a row.
+
+Differs from the paper's layer: E is the target's own embedding and passes through a matrix of its own, since the head
+does not read embeddings; a norm follows the mean, since the head reads normed states; tables begin at 0, so that an
+n-gram that was never trained adds nothing.
+
+B live slots, S tokens, n order, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+
+from outrider import prepacked
+from outrider.config import Config as Base
+from outrider.decoding.draft import Draft, sent
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState
+from outrider.nn import trees
+from outrider.nn.blocks import RMSNorm
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.language_model import TokenRows
+from outrider.nn.serving import Branching, allowed
+from outrider.targets.ngram_embedding import NgramEmbedding, NgramHashes, shifted, stopped
+from outrider.targets.protocol import Target
+
+
+class Config(Base):
+    kind: Literal["ngram_embedding"] = "ngram_embedding"
+    order: int = Field(default=3, ge=2)
+    """Longest n-gram: how many tokens a guess is made from."""
+    splits: PositiveInt = 2
+    """Tables of each order; n-grams that share a row of one rarely share that of another."""
+    ratio: PositiveInt = 4
+    """Rows of a table for each word of the vocabulary."""
+    dim: PositiveInt = 64
+    """Width of a row."""
+    boundaries: tuple[NonNegativeInt, ...] | None = None
+    """Tokens that n-grams do not reach beyond; the target's end tokens unless given."""
+    length: PositiveInt = 4
+    """Tokens drafted per step; levels of a tree."""
+    width: PositiveInt = 1
+    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn
+    siblings."""
+    nodes: PositiveInt = 16
+    """Nodes of a tree; a chain has `length`."""
+    replacement: bool = False
+    """Draw the siblings of a tree independently; no: without replacement, and more are accepted."""
+
+
+class NgramDrafter(Drafter):
+    """Drafts a chain or a tree.  Its memory is the text."""
+
+    def __init__(self, model: Model):
+        prepacked.pack(model)
+        self.model, self.order = model, model.config.order
+        self.branching = Branching(allowed(model.config, model.target))
+        self.limit = self.branching.limit
+
+    @torch.inference_mode()
+    def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
+        ends = [state.tokens[row][: -self.order - 1 : -1] for row in state.rows]
+        context = sent([[*end, *[-1] * (self.order - len(end))] for end in ends], state.device)
+
+        def read_one(tokens: Tensor) -> Tensor:
+            nonlocal context
+            context = torch.cat([tokens[:, None], context[:, :-1]], 1)
+            return self._logits(context)
+
+        def expand(tree: Draft, new: int) -> Tensor:
+            branch = torch.stack(trees.path(tree, new)[::-1], -1)  # [B, new, depth], newest first
+            before = context[:, None].expand(-1, new, -1)
+            return self._logits(torch.cat([branch, before], -1)[..., : self.order])
+
+        return self.branching.draft(self._logits(context), read_one, expand, budget, state)
+
+    def _logits(self, context: Tensor) -> Tensor:
+        """[..., V] after each context [..., n], newest token first, -1 where there is none."""
+        with prepacked.enabled():
+            return self.model.logits(self.model(context))
+
+
+class Model(DraftModel):
+    """The tables, and the matrix of the word itself."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        ends = target.ends if config.boundaries is None else config.boundaries
+        self.config, self.target = config.model_copy(update={"boundaries": tuple(sorted(ends))}), target
+        words, hidden = target.spec.vocabulary, target.spec.hidden
+        self.word = nn.Linear(hidden, hidden, bias=False)
+        self.ngrams = NgramEmbedding(
+            NgramHashes(words, config.order, config.splits, config.ratio * words), hidden, config.dim
+        )
+        nn.init.zeros_(self.ngrams.ngram_table.weight)
+        self.norm = RMSNorm(hidden)
+
+    def forward(self, context: Tensor) -> Tensor:
+        """States [..., H] before the target's head, of contexts [..., n]."""
+        words = self.word(self.target.embed(context[..., 0]).to(self.dtype))
+        found: Tensor = self.norm(self.ngrams(words, stopped(context, self.config.boundaries)))
+        return found
+
+    def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        """States [B, S, H] after every token of texts [B, S]."""
+        found: Tensor = self(shifted(tokens, self.config.order, documents))
+        return found
+
+    def predict(self, batch: Batch) -> TokenRows:
+        return TokenRows(self, batch)
+
+    def drafter(self) -> NgramDrafter:
+        return NgramDrafter(self)
+
+
+def build(config: Config, target: Target) -> Drafter:
+    return Model.build(config, target)

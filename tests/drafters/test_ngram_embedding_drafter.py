@@ -1,0 +1,147 @@
+"""Hashed n-grams as a drafter: logits by hand, serving as in training, every node after its own branch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from conftest import batch_of, tiny_model, train
+from contracts.chances import TOKENS, emitted, follows
+from tiny import randomise
+
+from outrider.decoding.state import DecodeState, Request
+from outrider.drafters import ngram_embedding
+from outrider.generation import generate
+from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+from outrider.targets.load import load_target
+
+ENDS = (9, 3)
+TEXTS = [[5], [40, 9], [11, 12, 9, 13, 14, 15], [3, 8, 7]]
+
+
+def made(target, **settings):
+    torch.manual_seed(1)
+    config = ngram_embedding.Config(**{"order": 4, "dim": 8, "boundaries": ENDS} | settings)
+    model = ngram_embedding.Model(config, target).double()
+    randomise(model, by=0.3)
+    return model.eval()
+
+
+def state_of(target, texts, temperature: float = 0.0) -> DecodeState:
+    state = DecodeState(len(texts), 100, judge=SamplingJudge())
+    for row, text in enumerate(texts):
+        state.admit(row, Request(text, 20, Sampling(temperature)))
+    return state
+
+
+def logits_after(model, text: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([text])
+    with torch.no_grad():
+        return model.logits(model.read(tokens, torch.ones_like(tokens)))[0, -1]
+
+
+def test_logits_are_the_targets_head_of_the_mean_of_what_is_looked_up(target):
+    """Catches rows of another table, an n-gram that reaches over an end, and a sum in place of the mean."""
+    model = made(target, splits=2, ratio=3)
+    text, powers = [12, 20, 9, 13, 14, 15], [64**back for back in range(4)]
+    with torch.no_grad():
+        terms, start = [model.word(target.embed(torch.tensor(15)))], 0
+        for table in range(6):
+            size, grams = 3 * 64 + 2 * table + 1, [15, 14, 13][: 2 + table // 2]  # 9 ends the longest
+            row = sum(token * power for token, power in zip(grams, powers, strict=False)) % size
+            own = model.ngrams.projection.weight[:, 8 * table : 8 * table + 8]
+            terms.append(own @ model.ngrams.ngram_table.weight[start + row])
+            start += size
+        wanted = target.head(model.norm(torch.stack(terms).mean(0)))
+    torch.testing.assert_close(logits_after(model, text), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_texts_in_one_row_do_not_know_each_other(target):
+    """Catches training on n-grams that begin in another text, which serving never has."""
+    model, tokens = made(target), torch.arange(10, 22)[None]
+    documents = torch.tensor([[1] * 5 + [2] * 4 + [0] * 3])
+    with torch.no_grad():
+        packed = model.read(tokens, documents)
+        alone = [model.read(tokens[:, :5], documents[:, :5]), model.read(tokens[:, 5:9], documents[:, 5:9])]
+    torch.testing.assert_close(packed[:, :9], torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_a_chain_is_what_training_says_of_the_same_text(target):
+    """Catches a context that is shifted, too short at a text's beginning, or another slot's."""
+    model = made(target)
+    draft = model.drafter().propose(None, state_of(target, TEXTS), torch.tensor([4, 2, 4, 1]))
+    assert draft.live == [4, 2, 4, 1] and draft.q is None
+    for text, tokens, size in zip(TEXTS, draft.ids, draft.live, strict=True):
+        for n in range(size):
+            assert tokens[n] == int(logits_after(model, text + tokens[:n]).argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_trees_node_is_drafted_after_its_own_branch(target, temperature):
+    """Catches siblings that see each other: every eldest child comes from the distribution after its own path."""
+    model = made(target, width=2, nodes=10)
+    draft = model.drafter().propose(None, state_of(target, TEXTS, temperature), torch.full((4,), 10))
+    for b, text in enumerate(TEXTS):
+        paths, eldest = [list(text)], 0
+        for n, (token, parent) in enumerate(zip(draft.ids[b], draft.tree[b], strict=True)):
+            paths.append([*paths[parent + 1], token])
+            if parent in draft.tree[b][:n]:
+                continue
+            eldest += 1
+            logits = logits_after(model, paths[parent + 1])
+            if temperature:
+                torch.testing.assert_close(draft.q[b, n], (logits / 0.7).softmax(-1), rtol=1e-6, atol=1e-8)
+            else:
+                assert token == int(logits.argmax())
+        assert eldest > 3
+
+
+def test_the_ends_of_training_stay_those_of_serving(target, monkeypatch):
+    """Catches n-grams that change with the end tokens that a user sets later."""
+    monkeypatch.setattr(target, "ends", frozenset({7, 2}))
+    model = ngram_embedding.Model(ngram_embedding.Config(), target)
+    assert model.config.boundaries == (2, 7)
+    assert made(target).config.boundaries == (3, 9)
+
+
+@pytest.fixture(scope="module")
+def learnt(target, prompts, plain):
+    model = ngram_embedding.Model(ngram_embedding.Config(dim=8), target).double()
+    texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
+    train(model, batch_of(target, (), texts), 60)
+    return model.eval()
+
+
+def test_training_makes_drafts_that_are_accepted(target, learnt, prompts, plain):
+    """Catches tables that training does not reach: before it next to nothing is accepted."""
+    new = ngram_embedding.build(learnt.config, target)
+    accepted = []
+    for drafter in (new, learnt.drafter()):
+        found = generate(target, prompts, drafter, max_new_tokens=40, slots=3)
+        assert [one.tokens for one in found] == [plain(target, prompt, 40) for prompt in prompts]
+        accepted.append(sum(sum(one.accepted) for one in found))
+    assert accepted[1] > 3 * accepted[0] + 20
+
+
+@pytest.mark.parametrize("shape", [{}, {"width": 2, "nodes": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
+def test_a_trained_drafter_leaves_the_distribution_as_it_is(sampling, shape):
+    """Catches a q that is not what was drawn from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
+    small = load_target(tiny_model(vocab_size=5))
+    torch.manual_seed(1)
+    model = ngram_embedding.Model(ngram_embedding.Config(dim=8, length=3, **shape), small).double()
+    texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
+    train(model, batch_of(small, (), texts), 60)
+    prompt = [0, 1, 2, 0, 1]
+    tokens, _, accepted = emitted(small, model.eval().drafter(), prompt=prompt, slots=1500, sampling=sampling)
+    assert accepted > 300
+    joint, settings = torch.ones(()), Settings.of([Sampling(**sampling)])
+    for count in range(TOKENS):
+        heads = torch.tensor(list(itertools.product(range(5), repeat=count)), dtype=torch.int64).view(5**count, count)
+        given = torch.cat([torch.tensor(prompt).expand(len(heads), -1), heads], 1)
+        p = distribution(small.model(given).logits[None, :, -1].detach(), settings)[0]
+        joint = joint[..., None] * p.view(*[5] * count, 5)
+    assert follows(tokens, joint)

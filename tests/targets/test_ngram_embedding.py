@@ -1,0 +1,444 @@
+"""A target whose embeddings depend on the tokens before: hashes, branches, rollback, and its own text with every
+drafter."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import Case, Workshop, batch_of, cases, tiny_model, train
+from contracts.parties import Oracle
+from tiny import DRAFTER, make_folder, write_run_file
+from torch import Tensor
+
+import outrider
+from benchmarks.families import tiny
+from benchmarks.replay import Replay
+from outrider.decoding import generate as decoding
+from outrider.decoding.draft import Draft
+from outrider.decoding.state import Request
+from outrider.errors import ConfigError, TargetError
+from outrider.generation import generate, serve
+from outrider.nn import trees
+from outrider.sampling.settings import Sampling
+from outrider.targets.cache import SlotCache
+from outrider.targets.load import load_target
+from outrider.targets.ngram_embedding import (
+    NgramEmbedding,
+    NgramEmbeddingConfig,
+    NgramHashes,
+    grown,
+    hashed,
+    shifted,
+    stopped,
+)
+from outrider.targets.stages import stages_of
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.optimizers import Optimizers
+
+ENDS = (9, 3)
+"""Where the sum stops; both stand in prompts and in what is written."""
+SIZES = {"ngram_order": 4, "ngram_splits": 2, "ngram_table_size": 200, "boundary_token_ids": ENDS}
+PROBING = {"confu", "jacobi_denoising", "tidar"}
+COUNT = 40
+
+
+def ngram_model(model, **sizes):
+    """A model that is grown, with random tables so large that they decide what is written."""
+    found = grown(model, **SIZES | sizes)
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight, size in ((found.ngrams.ngram_table.weight, 1.0), (found.ngrams.projection.weight, 0.4)):
+            weight.copy_(size * torch.randn(weight.shape, generator=noise))
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def ngram_target() -> TransformersTarget:
+    return load_target(ngram_model(tiny_model()))
+
+
+@functools.cache
+def family_target(family: str) -> TransformersTarget:
+    return load_target(ngram_model(tiny(family, "sdpa")))
+
+
+@pytest.fixture(scope="module")
+def texts(ngram_target, prompts) -> list[list[int]]:
+    """What the model itself writes, by passes over whole texts without a cache."""
+    return [written(ngram_target.model, prompt) for prompt in prompts]
+
+
+@functools.cache
+def _written(model, prompt: tuple[int, ...]) -> list[int]:
+    text = list(prompt)
+    for _ in range(COUNT):
+        with torch.no_grad():
+            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text
+
+
+def written(model, prompt: Sequence[int]) -> list[int]:
+    return _written(model, tuple(prompt))
+
+
+def by_hand(text: Sequence[int], hashes: NgramHashes, ends: Sequence[int]) -> list[int]:
+    """Rows that the last token of a text looks up, in whole numbers of any size."""
+    found = []
+    for table in range(hashes.splits * (hashes.order - 1)):
+        order, total = 2 + table // hashes.splits, text[-1]
+        for back in range(1, order):
+            if back >= len(text) or text[-1 - back] in ends:
+                break
+            total += text[-1 - back] * hashes.vocabulary**back
+        found.append(total % (hashes.table_size + 2 * table + 1))
+    return found
+
+
+def mean_by_hand(model, text: Sequence[int]) -> Tensor:
+    """The paper's mean for the last token of a text: its word's embedding and P_j T_j[row_j], one after the other."""
+    ngrams, hashes = model.ngrams, model.config.hashes
+    dim, start = ngrams.ngram_table.embedding_dim, 0
+    terms = [model.lm.get_input_embeddings().weight[text[-1]]]
+    for table, (row, size) in enumerate(zip(by_hand(text, hashes, ENDS), hashes.sizes, strict=True)):
+        own = ngrams.ngram_table.weight[start : start + size]
+        terms.append(ngrams.projection.weight[:, table * dim : (table + 1) * dim] @ own[row])
+        start += size
+    return torch.stack(terms).mean(0)
+
+
+# ── hashes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("vocabulary", "order", "splits", "rows"), [
+    (163_840, 4, 4, 78 * 163_840), (64, 2, 1, 1), (64, 5, 3, 97), (151_936, 8, 2, 2**31),
+])  # fmt: skip
+def test_rows_are_those_of_whole_numbers_of_any_size(vocabulary, order, splits, rows):
+    """Catches a power that overflows, tables in another order, and a sum that goes on over an end or a beginning."""
+    hashes, noise = NgramHashes(vocabulary, order, splits, rows), torch.Generator().manual_seed(1)
+    texts = torch.randint(vocabulary, (4, 30), generator=noise)
+    ends = (texts[0, 7].item(), texts[1, 20].item(), texts[2, 0].item())
+    texts[3, 4:9] = ends[0]
+    found = rows_of(stopped(shifted(texts, order), ends), hashes).tolist()
+    for own, text in zip(found, texts.tolist(), strict=True):
+        assert own == [by_hand(text[: at + 1], hashes, ends) for at in range(len(text))]
+
+
+def test_an_n_gram_does_not_reach_into_another_text():
+    """Catches texts that are read one after the other in a row and see each other."""
+    tokens, documents = torch.arange(10, 18)[None], torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0]])
+    found = shifted(tokens, 3, documents)[0].tolist()
+    assert found[2:5] == [[12, 11, 10], [13, -1, -1], [14, 13, -1]]
+
+
+def test_more_rows_collide_less():
+    """Catches hashes that leave most of a table empty: random n-grams beside balls thrown into as many urns."""
+    noise, counts = torch.Generator().manual_seed(3), []
+    context = torch.randint(1000, (20_000, 3), generator=noise)
+    for size in (5_000, 50_000, 500_000):
+        hashes = NgramHashes(1000, 3, 1, size)
+        used = [len(own.unique()) for own in rows_of(context, hashes).T]
+        expected = size * (1 - (1 - 1 / size) ** 20_000)
+        assert used == [pytest.approx(expected, rel=0.03)] * 2
+        counts.append(used[0])
+    assert counts == sorted(counts)
+
+
+def test_a_table_of_a_multiple_of_the_vocabulary_confuses_the_tokens_before():
+    """Catches sizes that are not m + 2 j + 1: in a table of 5 V rows every fifth token before looks the same."""
+    noise = torch.Generator().manual_seed(3)
+    context = torch.randint(1000, (20_000, 2), generator=noise)
+    other = (context + torch.tensor([0, 5])).remainder(1000)
+    for size, confused in ((5 * 1000, 1.0), (5 * 1000 - 1, 0.0)):  # tables have one row more
+        hashes = NgramHashes(1000, 2, 1, size - 1)
+        same = rows_of(context, hashes) == rows_of(other, hashes)
+        assert float(same.double().mean()) == pytest.approx(confused, abs=0.01)
+    hashes = NgramHashes(1000, 2, 1, 5 * 1000)
+    assert not (rows_of(context, hashes) == rows_of(other, hashes)).any()
+
+
+def rows_of(context: Tensor, hashes: NgramHashes) -> Tensor:
+    return hashed(context, torch.tensor(hashes.powers), torch.tensor(hashes.sizes))
+
+
+# ── embeddings of a pass ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_text_is_embedded_by_the_papers_formula(ngram_target):
+    """Catches a table read by another's rows, a projection of another's, and a sum in place of the mean."""
+    model, text = ngram_target.model, [5, 9, 17, 3, 11, 12, 13, 2, 2, 40]
+    with torch.no_grad():
+        found = model.embedded(torch.tensor([text]))[0]
+    wanted = torch.stack([mean_by_hand(model, text[: at + 1]) for at in range(len(text))])
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def embeddings_of(target, run) -> Tensor:
+    """What the n-gram embedding gives in the one pass that `run` makes."""
+    found: list[Tensor] = []
+    hook = target.model.ngrams.register_forward_hook(lambda _module, _args, output: found.append(output))
+    try:
+        run()
+    finally:
+        hook.remove()
+    [one] = found
+    return one
+
+
+LENGTHS = (9, 30, 2)
+PARENTS = (-1, 0, -1, 0, 1, 2, 1, 6)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_every_node_is_embedded_after_its_own_branch(ngram_target, rows, chunk, shape):
+    """Catches siblings that see each other, a context that a chunk of the prompt forgets, and slots of unequal length
+    that are mixed up.  Slots were used before."""
+    target, noise = ngram_target, torch.Generator().manual_seed(2)
+    tokens = torch.randint(64, (3, 40), generator=noise)
+    tokens[1, 28] = ENDS[0]  # within reach of the draft
+    cache = target.allocate(3, 60)
+    target.prefill(cache, rows, torch.randint(64, (3, 9), generator=noise)[rows], [9] * len(rows))
+    cache.free(rows)
+    for row in rows:
+        for start in range(0, LENGTHS[row], chunk):
+            piece = tokens[row : row + 1, start : min(start + chunk, LENGTHS[row])]
+            target.prefill(cache, [row], piece, [piece.shape[1]])
+    anchor, nodes = tokens[rows, 36], torch.randint(64, (len(rows), 8), generator=noise)
+    nodes[:, 1] = ENDS[1]
+    sizes, own = torch.full((len(rows),), 8), torch.tensor(PARENTS).expand(len(rows), -1)
+    draft = Draft.chain(nodes, sizes) if shape == "chain" else Draft(nodes, own, sizes)
+    found = embeddings_of(target, lambda: target.verify(cache, rows, anchor, draft))
+    for b, row in enumerate(rows):
+        paths = [[*tokens[row, : LENGTHS[row]].tolist(), int(anchor[b])]]
+        for token, parent in zip(draft.ids[b], draft.tree[b], strict=True):
+            paths.append([*paths[parent + 1], token])
+        wanted = torch.stack([mean_by_hand(target.model, path) for path in paths])
+        torch.testing.assert_close(found[b], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_branch_of_a_tree_is_embedded_as_a_chain(ngram_target):
+    """Catches a tree's node that is not the chain's."""
+    target, text = ngram_target, torch.arange(20, 32)[None]
+    tree = trees.of_lists([[5, 6, 7, 8, 4]], [[-1, 0, -1, 2, 3]])
+
+    def verified(draft: Draft) -> Tensor:
+        cache = target.allocate(1, 40)
+        target.prefill(cache, [0], text, [12])
+        return embeddings_of(target, lambda: target.verify(cache, [0], torch.tensor([1]), draft))[0]
+
+    whole = verified(tree)
+    for branch in ([0, 1], [2, 3, 4]):
+        alone = verified(Draft.chain(tree.tokens[:, branch], torch.tensor([len(branch)])))
+        torch.testing.assert_close(whole[[0, *(n + 1 for n in branch)]], alone, rtol=1e-13, atol=1e-13)
+
+
+def test_after_a_path_and_a_cut_the_context_is_what_was_committed(ngram_target):
+    """Catches a rejected token that stays in the context, and one of the path that is lost."""
+    target, text = ngram_target, list(range(20, 32))
+    cache = target.allocate(1, 60)
+    target.prefill(cache, [0], torch.tensor([text]), [len(text)])
+    tree = trees.of_lists([[5, 6, 7, 8, 4]], [[-1, 0, -1, 2, 3]])
+    target.verify(cache, [0], torch.tensor([1]), tree)
+    cache.keep([[2, 3]])
+    found = embeddings_of(target, lambda: target.verify(cache, [0], torch.tensor([50]), Draft.empty(1)))
+    torch.testing.assert_close(found[0, 0], mean_by_hand(target.model, [*text, 1, 7, 8, 50]), rtol=1e-12, atol=1e-12)
+    cache.keep([[]])
+    cache.cut(0, len(text) - 2)
+    found = embeddings_of(target, lambda: target.verify(cache, [0], torch.tensor([51]), Draft.empty(1)))
+    torch.testing.assert_close(found[0, 0], mean_by_hand(target.model, [*text[:-2], 51]), rtol=1e-12, atol=1e-12)
+
+
+def test_padding_on_the_left_is_no_context(ngram_target):
+    """Catches `generate` of several prompts, padded on the left, whose first tokens see the padding."""
+    model, prompts = ngram_target.model, [[5, 17, 11, 4], [30, 2]]
+    padded = torch.tensor([prompts[0], [7, 7, *prompts[1]]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    found = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    for own, prompt in zip(found.tolist(), prompts, strict=True):
+        assert own[4:] == written(model, prompt)[len(prompt) :][:12]
+
+
+# ── the target's own text ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_generate_writes_what_passes_without_a_cache_write(ngram_target, texts, plain, prompts):
+    """Catches a cache of ids that the model's own `generate` does not fill; and n-grams that decide nothing."""
+    assert ngram_target.spec.mode == "tree" and ngram_target.selftest.failed is None
+    assert [prompt + plain(ngram_target, prompt, COUNT) for prompt in prompts] == texts
+    without = ngram_model(tiny_model())
+    with torch.no_grad():
+        without.ngrams.projection.weight.zero_()
+    assert all(written(without, prompt) != text for prompt, text in zip(prompts, texts, strict=True))
+    assert any(end in text[len(prompt) :] for end in ENDS for prompt, text in zip(prompts, texts, strict=True))
+
+
+def test_growing_changes_nothing_yet(target):
+    """Catches an embedding that is not multiplied, or a head that was one matrix with it and is multiplied too."""
+    text = torch.arange(30, 50)[None]
+    for tied in (False, True):
+        model = tiny_model(tie_word_embeddings=tied)
+        found = grown(model, **SIZES)
+        with torch.no_grad():
+            torch.testing.assert_close(found(text).logits, model(text).logits, rtol=1e-9, atol=1e-9)
+        assert found.lm is not model and found.get_output_embeddings().weight is not found.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3", "llama4-chunks", "granite", "gpt2", "deepseek-v3"])
+def test_other_families_take_it_too(family):
+    """Catches masks of windows and chunks that cut the context, and families that scale what they are given."""
+    target = family_target(family)
+    prompts = [list(range(20, 51)), [5], [7, 8, 9, 3]]
+    texts = [written(target.model, prompt) for prompt in prompts]
+    assert target.spec.mode == "tree"
+    drafter = Replay(texts, 128, right=0.7)
+    found = generate(target, prompts, drafter, max_new_tokens=COUNT, slots=2, policy="fixed")
+    assert [prompt + one.tokens for prompt, one in zip(prompts, found, strict=True)] == texts
+    assert drafter.jumps > 0
+
+
+@pytest.fixture(scope="module")
+def drafter_for(workshop: Workshop, ngram_target, prompts, texts):
+    """Drafters for this target; those that learn, trained until some of their tokens are accepted."""
+
+    @functools.cache
+    def made(case: Case):
+        if not case.trains:
+            return workshop.build(case, ngram_target)
+        model = workshop.model(case, ngram_target)
+        train(model, batch_of(ngram_target, model.taps, torch.tensor([text[:40] for text in texts])), 30)
+        return model.eval().drafter()
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
+        for case in cases()
+        if case.kind not in PROBING
+    ],
+)
+def test_every_drafter_leaves_the_text_as_it_is(case, drafter_for, ngram_target, prompts, texts):
+    """Catches a context that a drafter's rejected tokens have entered; slots are used again in mid-flight."""
+    drafter = drafter_for(case)
+    for slots in (1, 3):
+        found = generate(ngram_target, prompts, drafter, max_new_tokens=COUNT, slots=slots)
+        assert [prompt + one.tokens for prompt, one in zip(prompts, found, strict=True)] == texts
+
+
+@pytest.mark.parametrize("kind", sorted(PROBING))
+def test_rows_without_token_ids_are_refused(kind, workshop, ngram_target):
+    """Catches a probe's rows that are embedded as n-grams of whatever stands in their place."""
+    with pytest.raises(TargetError, match="n-grams of them; draft without one"):
+        generate(ngram_target, [5, 6, 7], workshop.build(Case(kind), ngram_target), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_of_every_shape_are_rolled_back(seed, ngram_target, prompts, texts, monkeypatch):
+    """Catches ids that are not moved, cut or freed with their keys: wrong branches, true text under wrong siblings,
+    budgets that go to 0, prompts in chunks, slots that come and go.  Exact, so there are no false alarms."""
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 1 + 3 * (seed % 3))
+    noise = torch.Generator().manual_seed(seed)
+    drafter = Replay(texts, 64, depth=2 + seed % 3, width=1 + seed % 3, right=(0.5, 0.8, 1.0)[seed % 3], seed=seed)
+    counts = torch.randint(1, COUNT + 1, (len(prompts),), generator=noise).tolist()
+    requests = [Request(prompt, count, Sampling()) for prompt, count in zip(prompts, counts, strict=True)]
+    found: list[list[int]] = [[] for _ in requests]
+    for progress in serve(ngram_target, requests, drafter, policy="fixed", slots=1 + seed % 4):
+        found[progress.request] += progress.tokens
+    for prompt, text, own, count in zip(prompts, texts, found, counts, strict=True):
+        assert own == text[len(prompt) :][:count]
+    assert sum(times for depth, times in drafter.kept.items() if depth) > 10
+
+
+def test_a_copied_beginning_of_a_text_brings_its_context(ngram_target):
+    """Catches keys that a server copies from an earlier prompt without their ids."""
+    target, text = ngram_target, list(range(20, 32))
+    cache: SlotCache = target.allocate(2, 40)
+    target.prefill(cache, [0], torch.tensor([text]), [12])
+    assert cache.stores_columns_alone
+    cache.copy_in(1, cache.copy_out(0, 0, 7))
+    found = embeddings_of(target, lambda: target.verify(cache, [1], torch.tensor([60]), Draft.empty(1)))
+    torch.testing.assert_close(found[0, 0], mean_by_hand(target.model, [*text[:7], 60]), rtol=1e-12, atol=1e-12)
+
+
+def test_stages_of_layers_know_the_tokens_before(ngram_target):
+    """Catches a stage whose own cache lacks them."""
+    stages, text = stages_of(ngram_target, 2, 20), torch.arange(20, 32)[None]
+    for start, piece in ((0, text[:, :8]), (8, text[:, 8:])):
+        states = None
+        for stage in stages:
+            stage.begin(piece, states, start)
+            output = stage.end()
+            states = output.states
+    with torch.no_grad():
+        wanted = ngram_target.model(text).logits[0, -1]
+    torch.testing.assert_close(output.logits[0, -1], wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_an_oracles_tree_is_accepted_whole(ngram_target, texts, prompts):
+    """Guards the tests here against drafts that are never accepted."""
+    drafter = Oracle(texts, 64)
+    found = generate(ngram_target, prompts, drafter, max_new_tokens=COUNT, policy="fixed")
+    assert all(len(one.tokens) / one.steps > 3 for one in found)
+
+
+# ── on disk ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_folder_is_loaded_by_its_config(tmp_path, ngram_target, prompts, texts):
+    """Catches constants that are not made again, tables that are not saved, and sizes that the config lacks."""
+    ngram_target.model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    keys = ("model_type", "ngram_order", "ngram_splits", "ngram_table_size", "ngram_dim", "boundary_token_ids")
+    assert [config[key] for key in keys] == ["ngram_embedding", 4, 2, 200, 5, list(ENDS)]
+    assert config["text_config"]["model_type"] == "qwen3"
+    loaded = load_target(tmp_path, dtype="float64")
+    assert loaded.spec.weights_hash == ngram_target.spec.weights_hash
+    found = generate(loaded, prompts, "ngram", max_new_tokens=COUNT)
+    assert [prompt + one.tokens for prompt, one in zip(prompts, found, strict=True)] == texts
+
+
+@pytest.mark.parametrize("kind", ["ngram_embedding", "dspark"])
+def test_a_run_file_trains_a_drafter_for_it_and_measures_exact_texts(kind, tmp_path, monkeypatch):
+    """Catches a stage that takes it for another model: answers, features, training, evaluation."""
+    monkeypatch.chdir(tmp_path)
+    plain = load_target(make_folder(tmp_path / "tiny"))
+    ngram_model(plain.model, boundary_token_ids=sorted(plain.ends)).save_pretrained(tmp_path / "grown")
+    plain.tokenizer.save_pretrained(tmp_path / "grown")
+    drafter = {"kind": kind} if kind == "ngram_embedding" else DRAFTER
+    report = outrider.run(write_run_file(tmp_path / "run.yaml", tmp_path / "grown", drafter=drafter))
+    rows = [row for row in report.rows if row.temperature == 0]
+    assert {row.drafter for row in rows} == {kind, "ngram"} and all(row.exact for row in rows)
+
+
+def test_sizes_are_the_papers_unless_named():
+    """Catches defaults that are the demo's."""
+    config = NgramEmbeddingConfig({"model_type": "qwen3", "vocab_size": 500, "hidden_size": 96, "eos_token_id": 7})
+    assert config.hashes == NgramHashes(500, 4, 4, 78 * 500)
+    assert (config.ngram_dim, config.boundary_token_ids) == (8, [7])
+
+
+def test_what_it_can_not_do_is_refused(ngram_target):
+    """Catches embeddings that are taken for tokens, and n-grams that look beyond a window."""
+    with pytest.raises(TargetError, match="reads token ids"):
+        ngram_target.model(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="beyond a window of 3"):
+        NgramEmbeddingConfig({"model_type": "mistral", "sliding_window": 3})
+    with pytest.raises(ConfigError, match="order of 2 or more"):
+        NgramHashes(64, 1, 2, 100)
+
+
+def test_rows_that_are_looked_up_are_not_made_orthogonal():
+    """Catches Muon on the tables, of whose rows a batch looks up a few."""
+    module = NgramEmbedding(NgramHashes(64, 3, 2, 100), 32, 8)
+    optimizer = Optimizers(module, "muon", 64, 0.0)
+    module(torch.zeros(5, 32), torch.randint(64, (5, 3))).sum().backward()
+    optimizer.step(1e-3)
+    assert "momentum_buffer" in optimizer.state_of(module.projection.weight)
+    assert "exp_avg" in optimizer.state_of(module.ngram_table.weight)
