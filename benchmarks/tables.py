@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from papers import papers
+
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
     found = {path.stem: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
     drawn = {name: section(found[name]) for name, section in SECTIONS.items() if name in found}
+    drawn["papers"] = papers(found)
     for page in sorted((HERE / "pages").glob("*.md")):
         _put(page, drawn)
     _put(HERE / "RESULTS.md", {"glance": glance(found)})
