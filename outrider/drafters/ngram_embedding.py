@@ -41,7 +41,7 @@ class Config(Base):
     splits: PositiveInt = 2
     """Tables of each order; n-grams that share a row of one rarely share that of another."""
     ratio: PositiveInt = 4
-    """Rows of a table for each word of the vocabulary."""
+    """Number of rows of a table for each token of the vocabulary."""
     dim: PositiveInt = 64
     """Width of a row."""
     boundaries: tuple[NonNegativeInt, ...] | None = None

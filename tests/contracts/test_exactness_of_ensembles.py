@@ -23,7 +23,7 @@ from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
 
 NEED_ONE_MODEL = ("gemma4_assistant", "layer_skip")
-"""Kinds that read one model's keys or cut down its layers; an ensemble refuses them, see `targets/test_ensemble.py`."""
+"""Kinds that read one model's keys or cut down its layers; see `targets/test_ensemble_target.py`."""
 
 
 def members(**sizes: object) -> EnsembleTarget:

@@ -209,7 +209,7 @@ class KeyedTable(TableTarget):
     def __init__(self, table: torch.Tensor):
         super().__init__(table)
         config = SimpleNamespace(num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 4)
-        config.get_text_config = lambda decoder: config
+        config.get_text_config = lambda decoder=True: config
         self.model = SimpleNamespace(config=config, device=self.device)
 
     def allocate(self, slots: int, length: int) -> KeyedCache:
