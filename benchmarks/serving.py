@@ -15,8 +15,9 @@ chaos      drafters that raise, return garbage or hang
 Servers stay up, and all but the one that is asked stand still.  Clients are one process beside (`serving_clients.py`).
 Ways take turns, in another order each time; the first turn is a warm-up.  Ratios are of tokens over seconds of all
 turns, with the 95 % interval of a bootstrap over turns.  The best of others is chosen on the odd turns for the even
-ones, and the other way round: the highest of several noisy numbers is too high.  Two processes that do the same differ
-by up to 6 %, so the scheduler's ways are compared with plain requests to the same server (`speculative: false`).
+ones, and the other way round: the highest of several noisy numbers is too high.  Processes that
+do the same differ by up to 8 %, so the scheduler's ways are compared with plain requests to the same server
+(`speculative: false`); `waiting` is what these are over a server without a drafter.
 
 What is in FILE with the same settings is not measured again; a part that was stopped goes on where it was.  What can't
 be had is in `left_out`, with the reason.  dspark is the checkpoint of the last `make demo`.

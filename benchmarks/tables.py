@@ -772,10 +772,15 @@ def _serving_scheduler(part: dict[str, Any]) -> str:
     right, turns = slice(1, 1 + len(at)), [row["turns"] for row in rows]
     parts = [
         f"**Scheduler**, {part['measured'][:10]}: by clients at a time, {min(turns)} to {max(turns)} turns a way. Over "
-        "plain: beside plain requests to the same server, since two processes that do the same differ by up to 6 %. "
+        "plain: beside plain requests to the same server, since processes that do the same differ: see the next table. "
         "Over the best: that, over the same of the best of plain and every depth, with its 95 % interval.",
         _table(["tokens/s", *at], by_way(lambda row, way: f"{row['ways'][way]['tokens_per_s']:.0f}"), right),
         _table(["over plain", *at], by_way(over_plain, drafted), right),
+        _table(
+            ["plain, over a server without drafter", *at],
+            [[way, *(f"{row['waiting'][way]['ratio']:.3f}" for row in rows)] for way in rows[0]["waiting"]],
+            right,
+        ),
         _table(["over the best", *at], by_way(over_best, policies), right),
     ]
     for what, title in (("first_ms", "first token, ms"), ("gap_ms", "between pieces, ms")):

@@ -336,6 +336,13 @@ def drafter_of(
     workshop: Workshop, target: TransformersTarget, prompts: list[list[int]], plain: Plain
 ) -> Callable[[Case], Drafter]:
     """Drafters for the tiny target, those that learn trained until some of their tokens are kept."""
+    return trained_drafters(workshop, target, prompts, plain)
+
+
+def trained_drafters(
+    workshop: Workshop, target: Any, prompts: list[list[int]], plain: Plain
+) -> Callable[[Case], Drafter]:
+    """Drafters for a target; those that learn are trained on its texts, each once."""
 
     @functools.cache
     def made(case: Case) -> Drafter:

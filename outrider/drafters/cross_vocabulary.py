@@ -24,6 +24,7 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving
 from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts, room
+from outrider.sampling.text import common_prefix
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 from outrider.targets.transformers import TransformersTarget
@@ -139,7 +140,7 @@ class CrossVocabulary(Drafter):
             reading = memory.slots[row]
             reading.transcript.push(text[reading.transcript.taken :])
             ids = self._ids(reading, memory.cache.length - self.limit)
-            memory.cache.cut(row, min(_agreement(reading.held, ids), len(ids) - 1))
+            memory.cache.cut(row, min(common_prefix(reading.held, ids), len(ids) - 1))
             reading.held = ids
             wanted.append(ids)
         return read_texts(self.model, memory.cache, rows, wanted, self.limit + 1)
@@ -160,14 +161,6 @@ class CrossVocabulary(Drafter):
         for row, token in zip(rows, tokens.tolist(), strict=True):
             memory.slots[row].held.append(token)
         return read_one(self.model, memory.cache, rows, tokens)
-
-
-def _agreement(held: list[int], wanted: list[int]) -> int:
-    """How many leading ids are equal."""
-    shorter = min(len(held), len(wanted))
-    near = max(0, shorter - 64)
-    begin = near if held[:near] == wanted[:near] else 0  # texts mostly differ near their end
-    return next((n for n in range(begin, shorter) if held[n] != wanted[n]), shorter)
 
 
 def build(config: Config, target: Target) -> CrossVocabulary:

@@ -30,9 +30,8 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
-from outrider.errors import DrafterError
 from outrider.nn import serving, target_model
-from outrider.nn.draft_model import LEARNT, Batch, draw, with_mask
+from outrider.nn.draft_model import Batch, draw, trained_mask, with_mask
 from outrider.targets import byte_patches, causal_lm, stale
 from outrider.targets.attention_mask import Tree
 from outrider.targets.protocol import Target
@@ -55,13 +54,8 @@ class PatchDiffusion(Drafter):
     """Its memory is the target's own cache; nothing of a block stays there."""
 
     def __init__(self, target: Target, config: Config):
-        self.target, config = stale.patched(target, config.kind), with_mask(config, target)
-        if config.mask_token is None or str(config.mask_token) == LEARNT:
-            raise DrafterError(
-                f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
-                "drafter.mask_token"
-            )
-        self.mask_token, self.limit, self.passes = config.mask_token, config.block, config.steps
+        self.target = stale.patched(target, config.kind)
+        self.mask_token, self.limit, self.passes = trained_mask(config, target), config.block, config.steps
 
     def allocate(self, cache: Cache) -> Cache:
         return cache

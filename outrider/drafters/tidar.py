@@ -33,9 +33,8 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
-from outrider.errors import DrafterError
 from outrider.nn import serving, target_model
-from outrider.nn.draft_model import LEARNT, with_mask
+from outrider.nn.draft_model import trained_mask, with_mask
 from outrider.nn.probe_rows import rows_after
 from outrider.targets.protocol import Target
 
@@ -56,14 +55,8 @@ class Tidar(Drafter):
 
     def __init__(self, target: Target, config: Config):
         target.check_probe()
-        config = with_mask(config, target)
-        if config.mask_token is None or str(config.mask_token) == LEARNT:
-            raise DrafterError(
-                f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
-                "drafter.mask_token"
-            )
         self.target, self.limit, self.hidden = target, config.block, target.spec.hidden
-        self.mask_token, self.probe_rows = config.mask_token, (config.block + 1) * config.block
+        self.mask_token, self.probe_rows = trained_mask(config, target), (config.block + 1) * config.block
 
     def allocate(self, cache: Cache) -> list[Tensor | None]:
         return [None] * cache.slots

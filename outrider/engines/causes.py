@@ -16,9 +16,10 @@ from torch import Tensor
 
 from outrider.engines import chains, readers
 from outrider.engines.chains import States
-from outrider.engines.parity import Cause, common
+from outrider.engines.parity import Cause
 from outrider.engines.readers import Draft
 from outrider.errors import ExportError
+from outrider.sampling.text import common_prefix
 
 MAX_ANCHORS = 12
 """Anchors looked at in a text."""
@@ -242,7 +243,7 @@ def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], len
     for name, what, draft in _suspects(model):
         try:
             right = sum(
-                common(chains.drafted(draft, text, at, length).tokens, text.tokens[at + 1 :]) == accepted
+                common_prefix(chains.drafted(draft, text, at, length).tokens, text.tokens[at + 1 :]) == accepted
                 for text, at, accepted in steps
             )
         except UNREADABLE:

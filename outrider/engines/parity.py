@@ -34,6 +34,7 @@ from outrider.errors import ConfigError
 from outrider.generation import batch, serve
 from outrider.nn.draft_model import DraftModel
 from outrider.sampling.settings import Sampling
+from outrider.sampling.text import common_prefix
 from outrider.targets.transformers import TransformersTarget
 
 COMPARED = ("vllm", "sglang", "transformers")
@@ -326,7 +327,7 @@ def compared(
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
     parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
-    same = [common(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+    same = [common_prefix(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
     mine, engines = (
         [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
         for side in (own, theirs)
@@ -359,16 +360,11 @@ def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
     return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own: Side, theirs: Side) -> Parted | None:
     a, b = own.tokens[number], theirs.tokens[number]
     if a == b:
         return None
-    place = common(a, b)
+    place = common_prefix(a, b)
     if place in (len(a), len(b)):  # one goes on where the other ended
         return Parted(number, place, None)
     return Parted(number, place, gap(target, [*prompt, *a[:place]], a[place], b[place]))

@@ -257,6 +257,17 @@ def with_mask(config: C, target: Target) -> C:
     return config.model_copy(update={"mask_token": next(token for token in offered if token is not None)})
 
 
+def trained_mask(config: Any, target: Target) -> int:
+    """The token that a target trained on masks has for them.  Raises DrafterError where it has none."""
+    mask: MaskToken = with_mask(config, target).mask_token
+    if isinstance(mask, int):
+        return mask
+    raise DrafterError(
+        f"{target.spec.name} has no token that can stand for masks; name the one it was trained with as "
+        "drafter.mask_token"
+    )
+
+
 class MaskedModule(nn.Module):
     """A module that reads masks: a token of the target's, or a vector `mask` of its own."""
 

@@ -28,7 +28,7 @@ from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import ConfigError
-from outrider.policies.take_over import own_rows
+from outrider.policies.take_over import node_distances, own_rows
 from outrider.sampling.fast import Chain, outside
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import processed
@@ -220,7 +220,7 @@ def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Ten
 
 def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
     """Distance of the accepted tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
-    strays = 1 - p[own_rows(draft, p.shape[-1])[1]].double()
+    strays = node_distances(draft, p, is_by_q=False)
     path = padded(accepted.paths, -1, p.device)
     return strays.gather(1, path.clamp(min=0)) * (path >= 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from outrider.errors import ConfigError
+from outrider.sampling.text import common_prefix
 
 WINDOW = 16
 """Tokens that are decoded with one, for the text before it."""
@@ -53,18 +54,12 @@ class Piece(NamedTuple):
         return max(found, key=len, default=None)
 
 
-def shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences have in common from the first on."""
-    differs = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differs, min(len(one), len(other)))
-
-
 def piece(decode: Decode, tokens: Sequence[int], at: int) -> Piece:
     """Token `at` of a text as text."""
     start = max(0, at - WINDOW)
     before, whole = decode(tokens[start:at]) if at else "", decode(tokens[start : at + 1])
     # half a character before it becomes another one with it
-    same = shared(before, whole)
+    same = common_prefix(before, whole)
     return Piece(whole[:same], whole[same:])
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.policies.sentences import Decode, shared
+from outrider.policies.sentences import Decode
+from outrider.sampling.text import common_prefix
 
 BEFORE = ("(", "\n")
 """What may stand before a word without a space, to see which tokens it is there."""
@@ -133,7 +134,7 @@ def beginning(target: Any) -> Ids:
     if target.detokenizer is None:
         return ()
     one, other = (target.encode(text) for text in BEFORE)
-    return tuple(one[: shared(one, other)])
+    return tuple(one[: common_prefix(one, other)])
 
 
 class _TextOf:

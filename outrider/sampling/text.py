@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.errors import ConfigError
 
@@ -27,6 +27,14 @@ CONTEXT = 16
 """Tokens that stay in the window when older ones leave; 16 bytes of any kind make four final characters."""
 MIN_FINAL = 4
 """Fewest final characters of the tokens that stay."""
+
+
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items two texts have in common from the first on."""
+    shorter = min(len(one), len(other))
+    near = max(0, shorter - 64)
+    begin = near if one[:near] == other[:near] else 0  # texts mostly differ near their end
+    return next((n for n in range(begin, shorter) if one[n] != other[n]), shorter)
 
 
 @dataclass(frozen=True, slots=True)

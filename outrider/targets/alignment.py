@@ -14,7 +14,7 @@ B slots of a pass, R rows of each (anchor and drafted nodes), V the first member
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, padded, sent
 from outrider.errors import DrafterError, TargetError
 from outrider.sampling.distribution import wide
+from outrider.sampling.text import common_prefix
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import TransformersTarget
 from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary
@@ -99,7 +100,7 @@ class AlignedCache:
 
     def begin(self, row: int, text: Sequence[int], most: int) -> int:
         """Forget what a slot holds that `text` does not begin with, and all after `most` tokens; returns what stays."""
-        base = min(_agreement(self.held[row], text), most)
+        base = min(common_prefix(self.held[row], text), most)
         self.cache.cut(row, base)
         del self.held[row][base:]
         return base
@@ -235,7 +236,7 @@ class AlignedMember:
 
     def _read(self, cache: AlignedCache, rows: Sequence[int], wanted: Sequence[Sequence[list[int]]]) -> Tensor:
         """Logits [K, U] after these texts of each slot, slot by slot, in one pass over what they do not share."""
-        common = [_common(texts) for texts in wanted]
+        common = [min(common_prefix(texts[0], other) for other in texts) for texts in wanted]
         sizes = (max(map(len, own)) + sum(len(ids) - n for ids in own) for own, n in zip(wanted, common, strict=True))
         if (most := max(sizes)) > cache.cache.length:
             cache.grow(2 * most)
@@ -287,15 +288,3 @@ class AlignedMember:
         rest = own.new_ones(likeliest.shape)
         rest[b, n] = own.index_fill(-1, self.shared.own_ids, -torch.inf).logsumexp(-1).exp()
         return Opinion(log_p, rest)
-
-
-def _agreement(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many leading ids are equal."""
-    both = enumerate(zip(held, wanted, strict=False))
-    return next((n for n, (one, other) in both if one != other), min(len(held), len(wanted)))
-
-
-def _common(texts: Sequence[Sequence[int]]) -> int:
-    """How many leading ids all of them have."""
-    columns: Iterator[tuple[int, ...]] = zip(*texts, strict=False)
-    return next((n for n, ids in enumerate(columns) if len(set(ids)) > 1), min(map(len, texts)))

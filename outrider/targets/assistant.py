@@ -77,7 +77,7 @@ def shared_layers(model: Any, target: Target) -> dict[str, int]:
     )
     found = {}
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
-        storing = [index for index in cache.layers if kinds[index : index + 1] == [kind]]
+        storing = [index for index in cache.layers if index < len(kinds) and kinds[index] == kind]
         if not storing:
             raise _misfit(target, f"the assistant attends to keys of {kind}, the target stores none")
         keys, _ = cache.cached(storing[-1], [0])

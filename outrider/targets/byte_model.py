@@ -9,7 +9,7 @@ in a pass where no patch ends the global model does not run.
 Differs from the paper: a patch is what the encoder has at its last byte, without attention from patches to bytes, and a
 latent is added to the decoder's states, without attention to it; patches end by rule.
 
-A folder of it is loaded as any other causal LM, once `register` was called.
+`load_target` loads a folder of it as any other causal LM.
 
 R rows of a batch, n bytes a row of the pass, K columns that they may attend to, E rows that end a patch, H hidden size.
 """

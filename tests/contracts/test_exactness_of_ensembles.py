@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import DEVICE, Case, Plain, Workshop, batch_of, scaled, tiny_model, train
+from conftest import DEVICE, Case, Plain, Workshop, scaled, tiny_model, trained_drafters
 from contracts.test_exactness import (  # noqa: F401  the laws, over the fixtures of this file
     oracle,
     test_a_tree_ends_inside_its_block,
@@ -86,17 +86,7 @@ def drafter_of(
     workshop: Workshop, target: EnsembleTarget, prompts: list[list[int]], plain: Plain
 ) -> Callable[[Case], Drafter]:
     """Drafters for the ensemble, those that learn trained on its texts."""
-
-    @functools.cache
-    def made(case: Case) -> Drafter:
-        if not case.trains:
-            return workshop.build(case, target)
-        model = workshop.model(case, target)
-        texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts], device=target.device)
-        train(model, batch_of(target, model.taps, texts), 60)
-        return model.eval().drafter()
-
-    return made
+    return trained_drafters(workshop, target, prompts, plain)
 
 
 def test_the_members_disagree_often_enough(target, prompts, plain):

@@ -354,7 +354,7 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
     kept = []
     for seen, begun in texts:
         drafts = {at: chains.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
-        kept.append((seen, {at: parity.common(draft, seen.tokens[at + 1 :]) for at, draft in drafts.items()}))
+        kept.append((seen, {at: common_prefix(draft, seen.tokens[at + 1 :]) for at, draft in drafts.items()}))
     best = causes.guesses(own, kept, 3)
     scores = {guess.what: guess.share for guess in best}
     assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
