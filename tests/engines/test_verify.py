@@ -25,6 +25,7 @@ from outrider.engines import causes, chains, parity, readers
 from outrider.engines.commands import draft_of
 from outrider.errors import ConfigError, ExportError
 from outrider.export.writing import export_folder
+from outrider.sampling.text import common_prefix
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}
