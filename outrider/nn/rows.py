@@ -65,8 +65,9 @@ class DetachedRows:
         self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
         self._hidden = hidden.flatten(0, -2)
-        self._states = states
-        self.states = states.detach().requires_grad_()
+        self._states, self.states = states, states.detach()
+        self._leaves: dict[int, tuple[slice, Tensor]] = {}
+        """By first row: the chunks handed out, and their states."""
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         """Logits [m, V] of these rows' states [m, H]."""
@@ -76,7 +77,16 @@ class DetachedRows:
         for part in whole_blocks(self.block, rows):
             with torch.no_grad():
                 target = self.target_logits(part)
-            yield self.head(self.states[part], part), target, part
+            yield self.head(self.leaf(part), part), target, part
+
+    def leaf(self, part: slice) -> Tensor:
+        """These rows' states [m, H], which collect the chunk's gradient.
+
+        One leaf for a chunk: the gradient of a slice of one for all would be as long as all of them, in every chunk.
+        """
+        if part.start not in self._leaves:
+            self._leaves[part.start] = part, self.states[part].detach().requires_grad_()
+        return self._leaves[part.start][1]
 
     def target_logits(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
@@ -90,8 +100,12 @@ class DetachedRows:
         return self.model.terms(self, rows, draft, target)
 
     def backward(self) -> None:
-        if self.states.grad is not None:
-            self._states.backward(self.states.grad)
+        found = [(part, leaf.grad) for part, leaf in self._leaves.values() if leaf.grad is not None]
+        if found:
+            gradient = torch.zeros_like(self.states)
+            for part, own in found:
+                gradient[part] = own
+            self._states.backward(gradient)
 
 
 class SharedLabels(DetachedRows):

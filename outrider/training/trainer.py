@@ -58,7 +58,7 @@ def train(
     and starts from; other models begin with what `DraftModel.begin` gives them.
     Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains
     there; no good checkpoint is overwritten.
-    KeyboardInterrupt: the current step is finished and saved first.
+    KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
     _check(model, config, folder, reference)
@@ -225,7 +225,7 @@ def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]
 
 @contextmanager
 def _finish_the_step() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks for a stop after the current step; a second one stops at once."""
+    """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once."""
     asked: list[bool] = []
 
     def ask(number: int, frame: Any) -> None:
@@ -233,11 +233,12 @@ def _finish_the_step() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked.append(True)
 
-    before = None
-    with suppress(ValueError):  # not the main thread: there Ctrl-C never arrives
-        before = signal.signal(signal.SIGINT, ask)
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread: there no signal arrives
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
     try:
         yield lambda: bool(asked)
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import os
@@ -46,8 +47,8 @@ def stopper(at: int, stop: Callable[[], None]) -> Callable[[int, Mapping[str, An
     return on_step
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 def crash() -> None:
@@ -96,15 +97,16 @@ def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_training_stopped_by_ctrl_c_goes_on_bit_for_bit(
-    kind: str, at: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(("at", "number"), [(1, signal.SIGINT), (3, signal.SIGTERM), (5, signal.SIGINT)])
+def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(
+    kind: str, at: int, number: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Catches a moment, a random state, a step or a line of metrics that is lost; the second model starts elsewhere."""
-    before = signal.getsignal(signal.SIGINT)
+    """Catches a moment, a random state, a step or a line of metrics that is lost; the second model starts elsewhere.
+    SIGTERM is what a scheduler sends."""
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, kind, on_step=stopper(at, interrupt))
-    assert signal.getsignal(signal.SIGINT) is before
+        fit(tmp_path, talker, kind, on_step=stopper(at, functools.partial(interrupt, number)))
+    assert signal.getsignal(number) is before
     assert step_of(tmp_path) == at
     torch.manual_seed(99)
     seen: list[int] = []
