@@ -66,8 +66,8 @@ class DetachedRows:
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
         self._hidden = hidden.flatten(0, -2)
         self._states, self.states = states, states.detach()
-        self._leaves: dict[int, tuple[slice, Tensor]] = {}
-        """By first row: the chunks handed out, and their states."""
+        self._leaves: dict[tuple[int, int], Tensor] = {}
+        """The chunks handed out, by their first row and the one after their last: their states."""
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         """Logits [m, V] of these rows' states [m, H]."""
@@ -84,9 +84,10 @@ class DetachedRows:
 
         One leaf for a chunk: the gradient of a slice of one for all would be as long as all of them, in every chunk.
         """
-        if part.start not in self._leaves:
-            self._leaves[part.start] = part, self.states[part].detach().requires_grad_()
-        return self._leaves[part.start][1]
+        key = part.start, part.stop
+        if key not in self._leaves:
+            self._leaves[key] = self.states[part].detach().requires_grad_()
+        return self._leaves[key]
 
     def target_logits(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
@@ -100,11 +101,11 @@ class DetachedRows:
         return self.model.terms(self, rows, draft, target)
 
     def backward(self) -> None:
-        found = [(part, leaf.grad) for part, leaf in self._leaves.values() if leaf.grad is not None]
+        found = [(slice(*key), leaf.grad) for key, leaf in self._leaves.items() if leaf.grad is not None]
         if found:
             gradient = torch.zeros_like(self.states)
             for part, own in found:
-                gradient[part] = own
+                gradient[part] += own
             self._states.backward(gradient)
 
 

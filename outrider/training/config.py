@@ -25,7 +25,7 @@ class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `batch` texts.  If raised after a run has ended, training continues from its checkpoint;
+    """Training steps, each of `batch` texts, times `accumulate`.  If raised after a run has ended, training continues from its checkpoint;
     see docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, in place of `steps`."""
@@ -36,7 +36,9 @@ class Config(Base):
     warmup: NonNegativeFloat = 0.04
     """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
     batch: PositiveInt = 8
-    """Texts per step."""
+    """Texts per batch."""
+    accumulate: PositiveInt = 1
+    """Batches per step, whose gradients are added up: a step of more texts than fit into memory at once."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights; `kl` is short for {kl: 1}."""
     extra: dict[str, float] = Field(default={})

@@ -14,7 +14,7 @@ import torch
 from outrider import checkpoint, machine
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
-from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
 from outrider.training.config import Config
 from outrider.training.metrics import Metrics
@@ -32,7 +32,8 @@ def with_steps(config: Config, source: FeatureSource) -> Config:
     """`config` with its epochs as steps."""
     if config.epochs is None:
         return config
-    return config.model_copy(update={"steps": math.ceil(config.epochs * source.steps_per_pass), "epochs": None})
+    steps = math.ceil(config.epochs * source.steps_per_pass / config.accumulate)
+    return config.model_copy(update={"steps": steps, "epochs": None})
 
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
@@ -85,14 +86,14 @@ def train(
             while facts["step"] < config.last_step:
                 is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
-                batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
+                batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
                 found = optimise(
-                    model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near, joined
+                    model, optimizer, batches, config, facts["step"], is_logged or looks, reference, near, joined
                 )
                 facts["step"] += 1
                 if looks:
                     facts["overlap"] = found["overlap"]
-                facts["tokens"] += int((batch.documents > 0).sum())
+                facts["tokens"] += batches.tokens
                 if is_logged:
                     taken = {"seconds": round(seconds(), 2), "tokens": facts["tokens"]}
                     metrics.write({"step": facts["step"], **found, **taken})
@@ -108,6 +109,21 @@ def train(
                 metrics.write({"step": facts["step"], **probe(model.eval())})
     model.eval()
     return place
+
+
+class _Batches:
+    """The batches of one step, each made when it is asked for."""
+
+    def __init__(self, source: FeatureSource, config: Config, step: int):
+        self.source, self.numbers = source, range(step * config.accumulate, (step + 1) * config.accumulate)
+        self.tokens = 0
+        """Of texts, so far."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in self.numbers:
+            batch = self.source.batch(number)
+            self.tokens += int((batch.documents > 0).sum())
+            yield batch
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
