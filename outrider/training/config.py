@@ -25,8 +25,8 @@ class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training continues from
-    its checkpoint; see docs/training.md."""
+    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training continues
+    from its checkpoint; see docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, in place of `steps`."""
     lr: PositiveFloat = 6e-4
