@@ -20,6 +20,9 @@ from outrider.errors import ConfigError
 from outrider.training import losses, rows
 from outrider.training.optimizers import Kind
 
+FREE = frozenset({"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience"})
+"""Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
+
 
 class Config(Base):
     """How a draft model is trained."""
@@ -60,6 +63,13 @@ class Config(Base):
     """Seed of weights, order of texts and draws."""
     save_every: PositiveInt = 500
     """Steps between two checkpoints."""
+    keep: NonNegativeInt = 2
+    """Number of earlier checkpoints kept in `checkpoints/step-N`, besides the newest in `checkpoint`."""
+    probe_every: NonNegativeInt = 0
+    """Steps between two measurements of acceptance on held-out answers and prompts, of which the best checkpoint is
+    kept and used; 0 measures at the end alone."""
+    patience: NonNegativeInt = 0
+    """Number of such measurements in a row without a better one, after which training ends; 0 goes on to the end."""
     log_every: PositiveInt = 20
     """Steps between two rows of metrics.jsonl."""
     held_out: NonNegativeInt = 32
@@ -89,6 +99,12 @@ class Config(Base):
         """`steps`, where `epochs` are resolved."""
         assert self.steps is not None
         return self.steps
+
+    @model_validator(mode="after")
+    def _patience_needs_probes(self) -> Config:
+        if self.patience and not self.probe_every:
+            raise ConfigError(f"train.patience {self.patience} counts measurements; set train.probe_every, in steps")
+        return self
 
     @model_validator(mode="after")
     def _select_needs_a_reference(self) -> Config:

@@ -16,7 +16,8 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
-from outrider.training.config import Config
+from outrider.training.config import FREE, Config
+from outrider.training.kept import Probe, Probes, chosen, keep
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack, unpack
 from outrider.training.step import Joined, optimise, rate
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """Steps between two measurements of the mean overlap, for losses that depend on it."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
-Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 
 def with_steps(config: Config, source: FeatureSource) -> Config:
@@ -51,10 +51,12 @@ def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
     probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None,
 ) -> Path:  # fmt: skip
-    """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
+    """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
+    `config.probe_every` asks for one, else the newest's.
 
     Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
-    folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
+    folder: gets `checkpoint/`, `checkpoints/` and `metrics.jsonl`.  probe: measures the model at the end, and every
+    `config.probe_every` steps, into the metrics.
     reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
     and starts from; other models begin with what `DraftModel.begin` gives them.
     Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains
@@ -79,11 +81,16 @@ def train(
         if not facts["step"] and origin is None:
             model.begin(source.counts)
         joined = _joined(facts)
-        first, before, began = facts["step"], facts["seconds"], time.monotonic()
+        before, began = facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
         with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
+            probes = Probes(probe, config, folder, metrics)
             while facts["step"] < config.last_step:
+                if probes.is_due(facts["step"]):
+                    probes.look(model, facts["step"])
+                if probes.is_over:
+                    break
                 is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
@@ -100,15 +107,17 @@ def train(
                 if on_step is not None:
                     on_step(facts["step"], found)
                 stops = asked_to_stop()
-                if stops or facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
+                is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
+                if stops or is_saved or probes.is_due(facts["step"]):
                     facts["seconds"] = round(seconds(), 3)
+                    if is_saved and (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+                        keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
                     _save(place, model, optimizer, facts, given)
                 if stops:
                     raise KeyboardInterrupt
-            if probe is not None and not (metrics.is_probed and facts["step"] == first):
-                metrics.write({"step": facts["step"], **probe(model.eval())})
+            probes.look(model, facts["step"])
     model.eval()
-    return place
+    return chosen(folder)
 
 
 class _Batches:
@@ -164,11 +173,9 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    # these change what is written, not what is learnt; another number of steps goes on along another curve
-    free = {"save_every", "log_every", "calibrate", "steps", "epochs"}
     mine = {
         "drafter": model.config.model_dump(mode="json"),
-        "train": {key: settings[key] for key in settings.keys() - free},
+        "train": {key: settings[key] for key in settings.keys() - FREE},
     }
     own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
     config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
