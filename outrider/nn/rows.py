@@ -68,6 +68,7 @@ class DetachedRows:
         self._states, self.states = states, states.detach()
         self._leaves: dict[tuple[int, int], Tensor] = {}
         """The chunks handed out, by their first row and the one after their last: their states."""
+        self._gradient: Tensor | None = None
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         """Logits [m, V] of these rows' states [m, H]."""
@@ -78,6 +79,7 @@ class DetachedRows:
             with torch.no_grad():
                 target = self.target_logits(part)
             yield self.head(self.leaf(part), part), target, part
+            self._collect()
 
     def leaf(self, part: slice) -> Tensor:
         """These rows' states [m, H], which collect the chunk's gradient.
@@ -100,13 +102,19 @@ class DetachedRows:
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return self.model.terms(self, rows, draft, target)
 
+    def _collect(self) -> None:
+        """Add the chunks' gradients to that of all rows.  Kept, one could hold on to the logits that it came from."""
+        for (start, stop), leaf in self._leaves.items():
+            if leaf.grad is not None:
+                if self._gradient is None:
+                    self._gradient = torch.zeros_like(self.states)
+                self._gradient[start:stop] += leaf.grad
+        self._leaves.clear()
+
     def backward(self) -> None:
-        found = [(slice(*key), leaf.grad) for key, leaf in self._leaves.items() if leaf.grad is not None]
-        if found:
-            gradient = torch.zeros_like(self.states)
-            for part, own in found:
-                gradient[part] += own
-            self._states.backward(gradient)
+        self._collect()
+        if self._gradient is not None:
+            self._states.backward(self._gradient)
 
 
 class SharedLabels(DetachedRows):

@@ -56,6 +56,9 @@ class Config(Base):
     """In every step weights shrink by this share times the learning rate."""
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
+    skip: NonNegativeInt = 3
+    """Number of steps in a row whose loss or gradient may be not finite: they change nothing.  After one more the last
+    checkpoint's weights are taken again, once; 0 ends at the first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
     fastest."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.config import nearest
 from outrider.decoding.accept import overlap
-from outrider.errors import ConfigError, TrainingError
+from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel, Predictions
 from outrider.training import losses, rows
 from outrider.training.config import Config
@@ -84,7 +84,8 @@ def optimise(
 ) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser over these batches, one after the other, as if they were one.
 
-    Returns the loss, its terms and, where counted, expected acceptance by depth.
+    Returns the loss, its terms and, where counted, expected acceptance by depth; `bad` and nothing done where the loss
+    or the gradient is not finite.
     near: mean overlap of draft and target when it was last measured.
     """
     lr = config.lr * rate(step, config, joined)
@@ -105,11 +106,8 @@ def optimise(
                 weight.grad *= scale
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
-        raise TrainingError(
-            f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
-            f"{first_bad(model, batch)}. The last checkpoint is intact; lower train.lr (now {config.lr}) or look at "
-            f"that tensor"
-        )
+        what = f"the loss is {found['loss']}, the gradient's norm {float(norm)}"
+        return found | {"bad": f"{what}; first bad tensor: {first_bad(model, batch)}"}
     optimizer.step(lr)
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 

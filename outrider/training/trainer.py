@@ -17,14 +17,18 @@ from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
 from outrider.training.config import FREE, Config
+from outrider.training.guard import Guard
 from outrider.training.kept import Probe, Probes, chosen, keep
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack, unpack
 from outrider.training.step import Joined, optimise, rate
+from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """Steps between two measurements of the mean overlap, for losses that depend on it."""
+RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored")
+"""Facts of a training that go on after a stop."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -59,8 +63,8 @@ def train(
     `config.probe_every` steps, into the metrics.
     reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
     and starts from; other models begin with what `DraftModel.begin` gives them.
-    Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains
-    there; no good checkpoint is overwritten.
+    Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
+    another process trains there; no good checkpoint is overwritten.
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
@@ -85,7 +89,7 @@ def train(
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
         with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
-            probes = Probes(probe, config, folder, metrics)
+            probes, guard = Probes(probe, config, folder, metrics), Guard(config.skip, place, model, optimizer)
             while facts["step"] < config.last_step:
                 if probes.is_due(facts["step"]):
                     probes.look(model, facts["step"])
@@ -98,10 +102,11 @@ def train(
                     model, optimizer, batches, config, facts["step"], is_logged or looks, reference, near, joined
                 )
                 facts["step"] += 1
-                if looks:
+                guard.meet(found, facts)
+                if looks and "bad" not in found:
                     facts["overlap"] = found["overlap"]
                 facts["tokens"] += batches.tokens
-                if is_logged:
+                if is_logged and "bad" not in found:
                     taken = {"seconds": round(seconds(), 2), "tokens": facts["tokens"]}
                     metrics.write({"step": facts["step"], **found, **taken})
                 if on_step is not None:
@@ -161,6 +166,11 @@ def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
 ) -> None:  # fmt: skip
     """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
+    if lost := not_finite(weights_of(model)):
+        raise TrainingError(
+            f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
+            f"intact; lower train.lr (now {facts['config']['lr']})"
+        )
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
@@ -202,9 +212,7 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
         before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}
-    return {
-        key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before
-    }
+    return {key: before[key] for key in RESUMED if key in before}
 
 
 def joining(config: Config, folder: str | Path) -> str:

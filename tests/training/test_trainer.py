@@ -365,10 +365,10 @@ def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(
 ) -> None:
     """Catches a NaN that is trained on, blamed on another tensor, or saved over the last good weights."""
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt))
+        fit(tmp_path, talker, on_step=stopper(3, interrupt), skip=0)
     before = written(tmp_path)
     with pytest.raises(TrainingError, match=rf"^step 4: .*first bad tensor: batch\.{name} \(\d, .*train\.lr"):
-        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3))
+        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3), skip=0)
     assert written(tmp_path) == before
 
 
@@ -389,10 +389,60 @@ def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(
                 model.get_parameter(at).flatten()[0] = float("nan")
 
     with pytest.raises(TrainingError, match=f"^step 4: .*first bad tensor: weight {at} "):
-        train(model, make_source(talker), Config(**SETTINGS), tmp_path, on_step=spoil)
+        train(model, make_source(talker), Config(**SETTINGS, skip=0), tmp_path, on_step=spoil)
     assert seen == [1, 2, 3]
     assert step_of(tmp_path) == 2
     assert written(tmp_path) == kept
+
+
+def test_bad_batches_are_skipped_and_change_nothing(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a bad batch that moves weights or moments, and a run that is stopped among them and goes on otherwise."""
+
+    class Spoilt(Planted):
+        def batch(self, step: int) -> Batch:
+            return super().batch(step) if step in (2, 3) else self.source.batch(step)
+
+    source = lambda: Spoilt(make_source(talker), "taps", float("nan"), 0)
+    seen: list[dict[str, Any]] = []
+    fit(tmp_path / "whole", talker, source=source(), on_step=lambda step, found: seen.append(dict(found)))
+    assert [number for number, found in enumerate(seen) if "bad" in found] == [2, 3]
+    assert "step 3: the loss is nan" in caplog.text and "the step is skipped" in caplog.text
+    assert [row["step"] for row in metrics(tmp_path / "whole")] == [1, 2, 5, 6]
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "stopped", talker, source=source(), on_step=stopper(3, interrupt))
+    fit(tmp_path / "stopped", talker, source=source())
+    same_training(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a training that goes on with bad weights, writes them, or starts again from the last checkpoint for
+    ever."""
+    model, spoilt = make_model(talker), [3]
+
+    def spoil(step: int, found: Mapping[str, Any]) -> None:
+        if step in spoilt:
+            with torch.no_grad():
+                model.get_parameter("backbone.fc.weight").flatten()[0] = float("nan")
+
+    settings = Config(**SETTINGS | {"steps": 12, "save_every": 1, "skip": 2})
+    with pytest.raises(TrainingError, match="step 3: backbone.fc.weight is not finite, so no checkpoint is written"):
+        train(model, make_source(talker), settings, tmp_path / "saved", on_step=spoil)
+    assert step_of(tmp_path / "saved") == 2
+    model, settings = make_model(talker), Config(**SETTINGS | {"steps": 12, "save_every": 50, "skip": 2})
+    with pytest.raises(KeyboardInterrupt):
+        train(model, make_source(talker), settings, tmp_path, on_step=stopper(2, interrupt))
+    train(model := make_model(talker), make_source(talker), settings, tmp_path, on_step=spoil)
+    assert "step 6: " in caplog.text and "the weights of the last checkpoint are taken again" in caplog.text
+    assert step_of(tmp_path) == 12
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=stopper(2, interrupt))
+    spoilt += range(4, 99)
+    with pytest.raises(TrainingError, match=r"^step 9: .*weight backbone.fc.weight .*The last checkpoint is intact"):
+        train(model := make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=spoil)
 
 
 def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> None:
