@@ -60,13 +60,13 @@ def main() -> None:
     write(found, options.out)
 
 
-def text_of(number: int) -> str:
-    draw = random.Random(number)
+def text_of(number: int, kind: str = "talk") -> str:
+    draw = random.Random(f"{kind} {number}")
     return " ".join(draw.choices(VOCABULARY, k=draw.randrange(40, 120)))
 
 
 def prompts() -> list[Prompt]:
-    return [Prompt(str(i), (text_of(-1 - i),)) for i in range(PROMPTS)]
+    return [Prompt(str(i), (text_of(i, "prompt"),)) for i in range(PROMPTS)]
 
 
 def make(path: Path, count: int) -> int:
@@ -79,7 +79,7 @@ def make(path: Path, count: int) -> int:
             elif number % 20 == 18:
                 text = text_of(number - 10) + " and more"
             elif number % 1000 == 1:
-                text += " " + text_of(-1 - number % PROMPTS)
+                text += " " + text_of(number // 1000 % PROMPTS, "prompt")
             messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text[:200]}]
             file.write(json.dumps({"id": f"t{number}", "messages": messages}) + "\n")
     return path.stat().st_size

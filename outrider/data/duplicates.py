@@ -47,11 +47,16 @@ def repeated(keys: np.ndarray) -> np.ndarray:
 @functools.lru_cache(4)
 def signature(text: str) -> Any:
     """A text's MinHash, of SIZE numbers."""
-    from datasketch import MinHash  # loads scipy, and only needed here
-
-    made = MinHash(num_perm=SIZE, seed=1, hashfunc=int)
+    made = _empty().copy()  # to make one anew takes as long as to fill it
     made.update_batch(_shingles(normalised(text)).tolist())
     return made
+
+
+@functools.cache
+def _empty() -> Any:
+    from datasketch import MinHash  # loads scipy, and only needed here
+
+    return MinHash(num_perm=SIZE, seed=1, hashfunc=int)
 
 
 def _shingles(text: str) -> np.ndarray:
