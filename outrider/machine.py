@@ -158,6 +158,12 @@ def set_up_threads() -> int:
     return chosen
 
 
+def gflops(rows: int) -> float:
+    """GFLOP/s of this CPU in float32 products of about so many rows."""
+    timed = max((one for one in ROWS if one <= rows), default=ROWS[0])
+    return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms["float32"][str(timed)] / 1e6
+
+
 def describe(device: torch.device | str = "cpu") -> str:
     """This machine and its speed, in one line."""
     if torch.device(device).type == "cuda":
@@ -165,10 +171,9 @@ def describe(device: torch.device | str = "cpu") -> str:
     table, trains = matmul_times(), training_dtype()
     other = next(name for name in ("bfloat16", "float32") if name != trains)
     factor = table.ms[other][TRAINING] / table.ms[trains][TRAINING]
-    gflops = 2 * LAYERS * WIDTH**2 * ROWS[-1] / table.ms["float32"][str(ROWS[-1])] / 1e6
-    threads = torch.get_num_threads()
+    threads, speed = torch.get_num_threads(), gflops(ROWS[-1])
     return (
-        f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}, {gflops:.0f} GFLOP/s in float32; training in {trains} "
+        f"{cpu_name()}, {threads} thread{'s' * (threads != 1)}, {speed:.0f} GFLOP/s in float32; training in {trains} "
         f"({other} takes {factor:.1f} times as long)"
     )
 

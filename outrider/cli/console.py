@@ -39,6 +39,7 @@ Overrides = Annotated[
 JsonTo = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write more than 10 GB without asking.")]
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")
 ]
@@ -374,6 +375,14 @@ def counted(number: float) -> str:
 
 def sized(size_bytes: float) -> str:
     return f"{counted(size_bytes)}B"
+
+
+def confirm(what: str) -> None:
+    """Go on if somebody at a terminal says so.  Raises ConfigError where they don't, or where nobody is there."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{what}; add --yes if that is meant, or lower prepare.count")
+    if not typer.confirm(f"{what}; go on?"):
+        raise ConfigError("nothing is written; lower prepare.count, or name another prepare.folder")
 
 
 def fail(message: str) -> None:

@@ -14,6 +14,7 @@ from outrider.cli.console import (
     Overrides,
     RunFile,
     SkipBad,
+    Yes,
     counted,
     lasting,
     place_of_json,
@@ -21,6 +22,7 @@ from outrider.cli.console import (
     sized,
     write_json,
 )  # fmt: skip
+from outrider.cli.look import show_samples
 from outrider.cli.stages import Printer
 from outrider.errors import ConfigError, ExportError
 from outrider.loading import describe
@@ -28,6 +30,12 @@ from outrider.measure import tasks
 from outrider.runs import stages
 from outrider.targets.load import load_target
 
+Look = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Print N texts as the target reads them, and which tokens train; write nothing."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
 
@@ -37,20 +45,31 @@ def run(
     json_to: JsonTo = None,
     skip_bad: SkipBad = False,
     dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
     if dry_run:
         preview(file, _skipping(overrides, skip_bad), json_to=json_to)
         return
-    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer())
+    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer(yes))
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
 
-def prepare(file: RunFile, overrides: Overrides = None, skip_bad: SkipBad = False, dry_run: DryRun = False) -> None:
+def prepare(
+    file: RunFile,
+    overrides: Overrides = None,
+    skip_bad: SkipBad = False,
+    dry_run: DryRun = False,
+    look: Look = None,
+    yes: Yes = False,
+) -> None:
     """Let the target answer the prompts; goes on where it was stopped."""
-    _stage("prepare", file, _skipping(overrides, skip_bad), dry_run)
+    if look is not None:
+        show_samples(file, _skipping(overrides, skip_bad), look)
+    else:
+        _stage("prepare", file, _skipping(overrides, skip_bad), dry_run, yes)
 
 
 def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
@@ -58,11 +77,11 @@ def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -
     _stage("train", file, overrides or [], dry_run)
 
 
-def _stage(stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool) -> None:
+def _stage(stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool, yes: bool = False) -> None:
     if dry_run:
         preview(file, overrides, [stage])
     else:
-        stages.run(file, overrides, stages=[stage], reporter=Printer())
+        stages.run(file, overrides, stages=[stage], reporter=Printer(yes))
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:

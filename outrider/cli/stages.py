@@ -3,12 +3,13 @@
 import itertools
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from outrider import machine
 from outrider.cli import console
-from outrider.cli.console import bar, counted, lasting, restarted, say, sized
+from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.report import summary, tables
@@ -19,12 +20,20 @@ from outrider.targets.load import default_device
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.calibrate import Calibration
 
+MUCH_BYTES = 10_000_000_000
+"""Before more than this is written, somebody is asked."""
+
 
 class Printer(Reporter):
     """Prints plans, progress and results."""
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
+    def __init__(self, is_confirmed: bool = False) -> None:
+        """is_confirmed: much may be written, nobody is asked."""
+        self.began, self.is_confirmed = time.monotonic(), is_confirmed
+
+    def writing(self, size_bytes: int, folder: Path) -> None:
+        if size_bytes > MUCH_BYTES and not self.is_confirmed:
+            confirm(f"at most {sized(size_bytes)} will be written to {folder}")
 
     def loading(self, target: TargetConfig) -> None:
         say(f"machine   {machine.describe(default_device(target.device))}")
@@ -132,6 +141,7 @@ def _planned(plan: Plan) -> str:
             return (
                 f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
+                + (f"; not used: {_reasons(plan.dropped)}" if plan.dropped else "")
             )
         case events.TrainingPlan(model=model, source=source):
             weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
@@ -155,10 +165,16 @@ def _planned(plan: Plan) -> str:
     raise AssertionError(plan)
 
 
+def _reasons(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
+
+
 def _say_prepared(found: events.Prepared, took: str) -> None:
     if found.left_out:
         say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
     say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, {took}; in {found.path}")
+    if found.unstable:
+        say(f"          {found.unstable} given answers do not train: the template leaves open where they begin or end")
     if found.unanswered:
         why = "refused by the template, no room for an answer, or none given"
         say(f"          {found.unanswered} prompts without an answer: {why}")

@@ -11,22 +11,25 @@ of the prompt's content, `settings_hash` that of answers.json's target, template
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outrider.atomic import replacing
 from outrider.data import hash_files
 from outrider.data.config import Config
 from outrider.data.rendering import template_hash
+from outrider.data.split import Openings, held_out
 from outrider.errors import DataError
 from outrider.nn.draft_model import binding
 from outrider.targets.protocol import Target
 
 ANSWERS, MANIFEST, NGRAM_HASHES = "answers.jsonl", "answers.json", "prompts.grams"
 KEYS = ("id", "prompt_hash", "settings_hash", "tokens", "learn", "finish_reason")
-SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "thinking"}
 """Settings on which the text of an answer depends."""
 
 
@@ -42,35 +45,48 @@ class Answer:
     settings_hash: str | None = None
 
 
-def hold_out(answers: Sequence[Answer], count: int) -> tuple[list[Answer], list[Answer]]:
+def hold_out(
+    answers: Sequence[Answer], count: int, openings: Openings | None = None
+) -> tuple[list[Answer], list[Answer]]:
     """Answers to train on, and up to `count`, at most one in 16, that are held out; both in their order.
 
     Which ones depends on the prompts alone: most of them stay the same when more answers come.
+    openings: conversations that begin alike are on one side.
     """
-    by_hash = sorted(range(len(answers)), key=lambda i: (answers[i].prompt_hash or answers[i].id, i))
-    held_out = set(by_hash[: min(count, len(answers) // 16)])
-    return [one for i, one in enumerate(answers) if i not in held_out], [answers[i] for i in sorted(held_out)]
+    hashes = np.array([_number(answer) for answer in answers], np.uint64)
+    groups = hashes if openings is None else openings.of(hashes)
+    is_held_out = held_out(hashes, groups, min(count, len(answers) // 16))
+    both = list(zip(answers, is_held_out, strict=True))
+    return [one for one, is_out in both if not is_out], [one for one, is_out in both if is_out]
+
+
+def _number(answer: Answer) -> int:
+    """The hash of its prompt as a number; of its id where an older file has none."""
+    return int(answer.prompt_hash or content_hash(answer.id), 16)
 
 
 def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer]:
-    """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the
-    vocabulary."""
+    """All answers of a file.  Raises as `iterate_answers` does."""
+    return list(iterate_answers(path, vocabulary))
+
+
+def iterate_answers(path: str | Path, vocabulary: int | None = None) -> Iterator[Answer]:
+    """The answers of a file, one after the other.  Raises DataError with the line of one that can't be read, or has ids
+    outside the vocabulary."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield _from_line(line, vocabulary)
+                except (ValueError, KeyError, TypeError) as error:
+                    what = f"{path}, line {number} is not an answer ({error})"
+                    raise DataError(
+                        f"{what}; delete the line, or run `outrider prepare`, which removes an incomplete last line"
+                    ) from None
     except OSError as error:
         raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text ({error}); delete it and run `outrider prepare` again") from None
-    answers = []
-    for number, line in enumerate(lines, 1):
-        try:
-            answers.append(_from_line(line, vocabulary))
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"{path}, line {number} is not an answer ({error})"
-            raise DataError(
-                f"{what}; delete the line, or run `outrider prepare`, which removes an incomplete last line"
-            ) from None
-    return answers
 
 
 def _from_line(line: str, vocabulary: int | None = None) -> Answer:
@@ -106,7 +122,11 @@ def whose(target: Target, tokenizer: Any, config: Config) -> dict[str, Any]:
     return {
         "target": binding(target) | {"ends": sorted(target.ends)},
         "template": template_hash(tokenizer),
-        "config": config.model_dump(mode="json", include=SHAPING),
+        "config": {
+            key: value
+            for key, value in config.model_dump(mode="json", include=SHAPING).items()
+            if (key, value) != ("thinking", "keep")
+        },
     }
 
 

@@ -1,19 +1,76 @@
 """The `prepare` section of a run file: where conversations come from, and how the target answers them."""
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from outrider.config import Config as Base
+from outrider.hub import is_local
+
+LIBRARY = "stdlib:train"
+
+
+class Source(Base):
+    """One source of conversations: a data set of the hub (`name`), or a file or folder (`path`)."""
+
+    name: str | None = None
+    """A Hugging Face data set, such as `mlabonne/open-perfectblend`."""
+    path: str | None = None
+    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a folder of such files."""
+    config: str | None = None
+    """Configuration of a data set that has several."""
+    split: str = "train"
+    """Split of a data set."""
+    revision: str | None = None
+    """Commit, tag or branch of a data set; its newest unless given."""
+    answers: str | None = None
+    """The output file of a Batch whose input `path` is: its answers are found by their `custom_id`."""
+    weight: PositiveFloat | None = None
+    """Share of this source, as a number next to the other weights; with one, all count (1 unless given)."""
+    count: PositiveInt | None = None
+    """Most conversations of this source; all unless given, of `stdlib` 1,000."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Source":
+        if (self.name is None) == (self.path is None):
+            raise ValueError("a source needs a name (of a data set) or a path (of a file), and not both")
+        given = [key for key in ("config", "revision") if self.path is not None and getattr(self, key) is not None]
+        if given or (self.name is not None and self.answers is not None):
+            key = given[0] if given else "answers"
+            raise ValueError(f"{key} has no effect on a {'path' if given else 'data set'}; leave it out")
+        return self
 
 
 class Config(Base):
     """Where prompts come from, and how the target answers them."""
 
-    conversations: str = "stdlib:train"
-    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.txt, or a Hugging Face data set."""
+    conversations: str = LIBRARY
+    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    sources: tuple[Source, ...] = ()
+    """Several sources in place of `conversations`, mixed and shuffled; see docs/data.md."""
     count: PositiveInt | None = None
-    """Conversations used, the first ones; all unless given, of `stdlib` 1,000."""
+    """Conversations used, chosen by the seed; all unless given, of `stdlib` 1,000."""
+    deduplicate: Literal["exact", "near", "off"] = "off"
+    """Leave out conversations that ask the same: with equal texts (exact), or with nearly equal ones too (near)."""
+    min_characters: NonNegativeInt = 0
+    """Shortest conversation, as a number of characters of what the user writes; shorter ones are left out."""
+    max_characters: PositiveInt | None = None
+    """Longest conversation, as a number of characters of all its texts; longer ones are left out."""
+    decontaminate: bool = True
+    """Leave out conversations that ask what a prompt of `evaluate.tasks` asks."""
+    thinking: Literal["on", "off", "keep"] = "keep"
+    """Whether the target thinks first, where its chat template knows `enable_thinking`; keep leaves it to the
+    template."""
     length: PositiveInt = 4096
     """Most tokens of one text; longer ones are cut."""
     regenerate: bool = True
@@ -37,3 +94,35 @@ class Config(Base):
     docs/overlap.md."""
     skip_bad: bool = False
     """Count rows that can't be read and go on, instead of stopping at the first."""
+
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _in_words(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
+
+    @model_validator(mode="after")
+    def _has_one_list(self) -> "Config":
+        if self.sources and self.conversations != LIBRARY:
+            raise ValueError("conversations and sources both say where prompts come from; leave one of them out")
+        return self
+
+    @property
+    def given_sources(self) -> tuple[Source, ...]:
+        """All sources; the one that `conversations` is short for where none is listed."""
+        return self.sources or (source_named(self.conversations, self.split),)
+
+    @property
+    def label(self) -> str:
+        """The sources in a few words."""
+        return ", ".join(str(source.path or source.name) for source in self.given_sources)
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        """What the chat template gets; None where it is not asked."""
+        return {"on": True, "off": False}.get(self.thinking)
+
+
+def source_named(text: str, split: str = "train") -> Source:
+    """The source that a text means: the library's prompts, a file or folder, or else a data set of the hub."""
+    is_path = text.startswith("stdlib:") or is_local(text)
+    return Source(path=text, split=split) if is_path else Source(name=text, split=split)

@@ -62,6 +62,11 @@ def hashes(text: str) -> Hashes:
     return Hashes(once(_mixed(runs)), int(whole[0]))
 
 
+def normalised(text: str) -> str:
+    """A text without what does not count: case, punctuation, line breaks, forms of letters."""
+    return " ".join(_words(text))
+
+
 def _words(text: str) -> list[str]:
     """Words in normal form; in scripts without spaces a letter is a word."""
     if text.isascii():

@@ -42,7 +42,7 @@ class Asked:
     prompt_hash: str
 
     @property
-    def questions(self) -> list[dict[str, str]]:
+    def questions(self) -> list[dict[str, Any]]:
         """The messages of a conversation without those of the assistant."""
         return [message for message in self.conversation.messages if message["role"] != "assistant"]
 
@@ -88,14 +88,6 @@ def prepare(
     return path
 
 
-def most_tokens(conversations: Iterable[Conversation], config: Config) -> int:
-    """Tokens that the answers to these conversations have at most: every user turn is answered."""
-    turns = (sum(message["role"] == "user" for message in one.messages) for one in conversations)
-    return sum(
-        min(count * config.max_new_tokens, config.length) if config.regenerate else config.length for count in turns
-    )
-
-
 def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
     """How many of these conversations have an answer in the folder; another process may be writing more."""
     try:
@@ -129,7 +121,7 @@ def _renderable(tokenizer: Any, asked: list[Asked], config: Config, skipped: Ski
         return asked
 
     def checked(one: Asked) -> Asked:
-        check_template(tokenizer, one.conversation)
+        check_template(tokenizer, one.conversation, config.enable_thinking)
         return one
 
     return list(skipped.usable(asked, checked, config.skip_bad))
@@ -165,8 +157,9 @@ def _given(tokenizer: Any, unanswered: list[Asked], config: Config, skipped: Ski
 
     def answer(one: Asked) -> Answer:
         with at_place(one.conversation):
-            rendered = render(tokenizer, one.conversation.messages, config.length)
-        return Answer(one.conversation.id, *rendered, prompt_hash=one.prompt_hash)
+            rendered = render(tokenizer, one.conversation.messages, config.length, config.enable_thinking)
+        skipped.unstable += rendered.unstable
+        return Answer(one.conversation.id, rendered.tokens, rendered.learn, prompt_hash=one.prompt_hash)
 
     return (found for found in skipped.usable(unanswered, answer, config.skip_bad) if found.learn)
 
@@ -175,7 +168,7 @@ class _Talk:
     """A conversation in progress: the user's turns as given, the answers as the target writes them."""
 
     def __init__(self, asked: Asked):
-        self._asked, self._left, self._messages = asked, asked.questions, list[dict[str, str]]()
+        self._asked, self._left, self._messages = asked, asked.questions, list[dict[str, Any]]()
         self.tokens: list[int] = []
         self.learn: list[tuple[int, int]] = []
 
@@ -188,7 +181,7 @@ class _Talk:
         while self._left and (not self._messages or self._messages[-1]["role"] != "user"):
             self._messages.append(self._left.pop(0))
         with at_place(self._asked.conversation):
-            tokens = prompt_tokens(tokenizer, self._messages)
+            tokens = prompt_tokens(tokenizer, self._messages, config.enable_thinking)
         if not 0 < len(tokens) < min(config.length, context):
             return False
         self.tokens = tokens

@@ -1,13 +1,25 @@
-"""Conversations as the target's tokens, and which of them train."""
+"""Conversations as the target's tokens, and which of them train.
+
+Where the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Else an answer is
+what follows its prompt: it trains where the prompt, as the engine renders it, is a beginning of the whole.  Where a
+boundary is not sure (a template that rewrites earlier turns, a token on both sides), the answer does not train and is
+counted.
+"""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.data.conversations import Conversation, at_place
 from outrider.errors import DataError
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Rendered(NamedTuple):
@@ -15,6 +27,8 @@ class Rendered(NamedTuple):
 
     tokens: list[int]
     learn: list[tuple[int, int]]
+    unstable: int = 0
+    """Answers that do not train, since where they begin or end is not sure."""
 
 
 def template_hash(tokenizer: Any) -> str | None:
@@ -23,17 +37,18 @@ def template_hash(tokenizer: Any) -> str | None:
     return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None) -> list[int]:
     """The tokens of a prompt: rendered by the chat template, or the plain texts one after the other.
 
+    thinking: handed to the template as `enable_thinking`, unless None.
     Raises DataError where the template refuses the messages.
     """
-    return _tokens(tokenizer, messages, is_prompt=True)
+    return _tokens(tokenizer, messages, thinking, is_prompt=True)
 
 
-def check_template(tokenizer: Any, conversation: Conversation) -> None:
+def check_template(tokenizer: Any, conversation: Conversation, thinking: bool | None = None) -> None:
     """Raises DataError with file and line where the chat template refuses a prompt of this conversation."""
-    messages: list[Mapping[str, str]] = []
+    messages: list[Mapping[str, Any]] = []
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
@@ -42,40 +57,100 @@ def check_template(tokenizer: Any, conversation: Conversation) -> None:
         messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
             with at_place(conversation):
-                _templated(tokenizer, messages, add_generation_prompt=True, tokenize=False)
+                _templated(tokenizer, messages, thinking, add_generation_prompt=True, tokenize=False)
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None
+) -> Rendered:
     """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at
     `length`."""
-    tokens, turns = list[int](), []
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    if not last:  # a greeting answers nothing, and there is no prompt before it
+        return Rendered([], [])
+    messages = messages[: last + 1]
+    template = getattr(tokenizer, "chat_template", None)
+    is_marked = isinstance(template, str) and MARKS.search(template) is not None
+    whole = _by_marks(tokenizer, messages, thinking) if is_marked else _by_prompts(tokenizer, messages, thinking)
+    cut = [(start, min(end, length)) for start, end in whole.learn if start < length]
+    return Rendered(whole.tokens[:length], cut, whole.unstable)
+
+
+def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None) -> Rendered:
+    """What the template marks as generated; a mark inside a token is not sure."""
+    choices = {**tokenizer.special_tokens_map, **_choices(thinking)}
+    draw: Any = render_jinja_template  # its annotation says that it returns one text
+    with _as_data_error():
+        texts, marks = draw(
+            conversations=[list(messages)], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
+            **choices,
+        )  # fmt: skip
+    made = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    offsets, learn, unstable = np.asarray(made["offset_mapping"]).reshape(-1, 2), [], 0
+    answers = marks[0][1:] if messages[0]["role"] == "assistant" else marks[0]  # a greeting answers nothing
+    for start, end in answers:
+        if start == end:
+            continue
+        # several tokens may be the bytes of one letter, and have its place each
+        inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        if not len(inside) or offsets[inside[0], 0] < start or offsets[inside[-1], 1] > end:
+            unstable += 1
+        else:
+            learn.append((int(inside[0]), int(inside[-1]) + 1))
+    return Rendered(made["input_ids"], learn, unstable)
+
+
+def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None) -> Rendered:
+    """What follows each prompt, where the prompt and its answer are a beginning of the whole."""
+    tokens = _tokens(tokenizer, messages, thinking, is_prompt=False)
+    learn, unstable = [], 0
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i:  # a greeting answers nothing, and there is no prompt before it
-            tokens = _tokens(tokenizer, messages[: i + 1], is_prompt=False)
-            turns.append((_shared(prompt_tokens(tokenizer, messages[:i]), tokens), tokens))
-    # tokens of a turn that a later rendering changed (its end, where there is no template) do not train
-    spans = [(start, min(_shared(whole, tokens), length)) for start, whole in turns]
-    return Rendered(tokens[:length], [(start, end) for start, end in spans if start < end])
+        if message["role"] != "assistant" or not i:
+            continue
+        is_last = i == len(messages) - 1
+        prompt = prompt_tokens(tokenizer, messages[:i], thinking)
+        answered = tokens if is_last else _tokens(tokenizer, messages[: i + 1], thinking, is_prompt=False, is_open=True)
+        if tokens[: len(answered)] != answered or answered[: len(prompt)] != prompt:
+            unstable += 1
+        elif len(prompt) < len(answered):
+            learn.append((len(prompt), len(answered)))
+    return Rendered(tokens, learn, unstable)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that two texts share from the start."""
-    ends = min(len(one), len(other))
-    return next((n for n in range(ends) if one[n] != other[n]), ends)
+def _tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None, is_prompt: bool, is_open: bool = False
+) -> list[int]:
+    """The messages' tokens, followed by the start of an answer or by the end of the last message.
 
-
-def _tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> list[int]:
-    """The messages' tokens, followed by the start of an answer or by the end of the last message."""
+    is_open: where there is no template, more follows, so nothing ends.
+    """
     if getattr(tokenizer, "chat_template", None) is not None:
-        return _templated(tokenizer, messages, add_generation_prompt=is_prompt)
-    end = [] if is_prompt or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tokenizer.encode("".join(message["content"] for message in messages)) + end
+        tokens: list[int] = _templated(tokenizer, messages, thinking, add_generation_prompt=is_prompt)
+        return tokens
+    end = [] if is_prompt or is_open or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    text = "".join(message["content"] for message in messages)
+    return list(tokenizer.encode(text)) + end
 
 
-def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool = True, **choices: bool) -> Any:
+def _choices(thinking: bool | None) -> dict[str, bool]:
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def _templated(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None, *, tokenize: bool = True,
+    **choices: bool,
+) -> Any:  # fmt: skip
     """The chat template's rendering of these messages: token ids, or with `tokenize=False` the text."""
+    with _as_data_error():
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=tokenize, return_dict=False, **choices, **_choices(thinking)
+        )
+
+
+@contextmanager
+def _as_data_error() -> Iterator[None]:
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, return_dict=False, **choices)
+        yield
     except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one
         what = f"the target's chat template refuses these messages ({error})"
         raise DataError(f"{what}; correct the row, or skip such rows with --skip-bad") from error

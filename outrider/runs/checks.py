@@ -2,19 +2,23 @@
 for."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider import loading
 from outrider.checkpoint import MANIFEST, whole
-from outrider.data import conversations
 from outrider.data.answers import ANSWERS, Answer, read_answers
-from outrider.data.conversations import Conversation, Skipped
+from outrider.data.conversations import Skipped
+from outrider.data.decontaminate import Evaluated
+from outrider.data.duplicates import content_key
 from outrider.data.regenerate import as_asked
+from outrider.data.sources import NothingLeft, Selection, opening, select
+from outrider.data.split import Openings
 from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
+from outrider.measure import tasks
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.measure.prompts import draw
 from outrider.measure.tasks import FILES, PromptSet
@@ -31,8 +35,8 @@ log = logging.getLogger(__name__)
 class Inputs:
     """What the stages of a run read, and what its target's config tells."""
 
-    asked: tuple[Conversation, ...] = ()
-    """The prompts of `prepare`."""
+    asked: Selection = field(default_factory=Selection)
+    """The conversations of `prepare`, read from their sources each time they are iterated."""
     skipped: Skipped = field(default_factory=Skipped)
     drawn: Mapping[str, PromptSet] = field(default_factory=dict)
     """The prompts of `evaluate`, by task."""
@@ -42,12 +46,17 @@ class Inputs:
 
     def chosen(self, answers: list[Answer], settings: RunConfig) -> list[Answer]:
         """The answers to this run's prompts; all of them where the prompts can't be read any more."""
-        if not self.asked:
-            source = settings.prepare.conversations
+        if not len(self.asked):
+            source = settings.prepare.label
             log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
             return answers
         hashes = {one.prompt_hash for one in as_asked(self.asked, settings.prepare)}
         return [answer for answer in answers if answer.prompt_hash in hashes]
+
+    def openings(self, settings: RunConfig) -> Openings:
+        """How the conversations begin, to split them."""
+        asked = as_asked(self.asked, settings.prepare)
+        return Openings((one.prompt_hash, content_key(opening(one.conversation))) for one in asked)
 
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
@@ -77,22 +86,43 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     return Inputs(*_asked(settings, stages), drawn, target, paper)
 
 
-def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversation, ...], Skipped]:
-    """The run's prompts; none where only training needs them and they can't be read any more."""
+def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Skipped]:
+    """The run's conversations; none where only training needs them and they can't be read any more."""
     skipped = Skipped()
-    source = settings.prepare.conversations
     if "prepare" in stages:
-        if not source.startswith("stdlib:"):
-            _refuse_missing("prepare.conversations", source, "a file of prompts, a data set, or stdlib:train")
-        return tuple(conversations.read(settings.prepare, skipped)), skipped
+        _refuse_missing_sources(settings)
+        return select(settings.prepare, skipped, _evaluated(settings)), skipped
     if "train" not in stages:
-        return (), skipped
+        return Selection(), skipped
     if not (settings.answers / ANSWERS).exists():
         read_answers(settings.answers / ANSWERS)  # says what is missing
     try:
-        return tuple(conversations.read(settings.prepare, skipped)), skipped
+        return select(settings.prepare, skipped, _evaluated(settings)), skipped
+    except NothingLeft:
+        raise
     except DataError:
-        return (), skipped
+        return Selection(), skipped
+
+
+def _refuse_missing_sources(settings: RunConfig) -> None:
+    for number, source in enumerate(settings.prepare.given_sources):
+        key = f"prepare.sources[{number}].path" if settings.prepare.sources else "prepare.conversations"
+        if source.path is not None and not source.path.startswith("stdlib:"):
+            _refuse_missing(key, source.path, "a file of prompts, a data set, or stdlib:train")
+
+
+def _evaluated(settings: RunConfig) -> Evaluated | None:
+    """All prompts of the tasks that the run is measured on; None where conversations are not to be compared."""
+    config = settings.evaluate
+    if config is None or not settings.prepare.decontaminate:
+        return None
+    prompts: dict[str, Sequence[tasks.Prompt]] = {}
+    for task in config.tasks:
+        try:
+            prompts[tasks.task_name(task)] = tasks.load(task, config.data, config.revisions.get(task)).prompts
+        except DataError as error:  # a stage that measures refuses this
+            log.warning("conversations are not compared with the prompts of %s: %s", task, error)
+    return Evaluated(prompts)
 
 
 def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Collection[str]) -> dict[str, PromptSet]:

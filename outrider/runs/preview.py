@@ -7,9 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from outrider import checkpoint
-from outrider.data import conversations, regenerate
+from outrider.data import regenerate
 from outrider.data.answers import ANSWERS, read_answers
+from outrider.data.sources import NOT_CHOSEN
 from outrider.measure.config import Config as EvaluateConfig
+from outrider.runs import cost
 from outrider.runs.checks import Inputs
 from outrider.runs.file import RunConfig
 from outrider.targets.load import default_device
@@ -49,18 +51,50 @@ def _target(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     yield Line("target", f"memory of its weights in {settings.target.quantize or dtype}", count * size_bytes, "bytes")
 
 
+def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
+    """Bytes that the answers take on disk, about."""
+    given = min(inputs.asked.characters // cost.CHARACTERS, len(inputs.asked) * settings.prepare.length)
+    return cost.ID_BYTES * (given + (inputs.asked.most_tokens if settings.prepare.regenerate else 0))
+
+
 def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
-    config, used = settings.prepare, len(inputs.asked)
-    there = conversations.available(config)
+    config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
     of = "" if there is None or there == used else f" of {there:,}"
     done = regenerate.answered(settings.answers, inputs.asked, config)
-    tokens = regenerate.most_tokens(inputs.asked, config) if done < used else 0
-    yield Line("prepare", f"from {config.conversations}", f"{used:,}{of} prompts")
+    tokens = inputs.asked.most_tokens if done < used else 0
+    yield Line("prepare", f"from {config.label}", f"{used:,}{of} prompts")
+    for reason, count in inputs.asked.left_out.items():
+        if reason != NOT_CHOSEN:
+            yield Line("prepare", f"not used: {reason}", count)
     if inputs.skipped.reasons:
         yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")
     yield Line("prepare", "answered before", done)
     yield Line("prepare", "tokens to write, at most", tokens)
-    yield Line("prepare", f"disk, at most, in {settings.answers}", 6 * tokens, "bytes")
+    yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
+    if inputs.target is not None and done < used:
+        hours = cost.writing_hours(settings, inputs, cost.Tokens(0, tokens))
+        yield from _hours("prepare", "time to write them, at most", hours)
+
+
+def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:
+    """What the features cost in each way, and which is chosen."""
+    if inputs.target is None or not len(inputs.asked):
+        return
+    tokens, taps, hidden = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs), inputs.target.spec.hidden
+    each = ", ".join(f"{cost.bytes_per_token(taps, hidden, name):,.0f} {name}" for name in cost.ENCODINGS)
+    yield Line("train", "tokens to read, at most", tokens.all)
+    yield Line("train", f"bytes a token, {taps} taps and the final state", each)
+    found = cost.ways(settings, inputs, tokens, passes)
+    for way in found:
+        yield Line("train", f"features {way.name}: disk, at most", way.disk_bytes, "bytes")
+        yield from _hours("train", f"features {way.name}: time of the target", way.hours)
+    name, why = cost.choice(found, settings, inputs, passes)
+    yield Line("train", "best here", f"{name}: {why}")
+
+
+def _hours(stage: str, what: str, hours: float | None) -> Iterator[Line]:
+    if hours is not None:
+        yield Line(stage, what, 60 * hours, "minutes")
 
 
 def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
@@ -73,8 +107,10 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     place = settings.folder / "checkpoint"
     if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
         yield Line("train", "goes on from step", checkpoint.manifest_of(place)["training"].get("step", 0))
-    passes = f"{steps / per_pass:.1f} passes over {texts:,} texts"
-    yield Line("train", "length", f"{steps:,} steps of {config.batch} texts, {passes}")
+    passes = steps / per_pass
+    whole = f"{passes:.1f} passes over {texts:,} texts"
+    yield Line("train", "length", f"{steps:,} steps of {config.batch} texts, {whole}")
+    yield from _features(settings, inputs, passes)
     if inputs.paper.parameters is not None:
         yield Line("train", f"parameters of {settings.drafter['kind']}", inputs.paper.parameters)
         yield Line(

@@ -1,8 +1,8 @@
 """What a run reports while it works: a plan before each stage, its progress, and its result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.compiled import NotCompiled
@@ -38,6 +38,8 @@ class Preparing(Plan):
     """At most, to write."""
     size_bytes: int
     folder: Path
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Conversations that are not used, by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Prepared:
     """Prompts without an answer: refused by the template, no room for one, or none given."""
     others: int
     """Answers to prompts that are not asked here."""
+    unstable: int = 0
+    """Given answers that do not train: where they begin or end in the rendering is not sure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,9 @@ facts, where they are known: `tokens` written or read so far, `loss`, `tokens_pe
 
 class Reporter:
     """Receives the events of a run and ignores them.  A subclass overrides the methods it needs."""
+
+    def writing(self, size_bytes: int, folder: Path) -> None:
+        """So much, at most, is about to be written to a folder; raise to refuse it.  Nothing is loaded yet."""
 
     def loading(self, target: TargetConfig) -> None:
         """The target is about to be loaded; threads and number types of this machine are chosen."""

@@ -11,11 +11,12 @@ import torch
 from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
-from outrider.data import conversations, regenerate
+from outrider.data import regenerate, source_manifest
 from outrider.data.answers import Answer, answers_for, hold_out, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
 from outrider.data.rendering import template_hash
+from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
@@ -29,7 +30,7 @@ from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
 from outrider.runs.checks import Inputs, check
 from outrider.runs.file import RunConfig, load
-from outrider.runs.preview import Line, preview
+from outrider.runs.preview import Line, answers_bytes, preview
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
@@ -61,6 +62,8 @@ def run(
     with located(file, overrides):
         inputs = check(settings, chosen)
     reporter = reporter or Reporter()
+    if "prepare" in chosen:
+        reporter.writing(answers_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
         evaluation.refuse_fuller(evaluation.of_run(settings))
     target = target_of(settings, reporter)
@@ -116,13 +119,16 @@ def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
 def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
-    most = regenerate.most_tokens(asked, config)
+    most = asked.most_tokens
     plan = events.Preparing(
-        total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
-        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations,
+        total=len(asked), done=regenerate.answered(settings.answers, asked, config),
+        tokens=most, size_bytes=answers_bytes(settings, inputs),
+        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.label,
         folder=settings.answers,
-        available=conversations.available(config),
+        available=asked.available,
+        dropped={reason: count for reason, count in asked.left_out.items() if reason != NOT_CHOSEN},
     )  # fmt: skip
+    source_manifest.write(settings.answers, asked)
     with reporter.working(plan) as update:
         tokens = 0
 
@@ -138,7 +144,8 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
     hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
     found = events.Prepared(
         path=path, answers=len(answers), tokens=sum(end - start for answer in answers for start, end in answer.learn),
-        left_out=tuple(skipped.reasons), unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
+        left_out=tuple(skipped.reasons), unstable=skipped.unstable,
+        unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
         others=sum(answer.prompt_hash not in hashes for answer in answers),
     )  # fmt: skip
     reporter.finished(found)
@@ -156,7 +163,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-    learnt, held_out = hold_out(answers, config.held_out)
+    learnt, held_out = hold_out(answers, config.held_out, inputs.openings(settings))
     features = functools.partial(
         LiveFeatures, target, taps=model.taps, batch=config.batch, length=settings.prepare.length, seed=config.seed,
         dtype=config.dtype, template=template_hash(target.tokenizer),

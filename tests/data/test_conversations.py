@@ -14,8 +14,8 @@ from tiny import make_tokenizer
 from outrider import demo
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, available, read
-from outrider.data.regenerate import most_tokens
 from outrider.data.rendering import prompt_tokens, render, template_hash
+from outrider.data.sources import select
 from outrider.errors import DataError
 from outrider.measure import tasks
 from outrider.targets.transformers import TransformersTarget
@@ -115,7 +115,7 @@ def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path) -> None:
     assert [one.messages for one in listed] == [one.messages for one in lined]
     assert [one.id for one in listed] == ["one", "list.json[1]"]
     assert listed[0].messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    wrong = {'{"a": 1}': "must hold a list of rows, got dict", "[1,": "is not JSON", "[1]": "must be a mapping"}
+    wrong = {'{"a": 1}': "must hold a list of rows, got dict", '[{"prompt": "a"},': "is not JSON", "[1]": "a mapping"}
     for text, said in wrong.items():
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(DataError, match=said):
@@ -131,11 +131,13 @@ def test_every_row_is_used_unless_a_count_is_given(tmp_path: Path) -> None:
     assert available(Config(conversations="org/rows", count=7)) is None
 
 
-def test_every_turn_is_counted_in_what_will_be_written() -> None:
+def test_every_turn_is_counted_in_what_will_be_written(tmp_path: Path) -> None:
     """Catches a plan of one answer for a talk of three turns, and one beyond the length of a text."""
-    talks = [Conversation("a", [USER]), Conversation("b", [USER, REPLY, USER, REPLY, USER])]
-    assert most_tokens(talks, Config(max_new_tokens=10)) == 40
-    assert most_tokens(talks, Config(max_new_tokens=10, length=25)) == 35
+    path = write(tmp_path / "a.jsonl", {"messages": [USER]}, {"messages": [USER, REPLY, USER, REPLY, USER]})
+    settings = {"conversations": str(path), "max_new_tokens": 10}
+    assert select(Config(**settings)).most_tokens == 40
+    assert select(Config(**settings, length=25)).most_tokens == 35
+    assert select(Config(**settings, regenerate=False, length=25)).most_tokens == 50
 
 
 def test_a_missing_file_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

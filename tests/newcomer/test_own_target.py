@@ -32,7 +32,7 @@ def commands() -> list[list[str]]:
 def sharegpt(path: Path, count: int) -> None:
     rows = [
         {"id": f"{path.stem}_{i}", "conversations": [
-            {"from": "human", "value": f"say {'ab' * i} {i}"}, {"from": "gpt", "value": "ab"},
+            {"from": "human", "value": f"{path.stem} {'ab' * i} {i}"}, {"from": "gpt", "value": "ab"},
             {"from": "human", "value": "and now?"}, {"from": "gpt", "value": "xy"},
         ]}
         for i in range(count)

@@ -1,0 +1,343 @@
+"""The conversations of a run: of several sources, filtered, chosen by weight and seed, and read as often as needed.
+
+All sources are read once, and of each conversation 32 bytes are held: hashes of what it asks, of its id and of how it
+begins, and its sizes.  From these follows which are used; a second reading gives those, mixed.  Texts are never held:
+two million conversations take hardly more memory than two thousand.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from outrider.data.config import Config, Source
+from outrider.data.conversations import Conversation, available, from_source, nothing_in
+from outrider.data.decontaminate import Evaluated
+from outrider.data.duplicates import Signatures, content_key, repeated
+from outrider.data.readers import Skipped
+from outrider.errors import DataError
+
+WINDOW_CHARACTERS, WINDOW = 1 << 25, 1 << 14
+"""Characters, and conversations, among which the next one is drawn where sources are shuffled."""
+COLUMNS = {"keys": "Q", "ids": "Q", "openings": "Q", "characters": "I", "num_questions": "H"}
+"""What is held of each conversation, and as what."""
+NOT_CHOSEN = "not chosen"
+"""Why a conversation is not used that nothing is wrong with."""
+EXAMPLES = 1000
+"""Conversations left out for contamination that are named in the report."""
+
+
+class NothingLeft(DataError):
+    """All conversations were left out."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One source after its first reading; arrays have a place for each of its conversations."""
+
+    source: Source
+    keys: np.ndarray
+    """[n] uint64: hash of what is asked, or of the whole conversation where its own answers train."""
+    ids: np.ndarray
+    openings: np.ndarray
+    """[n] uint64: hash of all up to the first turn of the user."""
+    characters: np.ndarray
+    """[n] uint32, of all its texts."""
+    num_questions: np.ndarray
+    """[n] uint16, turns of the user."""
+    is_used: np.ndarray
+    """[n] bool."""
+    is_numbered: np.ndarray
+    """[n] bool: its id was there before."""
+    left_out: Counter[str]
+    """How many were left out, by reason."""
+    unreadable: int = 0
+
+    @property
+    def is_library(self) -> bool:
+        return (self.source.path or "").startswith("stdlib:")
+
+    @property
+    def label(self) -> str:
+        return str(self.source.path or self.source.name)
+
+    @property
+    def count(self) -> int:
+        return int(self.is_used.sum())
+
+
+@dataclass(eq=False)
+class Selection:
+    """The conversations that a run uses.  Iterating reads them again, in the same order each time."""
+
+    config: Config = field(default_factory=Config)
+    parts: Sequence[Part] = ()
+    contaminated: list[dict[str, Any]] = field(default_factory=list)
+    """The first that were left out because an evaluation asks the same, and what they share with it."""
+    evaluated: int = 0
+    """Prompts of the evaluation that were looked for."""
+
+    def __len__(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """Raises DataError where a source has changed since it was read."""
+        mixed = self._mixed()
+        return shuffled(mixed, self.config.seed) if self.config.sources else mixed
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """How many conversations were left out, by reason."""
+        return sum((part.left_out for part in self.parts), Counter())
+
+    @property
+    def available(self) -> int | None:
+        """Rows of the sources, used or not; None where one is a data set of the hub, which is not read to its end."""
+        if any(part.source.name is not None for part in self.parts):
+            return None
+        library = [part.source for part in self.parts if part.is_library]
+        of_files = (len(part.keys) + part.unreadable for part in self.parts if not part.is_library)
+        return sum(of_files) + sum(
+            available(self.config.model_copy(update={"sources": (one,)})) or 0 for one in library
+        )
+
+    @property
+    def characters(self) -> int:
+        """Of all texts of the used conversations."""
+        return sum(int(part.characters[part.is_used].sum(dtype=np.int64)) for part in self.parts)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the answers have at most: every turn of the user is answered."""
+        config, found = self.config, 0
+        for part in self.parts:
+            turns = part.num_questions[part.is_used].astype(np.int64)
+            most = (
+                np.minimum(turns * config.max_new_tokens, config.length)
+                if config.regenerate
+                else turns * 0 + config.length
+            )
+            found += int(most.sum())
+        return found
+
+    def _mixed(self) -> Iterator[Conversation]:
+        """The sources' conversations, each source's spread evenly over the whole."""
+        counts = [part.count for part in self.parts]
+        readers, taken = [_again(part, self.config) for part in self.parts], [0] * len(counts)
+        for _ in range(sum(counts)):
+            # the share of each that is given out by its next one
+            shares = [(done + 0.5) / count if done < count else 2.0 for done, count in zip(taken, counts, strict=True)]
+            at = shares.index(min(shares))
+            taken[at] += 1
+            yield next(readers[at])
+
+
+def _again(part: Part, config: Config) -> Iterator[Conversation]:
+    """The used conversations of a source, from a second reading."""
+    changed = DataError(f"{part.label} has changed since it was read; run again, on a copy that nothing writes to")
+    wanted = np.flatnonzero(part.is_used)
+    at = 0
+    for number, conversation in enumerate(from_source(part.source, config, Skipped())):
+        if at == len(wanted):
+            return
+        if number < wanted[at]:
+            continue
+        if _key(conversation, config) != part.keys[number]:
+            raise changed
+        at += 1
+        yield conversation.numbered if part.is_numbered[number] else conversation
+    if at < len(wanted):
+        raise changed
+
+
+def shuffled(conversations: Iterator[Conversation], seed: int) -> Iterator[Conversation]:
+    """The conversations, each drawn from a window of those that come next."""
+    draw, window, characters = random.Random(seed), list[Conversation](), 0
+    for conversation in conversations:
+        window.append(conversation)
+        characters += size(conversation)
+        while characters > WINDOW_CHARACTERS or len(window) > WINDOW:
+            at = draw.randrange(len(window))
+            window[at], window[-1] = window[-1], window[at]
+            characters -= size(window[-1])
+            yield window.pop()
+    draw.shuffle(window)
+    yield from window
+
+
+def size(conversation: Conversation) -> int:
+    """Characters of all its texts."""
+    return sum(len(message["content"]) for message in conversation.messages)
+
+
+# ── the first reading ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluated | None = None) -> Selection:
+    """Read all sources once, and choose.
+
+    skipped: gets the rows that can't be read, with `config.skip_bad`.  evaluated: conversations that ask the same are
+    left out.
+    Raises DataError with file and line for a row that can't be read, and where nothing is left.
+    """
+    skipped = Skipped() if skipped is None else skipped
+    found = Selection(config, evaluated=0 if evaluated is None else len(evaluated.keys))
+    signatures = Signatures() if config.deduplicate == "near" else None
+    found.parts = [
+        _read(_limited(source, config), config, skipped, evaluated, signatures, found.contaminated)
+        for source in config.given_sources
+    ]
+    if not sum(len(part.keys) for part in found.parts):
+        raise nothing_in(config)
+    again = repeated(np.concatenate([part.ids for part in found.parts]))
+    for part, own in zip(found.parts, _shared_out(found.parts, again), strict=True):
+        part.is_numbered = own
+    if config.deduplicate != "off":
+        _leave_out_duplicates(found.parts, signatures)
+    _choose(found.parts, config)
+    if not len(found):
+        why = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.most_common())
+        raise NothingLeft(f"nothing is left of {config.label}: {why}; give other sources, or change prepare's filters")
+    return found
+
+
+def _limited(source: Source, config: Config) -> Source:
+    """Of a data set no more is read than is used: the rest may be large."""
+    if source.count is None and (source.name is not None or (source.path or "").startswith("stdlib:")):
+        return source.model_copy(update={"count": config.count})
+    return source
+
+
+def _read(
+    source: Source, config: Config, skipped: Skipped, evaluated: Evaluated | None, signatures: Signatures | None,
+    contaminated: list[dict[str, Any]],
+) -> Part:  # fmt: skip
+    columns = {name: array(code) for name, code in COLUMNS.items()}
+    used = bytearray()
+    left_out, before, taken = Counter[str](), len(skipped.reasons), 0
+    is_endless = source.name is not None
+    for conversation in from_source(source, config, skipped):
+        columns["keys"].append(_key(conversation, config))
+        columns["ids"].append(content_key(conversation.id))
+        columns["openings"].append(content_key(opening(conversation)))
+        columns["characters"].append(min(size(conversation), 2**32 - 1))
+        columns["num_questions"].append(min(len(conversation.questions), 2**16 - 1))
+        why = _refused(conversation, config)
+        if not why and evaluated is not None:
+            overlap = evaluated.overlap(conversation.questions)
+            if overlap is not None:
+                why = "contaminated"
+                if len(contaminated) < EXAMPLES:
+                    contaminated.append({"id": conversation.id, "place": conversation.place, **overlap._asdict()})
+        if why:
+            left_out[why] += 1
+        elif signatures is not None:
+            signatures.add("\n".join(asked(conversation, config)))
+        used.append(not why)
+        taken += not why
+        if is_endless and taken == source.count:
+            break
+    is_used = np.array(used, np.bool_)
+    return Part(
+        source, **{name: np.array(column, column.typecode) for name, column in columns.items()}, is_used=is_used,
+        is_numbered=np.zeros(len(is_used), bool), left_out=left_out, unreadable=len(skipped.reasons) - before,
+    )  # fmt: skip
+
+
+def _refused(conversation: Conversation, config: Config) -> str:
+    """Why a conversation's length leaves it out; empty where it does not."""
+    if config.min_characters and sum(map(len, conversation.questions)) < config.min_characters:
+        return "too short"
+    if config.max_characters is not None and size(conversation) > config.max_characters:
+        return "too long"
+    return ""
+
+
+def _key(conversation: Conversation, config: Config) -> int:
+    """A hash of what is asked, and of the answers where those of the source train."""
+    return content_key([m for m in conversation.messages if not config.regenerate or m["role"] != "assistant"])
+
+
+def asked(conversation: Conversation, config: Config) -> list[str]:
+    """The texts that near duplicates share."""
+    wanted = ("user",) if config.regenerate else ("user", "assistant")
+    return [message["content"] for message in conversation.messages if message["role"] in wanted]
+
+
+def opening(conversation: Conversation) -> list[dict[str, Any]]:
+    """The messages up to the first turn of the user: those that a conversation shares with its own beginnings."""
+    first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "user")
+    return conversation.messages[: first + 1]
+
+
+def _leave_out_duplicates(parts: Sequence[Part], signatures: Signatures | None) -> None:
+    """Of conversations that ask the same the first stays."""
+    used = np.concatenate([part.is_used for part in parts])
+    numbers = np.flatnonzero(used)
+    exact = repeated(np.concatenate([part.keys for part in parts])[numbers])
+    reasons = {"duplicate": exact}
+    if signatures is not None:
+        reasons["nearly a duplicate"] = signatures.duplicates() & ~exact
+        signatures.close()
+    for reason, mask in reasons.items():
+        is_left_out = np.zeros(len(used), bool)
+        is_left_out[numbers[mask]] = True
+        for part, own in zip(parts, _shared_out(parts, is_left_out), strict=True):
+            part.is_used &= ~own
+            part.left_out[reason] += int(own.sum())
+
+
+def _shared_out(parts: Sequence[Part], values: np.ndarray) -> list[np.ndarray]:
+    """Values of all conversations as those of each part."""
+    return np.split(values, np.cumsum([len(part.keys) for part in parts])[:-1])
+
+
+def _choose(parts: Sequence[Part], config: Config) -> None:
+    """Use only as many of each source as its count, the weights and the count of all allow."""
+    for part in parts:
+        if part.source.count is not None:
+            _keep(part, part.source.count, config.seed)
+    counts = [part.count for part in parts]
+    if any(part.source.weight is not None for part in parts):
+        weights = np.array([part.source.weight or 1.0 for part in parts])
+        weights /= weights.sum()
+        whole = int(min(count / weight for count, weight in zip(counts, weights, strict=True)) + 1e-6)
+        whole = whole if config.count is None else min(whole, config.count)
+        for part, count in zip(parts, apportioned(whole, weights), strict=True):
+            _keep(part, count, config.seed)
+    elif config.count is not None and config.count < sum(counts):
+        every = np.concatenate([_priority(part, config.seed) for part in parts])
+        first = np.argsort(every, kind="stable")[: config.count]
+        owners = np.repeat(np.arange(len(parts)), counts)[first]
+        for part, count in zip(parts, np.bincount(owners, minlength=len(parts)), strict=True):
+            _keep(part, int(count), config.seed)
+
+
+def apportioned(whole: int, shares: np.ndarray) -> list[int]:
+    """A whole number as whole numbers in these shares, by Webster's rule: of a larger whole no part is smaller."""
+    counts = np.floor(np.maximum(whole - len(shares), 0) * shares + 0.5).astype(np.int64)
+    while counts.sum() < whole:
+        counts[np.argmin((counts + 0.5) / shares)] += 1
+    return [int(count) for count in counts]
+
+
+def _priority(part: Part, seed: int) -> np.ndarray:
+    """[n] uint64, random numbers by what is asked and the seed, of the used conversations."""
+    mixed = (part.keys[part.is_used] ^ np.uint64(content_key(seed))) * np.uint64(0x9E3779B97F4A7C15)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _keep(part: Part, count: int, seed: int) -> None:
+    """Use the `count` first by priority, so that a larger count uses the same ones and more."""
+    numbers = np.flatnonzero(part.is_used)
+    if len(numbers) <= count:
+        return
+    dropped = numbers[np.argsort(_priority(part, seed), kind="stable")[count:]]
+    part.is_used[dropped] = False
+    part.left_out[NOT_CHOSEN] += len(dropped)
