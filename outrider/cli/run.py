@@ -48,9 +48,19 @@ def run(
         write_json(json_to, json.loads(report.json_text()))
 
 
-def prepare(file: RunFile, overrides: Overrides = None, skip_bad: SkipBad = False, dry_run: DryRun = False) -> None:
-    """Let the target answer the prompts; goes on where it was stopped."""
-    _stage("prepare", file, _skipping(overrides, skip_bad), dry_run)
+def prepare(
+    file: RunFile,
+    overrides: Overrides = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Let a server with OpenAI's API answer; give it again for more servers."),
+    ] = None,
+    skip_bad: SkipBad = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Let the target answer the prompts, here or on servers; goes on where it was stopped."""
+    servers = [f"prepare.servers={json.dumps(server)}"] if server else []
+    _stage("prepare", file, [*_skipping(overrides, skip_bad), *servers], dry_run)
 
 
 def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:

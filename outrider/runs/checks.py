@@ -8,10 +8,11 @@ from typing import Any
 
 from outrider import loading
 from outrider.checkpoint import MANIFEST, whole
+from outrider.client.resources import base_of
 from outrider.data import conversations
-from outrider.data.answers import ANSWERS, Answer, read_answers
+from outrider.data.answers import ANSWERS, StoredAnswers
 from outrider.data.conversations import Conversation, Skipped
-from outrider.data.regenerate import as_asked
+from outrider.data.talks import iterate_asked
 from outrider.drafters import kinds
 from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
@@ -40,14 +41,13 @@ class Inputs:
     """None where its config can't be reached."""
     paper: OnPaper = field(default_factory=lambda: OnPaper({}))
 
-    def chosen(self, answers: list[Answer], settings: RunConfig) -> list[Answer]:
+    def chosen(self, answers: StoredAnswers, settings: RunConfig) -> StoredAnswers:
         """The answers to this run's prompts; all of them where the prompts can't be read any more."""
         if not self.asked:
             source = settings.prepare.conversations
             log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
             return answers
-        hashes = {one.prompt_hash for one in as_asked(self.asked, settings.prepare)}
-        return [answer for answer in answers if answer.prompt_hash in hashes]
+        return answers.to_prompts(one.prompt_hash for one in iterate_asked(self.asked, settings.prepare))
 
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
@@ -77,17 +77,27 @@ def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversa
     skipped = Skipped()
     source = settings.prepare.conversations
     if "prepare" in stages:
+        _check_servers(settings)
         if not source.startswith("stdlib:"):
             _refuse_missing("prepare.conversations", source, "a file of prompts, a data set, or stdlib:train")
         return tuple(conversations.read(settings.prepare, skipped)), skipped
     if "train" not in stages:
         return (), skipped
     if not (settings.answers / ANSWERS).exists():
-        read_answers(settings.answers / ANSWERS)  # says what is missing
+        StoredAnswers.read(settings.answers / ANSWERS)  # says what is missing
     try:
         return tuple(conversations.read(settings.prepare, skipped)), skipped
     except DataError:
         return (), skipped
+
+
+def _check_servers(settings: RunConfig) -> None:
+    """Raises ConfigError for what is no address; warns of servers that are not asked."""
+    config = settings.prepare
+    for url in config.servers:
+        base_of(url)
+    if config.servers and not config.regenerate:
+        log.warning("prepare.servers has no effect with prepare.regenerate: false, which keeps the given answers")
 
 
 def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Collection[str]) -> dict[str, PromptSet]:

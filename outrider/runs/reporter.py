@@ -1,8 +1,8 @@
 """What a run reports while it works: a plan before each stage, its progress, and its result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.compiled import NotCompiled
@@ -38,6 +38,8 @@ class Preparing(Plan):
     """At most, to write."""
     size_bytes: int
     folder: Path
+    servers: tuple[str, ...] = ()
+    """Which answer in place of the target here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,16 @@ class Prepared:
     """Prompts without an answer: refused by the template, no room for one, or none given."""
     others: int
     """Answers to prompts that are not asked here."""
+    failed: int = 0
+    """Prompts that no server answered; the next run asks again."""
+    why_failed: tuple[str, ...] = ()
+    """The most frequent reasons."""
+    retokenised: int = 0
+    """Answers that came as text, whose token ids are the tokenizer's."""
+    truncated: int = 0
+    """Answers that ended for want of room: they train without an end."""
+    by_server: Mapping[str, int] = field(default_factory=dict)
+    """Answers by the server that wrote them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
 from outrider.data import conversations, regenerate
-from outrider.data.answers import Answer, answers_for, hold_out, read_answers
+from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
+from outrider.data.ledger import Ledger
 from outrider.data.rendering import template_hash
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError
@@ -121,7 +122,7 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations,
         folder=settings.answers,
-        available=conversations.available(config),
+        available=conversations.available(config), servers=config.servers,
     )  # fmt: skip
     with reporter.working(plan) as update:
         tokens = 0
@@ -134,15 +135,24 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         path = regenerate.prepare(
             target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped
         )
-    answers = read_answers(path)
-    hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
-    found = events.Prepared(
-        path=path, answers=len(answers), tokens=sum(end - start for answer in answers for start, end in answer.learn),
-        left_out=tuple(skipped.reasons), unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
-        others=sum(answer.prompt_hash not in hashes for answer in answers),
-    )  # fmt: skip
+    found = _prepared(path, skipped)
     reporter.finished(found)
     return found
+
+
+def _prepared(path: Path, skipped: conversations.Skipped) -> events.Prepared:
+    """What `prepare` has reached, by its file and its ledger."""
+    answers = tokens = 0
+    for answer in iterate_answers(path):
+        answers += 1
+        tokens += sum(end - start for start, end in answer.learn)
+    with Ledger(path.parent) as ledger:
+        counts, facts = ledger.counts(), ledger.facts()
+        return events.Prepared(
+            path=path, answers=answers, tokens=tokens, left_out=tuple(skipped.reasons),
+            unanswered=counts["skipped"], others=answers - counts["answered"], failed=counts["failed"] + counts["open"],
+            why_failed=tuple(ledger.reasons("failed")), by_server=ledger.servers(), **facts,
+        )  # fmt: skip
 
 
 def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Path:
