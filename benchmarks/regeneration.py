@@ -48,7 +48,8 @@ from outrider.data.server import Question  # noqa: E402
 from outrider.data.talks import Talk, iterate_asked  # noqa: E402
 from outrider.targets.transformers import TransformersTarget  # noqa: E402
 
-VLLM = ROOT / "benchmarks" / "engines" / ".venv" / "bin" / "python"
+VENV = Path(os.environ.get("VENV", ROOT / "benchmarks" / "engines" / ".venv"))
+"""vLLM's environment."""
 START_S = 300.0
 KILLS_A_RUN = 5
 """Of one folder, before it is let to its end."""
@@ -66,14 +67,15 @@ def main() -> None:
     parser.add_argument("--engine", choices=("outrider", "vllm"), default="outrider")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.engine == "vllm" and not VLLM.exists():
-        print(f"no {VLLM}: run benchmarks/engines/install.py", file=sys.stderr)
+    if options.engine == "vllm" and not (VENV / "bin" / "python").exists():
+        print(f"no {VENV}: run benchmarks/engines/install.py", file=sys.stderr)
         raise SystemExit(3)
     torch.set_num_threads(1)  # processes are forked from this one
     began, target = time.monotonic(), load_target("demo", compile=False)
     with tempfile.TemporaryDirectory() as folder:
         found = {"local": killed_runs(target, Path(folder), options)} if options.kills else {}
-        found["servers"] = on_servers(target, Path(folder), options)
+        if options.prompts:
+            found["servers"] = on_servers(target, Path(folder), options)
     promises = [one for part in found.values() for one in part.pop("promises")]
     publish(provenance(time.monotonic() - began) | {"promises": promises} | found, options.out)
     raise SystemExit(0 if all(each["holds"] for each in promises) else 1)
@@ -94,7 +96,7 @@ def settings(new: int, **more: Any) -> Config:
 
 def killed_runs(target: TransformersTarget, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Folders whose runs are killed again and again, each compared with one that nobody disturbed."""
-    asked, config = conversations(options.local), settings(options.new)
+    asked, config = conversations(options.local), settings(options.new, slots=4)  # so that answers come one by one
     run = lambda place: prepare(target, target.tokenizer, asked, place, config)
     began = time.monotonic()
     finish(run, folder / "whole")
@@ -103,7 +105,7 @@ def killed_runs(target: TransformersTarget, folder: Path, options: argparse.Name
     while kills < options.kills:
         place = folder / f"run{runs}"
         for _ in range(min(KILLS_A_RUN, options.kills - kills)):
-            was_killed, lines = kill(run, place, draw.uniform(0, whole_s / KILLS_A_RUN))
+            was_killed, lines = kill(run, place, draw.uniform(0, 2 * whole_s / KILLS_A_RUN))
             kills += was_killed
             moments[lines] += was_killed
         finish(run, place)
@@ -169,7 +171,7 @@ class Engine:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def start(self) -> None:
-        alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VENV": str(VENV)}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 list(map(str, self._command)), stdout=log, stderr=log, start_new_session=True, env=os.environ | alone

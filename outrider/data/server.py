@@ -16,7 +16,7 @@ from outrider.data.config import Config
 from outrider.data.rendering import prompt_tokens
 from outrider.data.talks import Talk
 from outrider.decoding.state import Request
-from outrider.errors import DataError, OutriderError
+from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 from outrider.targets.remote_rows import settings_of
@@ -37,8 +37,11 @@ WAYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 all."""
 
 
-class Unusable(OutriderError):
+class Unusable(ClientError):
     """An answer that can't be trained on."""
+
+    def __init__(self, message: str):
+        super().__init__(message, attempts=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from outrider.client import CircuitOpen, ClientError, RefusedError
 from outrider.data.config import Config
 from outrider.data.ledger import Origin
 from outrider.data.record import Record
-from outrider.data.server import Question, Server, Unusable
+from outrider.data.server import Question, Server
 from outrider.data.talks import Asked, Talk
 from outrider.errors import ConfigError, DataError
 from outrider.targets.protocol import Target
@@ -137,7 +137,7 @@ class _Run:
         while talk.ask(self.tokenizer, self.config, self.target.spec.context):
             try:
                 reply = await server.reply(Question.of(talk, self.config))
-            except (ClientError, Unusable) as error:
+            except ClientError as error:
                 self._fail(server, talk, error)
                 return
             server.succeed()
@@ -152,11 +152,10 @@ class _Run:
             self.record.no_room(talk, self.config, self.target.spec.context, _origin(server, talk))
         self._leave()
 
-    def _fail(self, server: Server, talk: Talk, error: ClientError | Unusable) -> None:
+    def _fail(self, server: Server, talk: Talk, error: ClientError) -> None:
         """Ask again elsewhere, or later; a prompt that is refused, or failed too often, has failed."""
         is_of_the_prompt = isinstance(error, RefusedError) and error.status in OF_THE_PROMPT
-        if not isinstance(error, CircuitOpen):  # which was never sent
-            talk.attempts += 1
+        talk.attempts += error.attempts > 0  # a server that is left alone was sent nothing
         if not is_of_the_prompt:
             server.fail(str(error), at_once=isinstance(error, RefusedError | CircuitOpen))
         if is_of_the_prompt or talk.attempts >= self.config.attempts:
