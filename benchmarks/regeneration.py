@@ -50,7 +50,8 @@ from outrider.targets.transformers import TransformersTarget  # noqa: E402
 
 VENV = Path(os.environ.get("VENV", ROOT / "benchmarks" / "engines" / ".venv"))
 """vLLM's environment."""
-START_S = 300.0
+START_S = 1200.0
+"""Longest start: others may have the processors."""
 KILLS_A_RUN = 5
 """Of one folder, before it is let to its end."""
 
@@ -159,7 +160,7 @@ class Engine:
         self.port, self._log = free_port(), log
         if engine == "vllm":
             self._command = [ROOT / "benchmarks" / "engines" / "serve_vllm.sh", "--max-num-seqs", slots]
-            self._command += ["--no-enforce-eager", "--speculative-config", "null"]
+            self._command += ["--speculative-config", "null"]
         else:
             self._command = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--no-compile"]
             self._command += ["--slots", slots]
