@@ -160,7 +160,7 @@ class Engine:
         self.port, self._log = free_port(), log
         if engine == "vllm":
             self._command = [ROOT / "benchmarks" / "engines" / "serve_vllm.sh", "--max-num-seqs", slots]
-            self._command += ["--speculative-config", "null"]
+            self._command += ["--per-request-spec-decode-metrics", "none", "--speculative-config", "null"]
         else:
             self._command = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--no-compile"]
             self._command += ["--slots", slots]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +110,7 @@ def result(place: Path) -> dict[str, Any]:
 
 
 def _entries(ledger: Path) -> list[Any]:
-    with sqlite3.connect(ledger) as db:
+    with closing(sqlite3.connect(f"file:{ledger}?immutable=1", uri=True)) as db:
         return db.execute("SELECT * FROM prompts ORDER BY prompt_hash").fetchall()
 
 
