@@ -60,16 +60,22 @@ def run(
 def prepare(
     file: RunFile,
     overrides: Overrides = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Let a server with OpenAI's API answer; give it again for more servers."),
+    ] = None,
     skip_bad: SkipBad = False,
     dry_run: DryRun = False,
     look: Look = None,
     yes: Yes = False,
 ) -> None:
-    """Let the target answer the prompts; goes on where it was stopped."""
+    """Let the target answer the prompts, here or on servers; goes on where it was stopped."""
+    servers = [f"prepare.servers={json.dumps(server)}"] if server else []
+    given = [*_skipping(overrides, skip_bad), *servers]
     if look is not None:
-        show_samples(file, _skipping(overrides, skip_bad), look)
+        show_samples(file, given, look)
     else:
-        _stage("prepare", file, _skipping(overrides, skip_bad), dry_run, yes)
+        _stage("prepare", file, given, dry_run, yes)
 
 
 def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:

@@ -138,9 +138,10 @@ def _planned(plan: Plan) -> str:
     match plan:
         case events.Preparing():
             of = "" if plan.available in (None, plan.total) else f" of {plan.available}"
+            by = f"; by {summary.many(len(plan.servers), 'server')}" if plan.servers else ""
             return (
-                f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before; at most "
-                f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
+                f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before{by}; "
+                f"at most {counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
                 + (f"; not used: {_reasons(plan.dropped)}" if plan.dropped else "")
             )
         case events.TrainingPlan(model=model, source=source):
@@ -178,6 +179,14 @@ def _say_prepared(found: events.Prepared, took: str) -> None:
     if found.unanswered:
         why = "refused by the template, no room for an answer, or none given"
         say(f"          {found.unanswered} prompts without an answer: {why}")
+    if found.failed:
+        say(f"          {found.failed} prompts failed, the same command asks them again; {'; '.join(found.why_failed)}")
+    for url, count in sorted(found.by_server.items()):
+        say(f"          {count} answers by {url}")
+    if found.retokenised:
+        say(f"          {found.retokenised} answers came as text: their token ids are the tokenizer's, not the model's")
+    if found.truncated:
+        say(f"          {found.truncated} answers were cut at max_new_tokens or length: they train without an end")
     if found.others:
         why = "not asked here (edited since, or another run's); they do not train"
         say(f"          {found.others} answers to prompts that are {why}")

@@ -94,6 +94,22 @@ class Config(Base):
     docs/overlap.md."""
     skip_bad: bool = False
     """Count rows that can't be read and go on, instead of stopping at the first."""
+    servers: tuple[str, ...] = ()
+    """Addresses of servers with OpenAI's API that answer in place of the target here; see docs/regenerate.md."""
+    model: str | None = None
+    """The target's name on the servers; the first model of the first server unless given."""
+    ask: Literal["tokens", "chat"] = "tokens"
+    """How servers are asked: with the token ids of the target's chat template here, or with messages for their own."""
+    key_from: str | None = None
+    """Environment variable that holds the servers' key."""
+    in_flight: PositiveInt = 32
+    """Number of requests that a server is sent at the same time."""
+    attempts: PositiveInt = 5
+    """How often a prompt is asked until it has failed."""
+    timeout_s: PositiveFloat = 1200
+    """Longest wait for one answer, in seconds."""
+    patience_s: PositiveFloat = 600
+    """Seconds for which no server answers until the run stops."""
 
     @field_validator("thinking", mode="before")
     @classmethod

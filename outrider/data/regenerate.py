@@ -1,146 +1,182 @@
-"""Let the target answer the prompts, a batch of slots at a time; every finished conversation is written at once.
+"""The target answers the prompts, here a batch of slots at a time, or on servers; every finished conversation is
+written at once.
 
 A crash loses only unfinished answers, and none is written twice; a torn last line is cut off.
 """
 
 import json
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from outrider.atomic import whole_lines
+from outrider.data import servers
 from outrider.data.answers import (
     ANSWERS,
     Answer,
-    claim,
+    checker,
     content_hash,
+    iterate_answers,
     keep_hashes,
+    manifest_of,
     put_in_order,
-    repair,
-    to_line,
     whose,
+    write_manifest,
 )
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, at_place
-from outrider.data.rendering import check_template, prompt_tokens, render
+from outrider.data.ledger import Ledger
+from outrider.data.record import OnAnswer, Record
+from outrider.data.rendering import check_template, render
+from outrider.data.talks import Asked, Talk, iterate_asked
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.generation import serve
 from outrider.lock import held
-from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A conversation to be answered, and the hash that its answer is stored under."""
-
-    conversation: Conversation
-    prompt_hash: str
-
-    @property
-    def questions(self) -> list[dict[str, Any]]:
-        """The messages of a conversation without those of the assistant."""
-        return [message for message in self.conversation.messages if message["role"] != "assistant"]
+WAVE = 4096
+"""Conversations that are in memory at the same time."""
 
 
 def prepare(
-    target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
-    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None,
-    skipped: Skipped | None = None,
+    target: Target, tokenizer: Any, conversations: Collection[Conversation], folder: str | Path, config: Config,
+    drafter: Drafter | None = None, on_answer: OnAnswer | None = None, skipped: Skipped | None = None,
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
+    conversations: read several times, and never held as a whole.
     drafter: changes the speed, not the text.
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.
     Raises DataError where the folder holds answers of another target, sampling or template, or another process writes
-    there, and with file and line for a conversation that the chat template refuses.
+    there, with file and line for a conversation that the chat template refuses, and where no server answers.
     """
     folder, path, skipped = Path(folder), Path(folder, ANSWERS), Skipped() if skipped is None else skipped
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder, busy):
-            there, mine = repair(path, target.spec.vocabulary), whose(target, tokenizer, config)
-            claim(folder, mine, there)
-            asked = as_asked(conversations, config)
-            known = {answer.prompt_hash for answer in there}
-            unanswered = _renderable(tokenizer, [one for one in asked if one.prompt_hash not in known], config, skipped)
-            done, settings_hash = sum(one.prompt_hash in known for one in asked), content_hash(mine)
+        with held(folder, busy), Ledger(folder) as ledger, ledger.reported():
+            mine = whose(target, tokenizer, config)
+            _enter(ledger, folder, tokenizer, target, conversations, config, mine, skipped)
             with path.open("a", encoding="utf-8") as file:
-                for answer in _answers(target, tokenizer, unanswered, config, drafter, skipped):
-                    file.write(to_line(answer, settings_hash))
-                    file.flush()
-                    done += 1
-                    if on_answer is not None:
-                        on_answer(done, answer)
-            prompts = {one.prompt_hash: [message["content"] for message in one.questions] for one in asked}
-            put_in_order(path, prompts)
+                done = ledger.counts()["answered"]
+                record = Record(file, ledger, content_hash(mine), done, on_answer or (lambda *_: None), skipped)
+                _answer_all(target, tokenizer, _open(conversations, config, ledger), config, drafter, record)
+            put_in_order(path, ledger.position)
             if config.ngram_hashes:
-                keep_hashes(folder, target, prompts)
+                keep_hashes(folder, target, _prompts(conversations, config, ledger))
     except OSError as error:
         why = f"{error.strerror or error}; what is written stays; make room and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
     return path
 
 
-def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
-    """How many of these conversations have an answer in the folder; another process may be writing more."""
-    try:
-        whole = (folder / ANSWERS).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        known = {json.loads(line).get("prompt_hash") for line in whole}
-    except (FileNotFoundError, ValueError, AttributeError):  # `prepare` names the damaged line
-        return 0
-    return sum(one.prompt_hash in known for one in as_asked(conversations, config))
+# ── before the first answer ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_asked(conversations: Iterable[Conversation], config: Config) -> list[Asked]:
-    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the
-    noise.
+def _enter(
+    ledger: Ledger, folder: Path, tokenizer: Any, target: Target, conversations: Iterable[Conversation], config: Config,
+    mine: dict[str, Any], skipped: Skipped,
+) -> None:  # fmt: skip
+    """Bring the ledger up to date: the lines that there are, and this run's prompts.
 
-    Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
-    hashed.
+    Raises DataError for a prompt that the chat template refuses, unless `config.skip_bad`.
     """
-    found, counts = [], Counter[str]()
-    for one in conversations:
-        messages = [m for m in one.messages if not config.regenerate or m["role"] != "assistant"]
-        content = content_hash([one.id if one.has_own_id else None, messages])
-        counts[content] += 1
-        found.append(Asked(one, content if counts[content] == 1 else content_hash([content, counts[content]])))
-    return found
+    theirs = manifest_of(folder)
+    for _ in whole_lines(folder / ANSWERS):  # cuts off a torn last line
+        pass
+    with ledger.transaction():
+        # where answers.json is lost, the answers' settings_hash is compared
+        ledger.reconcile(_lines(folder, target.spec.vocabulary, checker(folder, mine, theirs or mine)))
+        for position, one in enumerate(iterate_asked(conversations, config)):
+            status = ledger.ask(one.prompt_hash, one.conversation.id, position)
+            if status == "open" and config.regenerate:  # given answers are checked when they are rendered
+                _check(tokenizer, one, config, ledger, skipped)
+    if theirs != mine:
+        write_manifest(folder, mine)
 
 
-def _renderable(tokenizer: Any, asked: list[Asked], config: Config, skipped: Skipped) -> list[Asked]:
-    """Those that the chat template takes, checked before the first answer.  Raises DataError for one that it
-    refuses."""
-    if not config.regenerate:  # checked when they are rendered
-        return asked
+def _lines(folder: Path, vocabulary: int, check: Callable[[int, Answer], None]) -> Iterator[tuple[str, str]]:
+    """Prompt hash and id of every answer, each checked."""
+    if (folder / ANSWERS).exists():
+        for number, answer in enumerate(iterate_answers(folder / ANSWERS, vocabulary), 1):
+            check(number, answer)
+            yield answer.prompt_hash or "", str(answer.id)
 
-    def checked(one: Asked) -> Asked:
+
+def _check(tokenizer: Any, one: Asked, config: Config, ledger: Ledger, skipped: Skipped) -> None:
+    try:
         check_template(tokenizer, one.conversation, config.enable_thinking)
-        return one
+    except DataError as error:
+        if not config.skip_bad:
+            raise
+        skipped.reasons.append(str(error))
+        ledger.skip(one.prompt_hash, str(error))
 
-    return list(skipped.usable(asked, checked, config.skip_bad))
+
+def _open(conversations: Iterable[Conversation], config: Config, ledger: Ledger) -> Iterator[Asked]:
+    """Prompts that have no answer yet and were not skipped."""
+    return (one for one in iterate_asked(conversations, config) if ledger.status(one.prompt_hash) == "open")
+
+
+def _prompts(conversations: Iterable[Conversation], config: Config, ledger: Ledger) -> Iterator[list[str]]:
+    """The texts of each prompt that has an answer."""
+    for one in iterate_asked(conversations, config):
+        if ledger.status(one.prompt_hash) == "answered":
+            yield [message["content"] for message in one.questions]
+
+
+# ── the answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _answer_all(
+    target: Target, tokenizer: Any, unanswered: Iterator[Asked], config: Config, drafter: Drafter | None, record: Record
+) -> None:
+    if not config.regenerate:
+        _take_given(tokenizer, unanswered, config, record)
+    elif config.servers:
+        servers.answer_all(target, tokenizer, unanswered, config, record)
+    else:
+        while wave := list(islice(unanswered, WAVE)):
+            for answer in _answers(target, tokenizer, wave, config, drafter, record):
+                record.answer(answer)
+
+
+def _take_given(tokenizer: Any, unanswered: Iterable[Asked], config: Config, record: Record) -> None:
+    """Write the conversations' own answers, rendered."""
+    for one in unanswered:
+        try:
+            with at_place(one.conversation):
+                tokens, learn, unstable = render(
+                    tokenizer, one.conversation.messages, config.length, config.enable_thinking
+                )
+        except DataError as error:
+            if not config.skip_bad:
+                raise
+            record.skipped.reasons.append(str(error))
+            record.skip(one.prompt_hash, str(error))
+            continue
+        record.skipped.unstable += unstable
+        if learn:
+            record.answer(Answer(one.conversation.id, tokens, learn, prompt_hash=one.prompt_hash))
+        else:
+            record.skip(one.prompt_hash, f"it has no answer within {config.length} tokens")
 
 
 def _answers(
-    target: Target, tokenizer: Any, unanswered: list[Asked], config: Config, drafter: Drafter | None, skipped: Skipped
+    target: Target, tokenizer: Any, unanswered: list[Asked], config: Config, drafter: Drafter | None, record: Record
 ) -> Iterator[Answer]:
-    if not config.regenerate:
-        yield from _given(tokenizer, unanswered, config, skipped)
-        return
-    talks = [_Talk(one) for one in unanswered]
+    """The target's answers, each as soon as its conversation is over."""
+    talks = [Talk(one) for one in unanswered]
     while talks:
         asked = []
         for talk in talks:
             if talk.ask(tokenizer, config, target.spec.context):
                 asked.append(talk)
-            elif talk.learn:  # no room for a further turn: the answers so far are stored
-                yield talk.answer("length")
+            else:
+                record.no_room(talk, config, target.spec.context)
         answers: list[list[int]] = [[] for _ in asked]
         for progress in serve(target, [talk.request(config) for talk in asked], drafter, slots=config.slots):
             talk, answer = asked[progress.request], answers[progress.request]
@@ -152,54 +188,15 @@ def _answers(
         talks = [talk for talk in asked if not talk.over]
 
 
-def _given(tokenizer: Any, unanswered: list[Asked], config: Config, skipped: Skipped) -> Iterator[Answer]:
-    """The conversations' own answers, rendered."""
-
-    def answer(one: Asked) -> Answer:
-        with at_place(one.conversation):
-            rendered = render(tokenizer, one.conversation.messages, config.length, config.enable_thinking)
-        skipped.unstable += rendered.unstable
-        return Answer(one.conversation.id, rendered.tokens, rendered.learn, prompt_hash=one.prompt_hash)
-
-    return (found for found in skipped.usable(unanswered, answer, config.skip_bad) if found.learn)
+# ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Talk:
-    """A conversation in progress: the user's turns as given, the answers as the target writes them."""
-
-    def __init__(self, asked: Asked):
-        self._asked, self._left, self._messages = asked, asked.questions, list[dict[str, Any]]()
-        self.tokens: list[int] = []
-        self.learn: list[tuple[int, int]] = []
-
-    @property
-    def over(self) -> bool:
-        return not any(message["role"] == "user" for message in self._left)
-
-    def ask(self, tokenizer: Any, config: Config, context: int) -> bool:
-        """Append the messages up to the next user turn; False where no room is left for an answer."""
-        while self._left and (not self._messages or self._messages[-1]["role"] != "user"):
-            self._messages.append(self._left.pop(0))
-        with at_place(self._asked.conversation):
-            tokens = prompt_tokens(tokenizer, self._messages, config.enable_thinking)
-        if not 0 < len(tokens) < min(config.length, context):
-            return False
-        self.tokens = tokens
-        return True
-
-    def request(self, config: Config) -> Request:
-        # by content, not by line: a line that moved gets the same answer
-        name = self._asked.conversation.id if self._asked.conversation.has_own_id else self._asked.prompt_hash
-        seed = zlib.crc32(f"{name} {len(self._messages)}".encode()) ^ config.seed
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
-        return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
-
-    def add_answer(self, answer: list[int], text: str) -> None:
-        # of several turns only the last answer trains: the earlier ones are in its prompt as the template renders them
-        self.learn = [(len(self.tokens), len(self.tokens) + len(answer))]
-        self.tokens = self.tokens + answer
-        self._messages.append({"role": "assistant", "content": text})
-
-    def answer(self, finish_reason: str | None) -> Answer:
-        """The answers so far, as they are stored."""
-        return Answer(self._asked.conversation.id, self.tokens, self.learn, finish_reason, self._asked.prompt_hash)
+def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
+    """How many of these conversations have an answer in the folder; another process may be writing more."""
+    known = set[str]()
+    try:
+        with (folder / ANSWERS).open("rb") as file:
+            known.update(json.loads(line).get("prompt_hash") for line in file if line.endswith(b"\n"))
+    except (FileNotFoundError, ValueError, AttributeError):  # `prepare` names the damaged line
+        return 0
+    return sum(one.prompt_hash in known for one in iterate_asked(conversations, config))

@@ -8,13 +8,14 @@ from typing import Any
 
 from outrider import loading
 from outrider.checkpoint import MANIFEST, whole
-from outrider.data.answers import ANSWERS, Answer, read_answers
+from outrider.client.resources import base_of
+from outrider.data.answers import ANSWERS, StoredAnswers
 from outrider.data.conversations import Skipped
 from outrider.data.decontaminate import Evaluated
 from outrider.data.duplicates import content_key
-from outrider.data.regenerate import as_asked
 from outrider.data.sources import NothingLeft, Selection, opening, select
 from outrider.data.split import Openings
+from outrider.data.talks import iterate_asked
 from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
@@ -44,18 +45,17 @@ class Inputs:
     """None where its config can't be reached."""
     paper: OnPaper = field(default_factory=lambda: OnPaper({}))
 
-    def chosen(self, answers: list[Answer], settings: RunConfig) -> list[Answer]:
+    def chosen(self, answers: StoredAnswers, settings: RunConfig) -> StoredAnswers:
         """The answers to this run's prompts; all of them where the prompts can't be read any more."""
         if not len(self.asked):
             source = settings.prepare.label
             log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
             return answers
-        hashes = {one.prompt_hash for one in as_asked(self.asked, settings.prepare)}
-        return [answer for answer in answers if answer.prompt_hash in hashes]
+        return answers.to_prompts(one.prompt_hash for one in iterate_asked(self.asked, settings.prepare))
 
     def openings(self, settings: RunConfig) -> Openings:
         """How the conversations begin, to split them."""
-        asked = as_asked(self.asked, settings.prepare)
+        asked = iterate_asked(self.asked, settings.prepare)
         return Openings((one.prompt_hash, content_key(opening(one.conversation))) for one in asked)
 
 
@@ -90,12 +90,13 @@ def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Ski
     """The run's conversations; none where only training needs them and they can't be read any more."""
     skipped = Skipped()
     if "prepare" in stages:
+        _check_servers(settings)
         _refuse_missing_sources(settings)
         return select(settings.prepare, skipped, _evaluated(settings)), skipped
     if "train" not in stages:
         return Selection(), skipped
     if not (settings.answers / ANSWERS).exists():
-        read_answers(settings.answers / ANSWERS)  # says what is missing
+        StoredAnswers.read(settings.answers / ANSWERS)  # says what is missing
     try:
         return select(settings.prepare, skipped, _evaluated(settings)), skipped
     except NothingLeft:
@@ -123,6 +124,15 @@ def _evaluated(settings: RunConfig) -> Evaluated | None:
         except DataError as error:  # a stage that measures refuses this
             log.warning("conversations are not compared with the prompts of %s: %s", task, error)
     return Evaluated(prompts)
+
+
+def _check_servers(settings: RunConfig) -> None:
+    """Raises ConfigError for what is no address; warns of servers that are not asked."""
+    config = settings.prepare
+    for url in config.servers:
+        base_of(url)
+    if config.servers and not config.regenerate:
+        log.warning("prepare.servers has no effect with prepare.regenerate: false, which keeps the given answers")
 
 
 def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Collection[str]) -> dict[str, PromptSet]:

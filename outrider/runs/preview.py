@@ -8,7 +8,7 @@ import torch
 
 from outrider import checkpoint
 from outrider.data import regenerate
-from outrider.data.answers import ANSWERS, read_answers
+from outrider.data.answers import ANSWERS, StoredAnswers
 from outrider.data.sources import NOT_CHOSEN
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs import cost
@@ -68,6 +68,8 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
             yield Line("prepare", f"not used: {reason}", count)
     if inputs.skipped.reasons:
         yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")
+    if config.servers:
+        yield Line("prepare", "answered by", ", ".join(config.servers))
     yield Line("prepare", "answered before", done)
     yield Line("prepare", "tokens to write, at most", tokens)
     yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
@@ -100,8 +102,8 @@ def _hours(stage: str, what: str, hours: float | None) -> Iterator[Line]:
 def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     assert settings.train is not None
     config, path = settings.train, settings.answers / ANSWERS
-    answers = inputs.chosen(read_answers(path), settings) if path.exists() else []
-    texts = max(len(inputs.asked), 1) if len(answers) < len(inputs.asked) else len(answers)
+    answers = len(inputs.chosen(StoredAnswers.read(path), settings)) if path.exists() else 0
+    texts = max(len(inputs.asked), 1) if answers < len(inputs.asked) else answers
     per_pass = math.ceil(texts / config.batch)
     steps = config.steps or math.ceil((config.epochs or 0) * per_pass)
     place = settings.folder / "checkpoint"

@@ -40,6 +40,8 @@ class Preparing(Plan):
     folder: Path
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Conversations that are not used, by reason."""
+    servers: tuple[str, ...] = ()
+    """Which answer in place of the target here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,16 @@ class Prepared:
     """Answers to prompts that are not asked here."""
     unstable: int = 0
     """Given answers that do not train: where they begin or end in the rendering is not sure."""
+    failed: int = 0
+    """Prompts that no server answered; the next run asks again."""
+    why_failed: tuple[str, ...] = ()
+    """The most frequent reasons."""
+    retokenised: int = 0
+    """Answers that came as text, whose token ids are the tokenizer's."""
+    truncated: int = 0
+    """Answers that ended for want of room: they train without an end."""
+    by_server: Mapping[str, int] = field(default_factory=dict)
+    """Answers by the server that wrote them."""
 
 
 @dataclass(frozen=True, slots=True)

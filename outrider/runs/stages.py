@@ -12,9 +12,11 @@ from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
 from outrider.data import regenerate, source_manifest
-from outrider.data.answers import Answer, answers_for, hold_out, read_answers
+from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
+from outrider.data.conversations import Skipped
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
+from outrider.data.ledger import Ledger
 from outrider.data.rendering import template_hash
 from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
@@ -125,7 +127,7 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         tokens=most, size_bytes=answers_bytes(settings, inputs),
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.label,
         folder=settings.answers,
-        available=asked.available,
+        available=asked.available, servers=config.servers,
         dropped={reason: count for reason, count in asked.left_out.items() if reason != NOT_CHOSEN},
     )  # fmt: skip
     source_manifest.write(settings.answers, asked)
@@ -140,16 +142,24 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         path = regenerate.prepare(
             target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped
         )
-    answers = read_answers(path)
-    hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
-    found = events.Prepared(
-        path=path, answers=len(answers), tokens=sum(end - start for answer in answers for start, end in answer.learn),
-        left_out=tuple(skipped.reasons), unstable=skipped.unstable,
-        unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
-        others=sum(answer.prompt_hash not in hashes for answer in answers),
-    )  # fmt: skip
+    found = _prepared(path, skipped)
     reporter.finished(found)
     return found
+
+
+def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
+    """What `prepare` has reached, by its file and its ledger."""
+    answers = tokens = 0
+    for answer in iterate_answers(path):
+        answers += 1
+        tokens += sum(end - start for start, end in answer.learn)
+    with Ledger(path.parent) as ledger:
+        counts, facts = ledger.counts(), ledger.facts()
+        return events.Prepared(
+            path=path, answers=answers, tokens=tokens, left_out=tuple(skipped.reasons), unstable=skipped.unstable,
+            unanswered=counts["skipped"], others=answers - counts["answered"], failed=counts["failed"] + counts["open"],
+            why_failed=tuple(ledger.reasons("failed")), by_server=ledger.servers(), **facts,
+        )  # fmt: skip
 
 
 def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Path:

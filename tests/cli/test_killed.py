@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,12 +99,19 @@ def result(place: Path) -> dict[str, Any]:
         name, content = str(path.relative_to(folder)), path.read_bytes()
         if name == "provenance.json":
             assert json.loads(content)
+        elif name.endswith(".sqlite"):  # its pages differ with the moments at which they were written
+            found[name] = _entries(path)
         elif name in ("metrics.jsonl", "checkpoint/outrider.json"):
             rows = content.splitlines() if path.suffix == ".jsonl" else [content]
             found[name] = [_without_clocks(json.loads(row)) for row in rows]
         else:
             found[name] = content.replace(str(place).encode(), b"PLACE")
     return found
+
+
+def _entries(ledger: Path) -> list[Any]:
+    with closing(sqlite3.connect(f"file:{ledger}?immutable=1", uri=True)) as db:
+        return db.execute("SELECT * FROM prompts ORDER BY prompt_hash").fetchall()
 
 
 def _without_clocks(row: dict[str, Any]) -> dict[str, Any]:

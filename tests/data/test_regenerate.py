@@ -221,7 +221,7 @@ def room_of(size_bytes: int) -> Iterator[None]:
 def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
     """Catches a traceback, or a half line that spoils the answers before it."""
     with (
-        room_of(800),
+        room_of(40_000),  # the ledger is a file, too
         pytest.raises(DataError, match=r"can't write answers to .*what is written stays; make room and run again"),
     ):
         answer_all(talker, tmp_path)
@@ -462,17 +462,18 @@ TURNS = [
 
 
 def test_every_turn_is_answered_on_the_target_s_own_answers(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a given answer left in the history, and a turn that is skipped; the last answer is the one that
-    trains."""
+    """Catches a given answer left in the history, a turn that is skipped, and one that does not train or is trained
+    on where the template renders it."""
     (answer,) = answer_all(talker, tmp_path, [Conversation("talk", TURNS)], length=200, temperature=0.0)
-    said = [TURNS[0]]
+    said, spans = [TURNS[0]], []
     for turn in (TURNS[1], TURNS[3], TURNS[4]):
         said.append(turn)
         prompt = prompt_tokens(talker.tokenizer, said)
         (alone,) = generate(talker, [prompt], max_new_tokens=12)
+        spans.append((len(prompt), len(prompt) + len(alone.tokens)))
         said.append({"role": "assistant", "content": alone.text})
     assert answer.tokens == prompt + alone.tokens
-    assert answer.learn == [(len(prompt), len(answer.tokens))]
+    assert answer.learn == spans
 
 
 def test_a_talk_that_outgrows_its_length_keeps_the_answers_it_has(talker: TransformersTarget, tmp_path: Path) -> None:

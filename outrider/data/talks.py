@@ -1,0 +1,99 @@
+"""A conversation while it is answered: the user's messages as given, the answers as the target writes them."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.data.answers import Answer, content_hash
+from outrider.data.config import Config
+from outrider.data.conversations import Conversation, at_place
+from outrider.data.rendering import prompt_tokens
+from outrider.decoding.state import Request
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import common_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation to be answered, and the hash that its answer is stored under."""
+
+    conversation: Conversation
+    prompt_hash: str
+
+    @property
+    def questions(self) -> list[dict[str, Any]]:
+        """The messages of a conversation without those of the assistant."""
+        return [message for message in self.conversation.messages if message["role"] != "assistant"]
+
+
+def iterate_asked(conversations: Iterable[Conversation], config: Config) -> Iterator[Asked]:
+    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the
+    noise.
+
+    Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
+    hashed.
+    """
+    counts = Counter[str]()
+    for one in conversations:
+        messages = [m for m in one.messages if not config.regenerate or m["role"] != "assistant"]
+        content = content_hash([one.id if one.has_own_id else None, messages])
+        counts[content] += 1
+        yield Asked(one, content if counts[content] == 1 else content_hash([content, counts[content]]))
+
+
+class Talk:
+    """A conversation in progress."""
+
+    def __init__(self, asked: Asked):
+        self.asked, self._left, self.messages = asked, asked.questions, list[Mapping[str, Any]]()
+        self.tokens: list[int] = []
+        self.learn: list[tuple[int, int]] = []
+        self.retokenised = False
+        """Tokens of an answer are the tokenizer's of its text: which ones the model drew is not known."""
+        self.attempts = 0
+        """Requests that failed."""
+
+    @property
+    def over(self) -> bool:
+        return not any(message["role"] == "user" for message in self._left)
+
+    def ask(self, tokenizer: Any, config: Config, context: int) -> bool:
+        """Append the messages up to the next user turn; False where no room is left for an answer."""
+        while self._left and (not self.messages or self.messages[-1]["role"] != "user"):
+            self.messages.append(self._left.pop(0))
+        with at_place(self.asked.conversation):
+            tokens = prompt_tokens(tokenizer, self.messages, config.enable_thinking)
+        if not 0 < len(tokens) < min(config.length, context):
+            return False
+        self.read(tokens)
+        return True
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take these ids for the prompt.  Of the answers in it, what they render otherwise no longer trains."""
+        same = common_prefix(self.tokens, tokens)
+        self.learn = [(start, min(end, same)) for start, end in self.learn if start < same]
+        self.tokens = list(tokens)
+
+    def request(self, config: Config) -> Request:
+        """The prompt as the target is asked it; its seed depends on content, so a line that moved gets the same
+        answer."""
+        conversation = self.asked.conversation
+        name = conversation.id if conversation.has_own_id else self.asked.prompt_hash
+        seed = zlib.crc32(f"{name} {len(self.messages)}".encode()) ^ config.seed
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+        return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
+
+    def add_answer(self, answer: Sequence[int], text: str) -> None:
+        """Append the target's answer.  What the template closes a turn with trains where the target wrote it."""
+        self.learn = [*self.learn, (len(self.tokens), len(self.tokens) + len(answer))]
+        self.tokens = [*self.tokens, *answer]
+        self.messages.append({"role": "assistant", "content": text})
+
+    def answer(self, finish_reason: str | None) -> Answer:
+        """The answers so far, as they are stored."""
+        name, prompt_hash = self.asked.conversation.id, self.asked.prompt_hash
+        return Answer(name, self.tokens, self.learn, finish_reason, prompt_hash, retokenised=self.retokenised)

@@ -1,0 +1,114 @@
+"""The ledger: what became of every prompt adds up, and the lines of answers.jsonl decide."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from data.test_regenerate import answer_all, asked, by_id, config
+from outrider.data.answers import ANSWERS, StoredAnswers, hold_out, iterate_answers, read_answers
+from outrider.data.conversations import Conversation
+from outrider.data.ledger import LEDGER, Ledger, Origin
+from outrider.data.regenerate import prepare
+from outrider.errors import DataError
+from outrider.targets.transformers import TransformersTarget
+
+
+def test_answered_failed_and_skipped_add_up_to_what_was_given(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a prompt that is in none of them, and one of an earlier run that is counted."""
+    answer_all(talker, tmp_path, asked(3))
+    long = Conversation("long", [{"role": "user", "content": "x" * 100}])
+    answer_all(talker, tmp_path, [*asked(5)[1:], long])
+    with Ledger(tmp_path) as ledger:
+        assert ledger.counts() == {"open": 0, "answered": 4, "failed": 0, "skipped": 1}
+        assert ledger.reasons("skipped") == ["no room for an answer within 48 tokens"]
+        assert ledger.servers() == {}
+
+
+def test_a_ledger_that_is_ahead_of_the_file_is_put_right(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches an answer that a killed run entered and did not write: it would never be asked for again."""
+    whole = by_id(answer_all(talker, tmp_path))
+    lines = (tmp_path / ANSWERS).read_text().splitlines(keepends=True)
+    (tmp_path / ANSWERS).write_text("".join(lines[:3] + lines[4:6]))
+    with Ledger(tmp_path) as ledger:
+        assert ledger.counts()["answered"] == 8
+    done: list[str] = []
+    prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda _, answer: done.append(answer.id))
+    assert sorted(done) == ["p3", "p6", "p7"]
+    assert by_id(read_answers(tmp_path / ANSWERS)) == whole
+
+
+@pytest.mark.parametrize("damage", ["missing", "older"])
+def test_answers_without_a_ledger_are_entered(damage: str, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches folders of before the ledger, and one that was deleted, being answered again."""
+    answer_all(talker, tmp_path)
+    before = (tmp_path / ANSWERS).read_bytes()
+    if damage == "missing":
+        (tmp_path / LEDGER).unlink()
+    else:
+        with sqlite3.connect(tmp_path / LEDGER) as db:
+            db.execute("DELETE FROM prompts")
+    prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda *_: pytest.fail("asked again"))
+    assert (tmp_path / ANSWERS).read_bytes() == before
+    with Ledger(tmp_path) as ledger:
+        assert ledger.counts()["answered"] == 8
+
+
+def test_a_damaged_ledger_is_named_and_may_be_deleted(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches sqlite's traceback, and answers that go with it."""
+    answer_all(talker, tmp_path, asked(2))
+    (tmp_path / LEDGER).write_bytes(b"no data base " * 1000)
+    with pytest.raises(DataError, match=r"answers\.sqlite is damaged \(.*\); delete it, the answers stay"):
+        answer_all(talker, tmp_path, asked(2))
+    (tmp_path / LEDGER).unlink()
+    with sqlite3.connect(tmp_path / LEDGER) as db:
+        db.execute("PRAGMA user_version = 7")
+    with pytest.raises(DataError, match="has format 7, but this Outrider reads 1; delete it"):
+        answer_all(talker, tmp_path, asked(2))
+    (tmp_path / LEDGER).unlink()
+    assert len(answer_all(talker, tmp_path, asked(2))) == 2
+
+
+def test_a_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
+    """Catches prompts that are half entered when a row can't be read."""
+    with Ledger(tmp_path) as ledger:
+        with pytest.raises(ValueError), ledger.transaction():  # noqa: PT012
+            ledger.ask("a", "one", 0)
+            raise ValueError
+        assert sum(ledger.counts().values()) == 0
+        with ledger.transaction():
+            ledger.ask("a", "one", 0)
+        ledger.answer("a", 3, "length", Origin("text", "http://x", "m", 2))
+        assert ledger.facts() == {"retokenised": 1, "truncated": 1}
+        assert ledger.servers() == {"http://x": 1}
+        assert (ledger.status("a"), ledger.status("b")) == ("answered", "open")
+
+
+# ── answers that stay on disk ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_stored_answers_are_those_of_the_file(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches lines that are cut in the wrong place, and tokens that are held as lists: 1 G of them would take 40
+    GB."""
+    wanted = answer_all(talker, tmp_path)
+    found = StoredAnswers.read(tmp_path / ANSWERS)
+    for answers in (found, found[:], list(iterate_answers(tmp_path / ANSWERS))):
+        assert by_id([*answers]).keys() == by_id(wanted).keys()
+    for index, answer in enumerate(wanted):
+        assert found[index].tokens.itemsize == 4
+        assert (list(found[index].tokens), found[index].learn) == (answer.tokens, answer.learn)
+    assert [answer.id for answer in found[2:5]] == ["p2", "p3", "p4"]
+    assert sum(part.nbytes for part in (found.begins, found.sizes, found.hashes)) == 24 * 8
+
+
+def test_the_same_answers_are_held_out_of_a_file_as_of_a_list(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches answers that train today and are held out tomorrow, because they were read another way."""
+    wanted = answer_all(talker, tmp_path, asked(40))
+    stored = StoredAnswers.read(tmp_path / ANSWERS)
+    for count in (0, 1, 2, 9):
+        for one, other in zip(hold_out(stored, count), hold_out(wanted, count), strict=True):
+            assert [answer.id for answer in one] == [answer.id for answer in other]
+    chosen = stored.to_prompts([wanted[3].prompt_hash, wanted[30].prompt_hash, "0" * 16])
+    assert [answer.id for answer in chosen] == ["p3", "p30"]
