@@ -65,6 +65,9 @@ class Printer(Reporter):
         match result:
             case events.Prepared():
                 _say_prepared(result, took)
+            case events.Stored():
+                each = result.size_bytes / result.tokens
+                say(f"          {sized(result.size_bytes)}, {each:,.0f} bytes a token, {took}; in {result.folder}")
             case events.Trained():
                 _say_trained(result, took)
             case events.Calibrated(_, calibration):
@@ -133,13 +136,18 @@ def _planned(plan: Plan) -> str:
                 f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
             )
+        case events.Storing():
+            return (
+                f"features  {plan.total} shards of {counted(plan.tokens)} tokens, {plan.done} written before; about "
+                f"{sized(plan.size_bytes)} in {plan.folder}, {sized(plan.free_bytes)} free"
+            )
         case events.TrainingPlan(model=model, source=source):
             weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
-            features = f"in {sized(source.bytes)} of memory" if source.is_cached else "live"
+            features = f"in {sized(source.bytes)} of memory" if source.is_cached else source.place
             return (
                 f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} "
                 f"steps of {source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; "
-                f"features {features}, 0 bytes of disk; checkpoint {sized(12 * weights)}"
+                f"features {features}, {sized(source.disk_bytes)} of disk; checkpoint {sized(12 * weights)}"
             )
         case events.Calibrating():
             return (

@@ -1,6 +1,5 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,20 +10,19 @@ import torch
 from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
-from outrider.data import conversations, regenerate
+from outrider.data import conversations, feature_cache, regenerate
 from outrider.data.answers import Answer, answers_for, hold_out, read_answers
-from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
-from outrider.data.rendering import template_hash
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
 from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
-from outrider.nn.draft_model import DraftModel
+from outrider.nn.draft_model import DraftModel, FeatureSource
 from outrider.report.schema import Report
 from outrider.runs import evaluation
+from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
 from outrider.runs.checks import Inputs, check
@@ -37,6 +35,7 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import facts as held_out_facts
 
 Stage = Literal["prepare", "train", "evaluate"]
@@ -142,6 +141,10 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         others=sum(answer.prompt_hash not in hashes for answer in answers),
     )  # fmt: skip
     reporter.finished(found)
+    if settings.train is not None and settings.prepare.features != "live" and trained(settings.drafter["kind"]):
+        chosen = [answer for answer in answers if answer.prompt_hash in hashes]
+        dtyped = trainer.with_dtype(settings.train, settings.folder, target.device)
+        store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
     return found
 
 
@@ -151,17 +154,14 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
-    kind = settings.drafter["kind"]
-    model: Any = trained(kind)(settings.drafter_config, target).to(target.device)
+    kind, model = settings.drafter["kind"], _model(settings, target)
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
     learnt, held_out = hold_out(answers, config.held_out)
-    features = functools.partial(
-        LiveFeatures, target, taps=model.taps, batch=config.batch, length=settings.prepare.length, seed=config.seed,
-        dtype=config.dtype, template=template_hash(target.tokenizer),
-    )  # fmt: skip
-    source = features(learnt, ngram_hashes=named(settings.answers))
+    store_features(settings, config, target, model, answers, reporter)
+    features = run_features.sourced(settings, config, target, model)
+    source = features(learnt, named(settings.answers))
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
@@ -194,13 +194,36 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     return place
 
 
+def _model(settings: RunConfig, target: TransformersTarget) -> Any:
+    """The run's draft model, new."""
+    return trained(settings.drafter["kind"])(settings.drafter_config, target).to(target.device)
+
+
+def store_features(
+    settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel,
+    answers: Sequence[Answer], reporter: Reporter,
+) -> None:  # fmt: skip
+    """Write what the run's feature cache lacks of these answers; nothing where features are live.  config: with its
+    dtype chosen."""
+    store = run_features.store(settings, config, target, model, answers)
+    if store is None or store.done == store.total:
+        return
+    plan = events.Storing(
+        total=store.total, done=store.done, tokens=store.tokens, size_bytes=store.size_bytes,
+        free_bytes=store.free_bytes, folder=str(store.folder),
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        store.fill(update)
+    reporter.finished(events.Stored(str(store.folder), feature_cache.size_of(store.folder), store.tokens))
+
+
 def _steps_done(checkpoint: Path) -> int:
     """Steps of the training that is there to go on from."""
     return int(manifest_of(checkpoint)["training"]["step"]) if (whole(checkpoint) / MANIFEST).exists() else 0
 
 
 def _probe(
-    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], LiveFeatures]
+    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], FeatureSource]
 ) -> Callable[[DraftModel], dict[str, Any]]:
     """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the
     evaluation."""
