@@ -379,12 +379,3 @@ def open_rotation(folder: Path, shard: Shard) -> Rotation | None:
             f"{folder} and run `outrider prepare` again"
         )
     return found
-
-
-def bytes_per_token(mine: Binding, hidden: int, learnt: float = 1.0) -> float:
-    """About what a token takes on disk, scales included.  learnt: share of the tokens that are to learn."""
-    share = learnt if mine.only_learnt else 1.0
-    final = 6 * mine.top_logprobs + 2 if mine.top_logprobs else encodings.bytes_per_row(mine.encoding, hidden)
-    width, rows = (mine.rotate, 1) if mine.rotate else (hidden, len(mine.taps))
-    # its id, the number of its row, and the number of its final state's row
-    return rows * encodings.bytes_per_row(mine.encoding, width) + share * final + 12

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.data import feature_cache
+from outrider.data import encodings, feature_cache
 from outrider.data.answers import Answer
 from outrider.data.cached_features import CachedFeatures, target_states
 from outrider.data.engine_states import EngineStates
@@ -97,7 +97,11 @@ class Store:
     def size_bytes(self) -> int:
         """About what all shards take."""
         learnt = sum(end - start for text in self.texts for start, end in text.learn) / max(1, self.tokens)
-        return round(self.tokens * feature_cache.bytes_per_token(self.mine, self.target.spec.hidden, learnt))
+        mine, hidden = self.mine, self.target.spec.hidden
+        each = encodings.bytes_per_token(
+            mine.encoding, hidden, len(mine.taps), mine.top_logprobs, mine.rotate, learnt if mine.only_learnt else 1.0
+        )
+        return round(self.tokens * each)
 
     @property
     def free_bytes(self) -> int:

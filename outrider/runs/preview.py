@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from outrider import checkpoint
-from outrider.data import conversations, regenerate
+from outrider.data import conversations, encodings, regenerate
 from outrider.data.answers import ANSWERS, read_answers
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs.checks import Inputs
@@ -61,6 +61,12 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     yield Line("prepare", "answered before", done)
     yield Line("prepare", "tokens to write, at most", tokens)
     yield Line("prepare", f"disk, at most, in {settings.answers}", 6 * tokens, "bytes")
+    taps = inputs.paper.values.get("drafter.taps") or settings.drafter.get("taps") or ()
+    if config.features != "live" and inputs.target is not None:
+        each = encodings.bytes_per_token(
+            config.feature_encoding, inputs.target.spec.hidden, len(taps), config.top_logprobs, config.rotate
+        )
+        yield Line("prepare", "disk of a token's features, about", round(each), "bytes")
 
 
 def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:

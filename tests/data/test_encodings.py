@@ -89,3 +89,12 @@ def test_a_rotation_gives_back_what_its_directions_hold(tmp_path: object) -> Non
     assert fit(taps, (2, 5, 9), 4).share < 0.95
     with pytest.raises(DataError, match="prepare.rotate must be below 48"):
         fit(taps, (2, 5, 9), 48)
+
+
+def test_a_token_of_a_large_target_takes_what_is_promised() -> None:
+    """Catches scales or indices that grow: Qwen3-4B's shape, five taps and the final state."""
+    size = encodings.bytes_per_token
+    assert size("fp8", 2560, 5) <= 15_700 and size("int8", 2560, 5) <= 15_700
+    assert size("int4", 2560, 5) <= 8_200
+    assert size("int4", 2560, 5, top_logprobs=64) <= 7_300
+    assert size("int8", 2560, 5, top_logprobs=64, rotate=2560) <= 4_100

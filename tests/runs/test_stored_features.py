@@ -8,8 +8,10 @@ import pytest
 from tiny import write_run_file
 
 import outrider
+from outrider.data import encodings
 from outrider.errors import ConfigError, DataError
 from outrider.runs.reporter import Plan, Prepared, Reporter, Result, Stored, Trained
+from outrider.runs.stages import plan
 
 CACHED = ["prepare.features=cached", "prepare.shard_tokens=100", "prepare.recheck_every=1"]
 
@@ -72,3 +74,12 @@ def test_a_drafter_that_reads_final_states_refuses_to_lose_them(
     with pytest.raises(ConfigError, match="top_logprobs 8 stores no final states, but drafter 'medusa' reads them"):
         run(file, *CACHED, "prepare.top_logprobs=8")
     assert [type(result) for result in run(file, *CACHED).results] == [Prepared, Stored, Trained]
+
+
+def test_a_plan_says_what_features_will_take(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a disk that fills without a word before."""
+    monkeypatch.chdir(tmp_path)
+    file = write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None)
+    lines = {line.what: line.value for line in plan(file, CACHED)}
+    assert lines["disk of a token's features, about"] == round(encodings.bytes_per_token("int8", 32, 1))
+    assert "disk of a token's features, about" not in {line.what for line in plan(file)}
