@@ -516,21 +516,24 @@ def quantised(found: dict[str, Any]) -> str:
 def features(found: dict[str, Any]) -> str:
     reading = {row["way"]: row for row in found["reading"]}
     lost = {row["way"]: row for row in found["training"]["ways"]}
-    lines = [
-        [
+
+    def line(row: dict[str, Any]) -> list[str]:
+        read, less = reading.get(row["way"]), lost.get(row["way"])
+        return [
             row["way"], f"{row['bytes_per_token']:,.0f}", f"{row['times_less_than_public']:.1f}",
-            f"{reading[row['way']]['bfloat16']:,.0f}", f"{reading[row['way']]['float32']:,.0f}",
-            f"{100 * lost[row['way']]['lost']:.2f} ± {100 * lost[row['way']]['lost_error']:.2f}",
-        ]
-        for row in found["sizes"]
-    ]  # fmt: skip
+            *(f"{read[dtype]:,.0f}" if read else "–" for dtype in ("bfloat16", "float32")),
+            f"{100 * less['lost']:.2f} ± {100 * (less['lost_error'] or 0):.2f}" if less else "–",
+        ]  # fmt: skip
+
     heads = ["stored as", "bytes a token", "times less than 30,726", "read, MB/s of bfloat16", "of float32", "lost, %"]
-    one = found["writing"]
-    writing = (
+    one, each = found["writing"], found["training"]["rows"][0]
+    said = (
         f"Writing {one['tokens']:,} tokens of the demo target: passes {one['passes_s']:.1f} s, encoding and writing "
-        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s."
+        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. Trained for "
+        f"{found['training']['steps']} steps; lost over {each['positions']:,} held-out positions, {each['rows']:,} rows."
     )
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 6)), writing, _promises(found)])
+    table = _table(heads, [line(row) for row in found["sizes"]], slice(1, 6))
+    return "\n\n".join([_machine(found), table, said, _promises(found)])
 
 
 def gate(found: dict[str, Any]) -> str:
