@@ -530,7 +530,8 @@ def features(found: dict[str, Any]) -> str:
     said = (
         f"Writing {one['tokens']:,} tokens of the demo target: passes {one['passes_s']:.1f} s, encoding and writing "
         f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. Trained for "
-        f"{found['training']['steps']} steps; lost over {each['positions']:,} held-out positions, {each['rows']:,} rows."
+        f"{found['training']['steps']} steps; lost over {each['positions']:,} held-out positions, {each['rows']:,} "
+        "rows."
     )
     table = _table(heads, [line(row) for row in found["sizes"]], slice(1, 6))
     return "\n\n".join([_machine(found), table, said, _promises(found)])

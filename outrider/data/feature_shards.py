@@ -37,6 +37,7 @@ from outrider.data.answers import Answer
 from outrider.data.rotation import Rotation
 from outrider.errors import DataError
 from outrider.nn.top_logprobs import TopLogprobs
+from outrider.sampling.text import common_prefix
 
 FORMAT = 1
 HEADER = 1 << 24
@@ -87,7 +88,7 @@ def layout(texts: Sequence[Answer], only_learnt: bool) -> Layout:
         tokens = np.asarray(text.tokens, np.int32)
         marks = _marks(tokens)
         shared = next((known[mark] for mark in reversed(marks) if mark in known), None)
-        same = 0 if shared is None else _same(tokens, np.asarray(texts[shared].tokens, np.int32))
+        same = 0 if shared is None else common_prefix(text.tokens, texts[shared].tokens)
         begun = np.empty(0, np.int64) if shared is None else rows[shared][:same]
         rows.append(np.concatenate([begun, np.arange(count, count + len(tokens) - same)]))
         count += len(tokens) - same
@@ -245,13 +246,6 @@ def keys_in(file: BinaryIO, path: Path | str) -> list[int]:
         raise DataError(
             f"{path} is damaged ({error}); delete it and run `outrider prepare` again, which writes it anew"
         ) from None
-
-
-def _same(mine: np.ndarray, theirs: np.ndarray) -> int:
-    """How many tokens two texts have in common at their beginnings."""
-    count = min(len(mine), len(theirs))
-    differs = np.flatnonzero(mine[:count] != theirs[:count])
-    return int(differs[0]) if len(differs) else count
 
 
 def _as_slice(rows: Tensor) -> slice | Tensor:

@@ -28,6 +28,8 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 TAPS = (0, 2)
+KILLS = int(os.environ.get("OUTRIDER_TEST_KILLS", "20"))
+"""Writers that are killed in one test; 50 are the promise."""
 
 
 def texts(count: int = 8, start: int = 20) -> list[Answer]:
@@ -288,7 +290,7 @@ def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarge
     write(tmp_path / "whole")
     chance, context = random.Random(0), multiprocessing.get_context("fork")
     place, stops = tmp_path / "stopped", 0
-    while stops < 20:
+    while stops < KILLS:
         writers = [context.Process(target=write, args=(place,)) for _ in range(3)]
         for writer in writers:
             writer.start()
@@ -300,7 +302,7 @@ def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarge
         for writer in writers:
             writer.kill()
             writer.join()
-        if stops == 10:  # begin again: the first stops come early in a run
+        if stops == KILLS // 2:  # begin again: the first stops come early in a run
             for path in place.glob("features-*"):
                 path.unlink()
     write(place)
