@@ -1,6 +1,6 @@
 """Feature caches: bytes a token, what rounding costs in acceptance, how fast they are read and written.
 
-    python benchmarks/features.py [--answers runs/demo-answers] [--steps 60] [--seeds 3]
+    python benchmarks/features.py [--answers runs/demo-answers] [--steps 60] [--seeds 0,1,2]
         [--parts sizes,reading,writing,training] [--out FILE]
 
 `sizes` and `reading` are of rows as wide as Qwen3-4B's (hidden 2,560; five taps and the final state), random, with
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, default=Path("runs/demo-answers"))
     parser.add_argument("--steps", type=int, default=60, help="training steps of each drafter")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--held-out", type=int, default=110, help="answers that acceptance is measured on")
     parser.add_argument("--parts", default="sizes,reading,writing,training")
     parser.add_argument("--ways", default=";".join(TRAINED), help="ways that are trained on, divided by semicolons")
@@ -237,7 +237,7 @@ class Trainings:
 
     def measured(self) -> dict[str, Any]:
         rows = []
-        for seed in range(self.options.seeds):
+        for seed in map(int, self.options.seeds.split(",")):
             live = self.once(None, seed)
             rows.append(live)
             for way in self.ways:

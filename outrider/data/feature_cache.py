@@ -144,11 +144,7 @@ def build(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        theirs = bound(folder)
-        if theirs is None:
-            _write_json(folder / MANIFEST, mine.as_json())
-        else:
-            mine = replace(check(folder, mine), target=mine.target)
+        mine = replace(_claimed(folder, mine), target=mine.target)
         shards = missing(folder, planned(texts, shard_tokens), mine)
         if not shards:
             return
@@ -160,6 +156,21 @@ def build(
         there = len(list(folder.glob("features-*.safetensors"))) if folder.is_dir() else 0
         why = f"{error.strerror or error}; {there} shards are there and stay valid"
         raise DataError(f"can't write features to {folder}: {why}; make room and run again") from error
+
+
+def _claimed(folder: Path, mine: Binding) -> Binding:
+    """What the folder is bound to: to `mine`, where it was bound to nothing.  Raises as `check`."""
+    while bound(folder) is None:
+        claim = Claim.take(folder / f"{MANIFEST}.claim")
+        if claim is None:  # another is writing it
+            time.sleep(0.01)
+            continue
+        try:
+            if bound(folder) is None:
+                _write_json(folder / MANIFEST, mine.as_json())
+        finally:
+            claim.release()
+    return check(folder, mine)
 
 
 def missing(folder: Path, shards: Iterable[list[Answer]], mine: Binding) -> dict[str, list[Answer]]:
