@@ -5,7 +5,8 @@
 
 `sizes` and `reading` are of rows as wide as Qwen3-4B's (hidden 2,560; five taps and the final state), random, with
 outliers as large models have them; bytes are those of the files, scales and indices included, and every token's final
-state is stored.  Reading is one thread's, from the page cache, into bfloat16 and float32; MB are of decoded states.
+state is stored.  Reading is one thread's, from the page cache, into bfloat16 and float32: MB of decoded
+states a second of the processor.
 `writing` is the demo target's own states: seconds of its passes alone, of encoding and writing alone, and of both as
 `prepare` does them.  `training`: dspark on the demo target from each way, beside live features, paired by seed;
 `tokens_per_step` is what is expected at temperature 1 on answers that were held out, always of live features.
@@ -171,13 +172,13 @@ def reading(folder: Path, way: str) -> dict[str, Any]:
     rotated = feature_cache.open_rotation(folder / way, shards[0])
     for dtype in (torch.bfloat16, torch.float32):
         for turn in range(2):  # the first reads the disk
-            began, size = time.perf_counter(), 0
+            began, size = time.process_time(), 0  # of this thread: a busy machine does not count
             for shard in shards:
                 for key in shard.keys:
                     states = shard.read(key, TAPS, dtype, torch.device("cpu"), rotated)
                     size += states.taps.nbytes + states.hidden.nbytes
             if turn:
-                row[str(dtype).removeprefix("torch.")] = size / 1e6 / (time.perf_counter() - began)
+                row[str(dtype).removeprefix("torch.")] = size / 1e6 / (time.process_time() - began)
     torch.set_num_threads(threads)
     print(f"{way}: read {row}", file=sys.stderr, flush=True)
     return row

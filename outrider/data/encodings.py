@@ -41,25 +41,28 @@ def encode(kind: Kind, rows: Tensor) -> dict[str, Tensor]:
     return (_int8(rows) if kind == "int8" else _int4(rows)) | {SHARED: channel}
 
 
-def decode(kind: Kind, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Rows [n, H] of what `encode` gave."""
+def decode(kind: Kind, parts: Mapping[str, Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Rows [n, H] of what `encode` gave, written to `out` where it is given."""
     values = parts["values"]
-    if kind == "bf16":
-        return values.to(dtype)
-    if kind == "fp8":
+    if out is None:
+        width = values.shape[1] * (2 if kind == "int4" else 1)
+        out = torch.empty(len(values), width, dtype=dtype, device=values.device)
+    if kind == "int4":
+        half, scale = values.shape[1], parts["scale"].to(dtype)
+        # the low halves of the bytes are the first half of the channels
+        out[:, :half] = values & 15
+        out[:, half:] = values >> 4
+        out.sub_(8).unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
+    elif kind == "fp8":
         # by a table: a CPU converts this type ten times slower
         table = torch.arange(256, dtype=torch.uint8, device=values.device).view(torch.float8_e4m3fn).to(dtype)
         found = table.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape)
-        return found.mul_(parts["scale"].to(dtype)[:, None])
+        torch.mul(found, parts["scale"].to(dtype)[:, None], out=out)
+    else:
+        out.copy_(values)
     if kind == "int8":
-        return torch.mul(values, parts[SHARED].to(dtype)).mul_(parts["scale"].to(dtype)[:, None])
-    half, scale = values.shape[1], parts["scale"].to(dtype)
-    rows = torch.empty(len(values), 2 * half, dtype=dtype, device=values.device)
-    # the low halves of the bytes are the first half of the channels
-    rows[:, :half] = values & 15
-    rows[:, half:] = values >> 4
-    rows.sub_(8).unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
-    return rows.mul_(parts[SHARED].to(dtype))
+        out.mul_(parts["scale"].to(dtype)[:, None])
+    return out.mul_(parts[SHARED].to(dtype)) if SHARED in parts else out
 
 
 def bytes_per_row(kind: Kind, width: int) -> float:

@@ -290,7 +290,8 @@ class _Writer:
         try:
             keys = [key_of(text, self.mine.only_learnt) for text in rows.texts]
             states = self._encoded(taps, hidden)
-            facts = {"encoding": self.mine.encoding, "rotation": self.rotation and self.rotation.hash}
+            rotated = self.rotation and self.rotation.hash
+            facts = {"encoding": self.mine.encoding, "rotation": rotated, "hidden": hidden.shape[1]}
             feature_shards.write(self.folder / name, keys, rows, states, facts)
         finally:
             claim.release()

@@ -164,6 +164,8 @@ class Shard:
         self.path, self._tensors, self.facts = path, tensors, facts
         self.keys: list[int] = tensors["keys"].tolist()
         self._starts: list[int] = tensors["starts"].tolist()
+        self.width: int = facts["hidden"]
+        """H."""
         self._numbers = {key: number for number, key in enumerate(self.keys)}
 
     def tokens(self, key: int) -> Tensor:
@@ -181,8 +183,9 @@ class Shard:
         rows = self._tensors["rows"][self._span(key)]
         at = _as_slice(rows)
         if rotation is None:
-            found = [self._decoded(f"tap.{tap}", at, dtype, device) for tap in taps]
-            tapped = torch.stack(found, 1) if found else torch.empty(len(rows), 0, 0, dtype=dtype, device=device)
+            tapped = torch.empty(len(rows), len(taps), self.width, dtype=dtype, device=device)
+            for number, tap in enumerate(taps):
+                self._decoded(f"tap.{tap}", at, dtype, device, tapped[:, number])
         else:
             tapped = rotation.taps(self._decoded("rotated", at, dtype, device), taps)
         return Stored(tapped, *self._final(self._tensors["hidden_at"][at], dtype, device))
@@ -198,10 +201,13 @@ class Shard:
         )
         return torch.zeros(len(stored), 0, dtype=dtype, device=device), TopLogprobs(ids.long(), logprobs, rest)
 
-    def _decoded(self, name: str, at: slice | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _decoded(
+        self, name: str, at: slice | Tensor, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
+    ) -> Tensor:
         parts = encodings.select(self._parts[name], at)
         # encoded bytes travel to the device, a half to an eighth of the states
-        return encodings.decode(self.facts["encoding"], {key: part.to(device) for key, part in parts.items()}, dtype)
+        there = {key: part.to(device) for key, part in parts.items()}
+        return encodings.decode(self.facts["encoding"], there, dtype, out)
 
     @functools.cached_property
     def _parts(self) -> dict[str, dict[str, Tensor]]:
