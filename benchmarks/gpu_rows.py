@@ -505,7 +505,7 @@ def trained(
         features = source.batch(step)
         synchronize(device)
         read = time.perf_counter()
-        optimise(model, optimizer, features, config, step, False)
+        optimise(model, optimizer, [features], config, step, False)
         synchronize(device)
         taken.append(time.perf_counter() - began)
         reading.append(read - began)

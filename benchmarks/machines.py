@@ -99,7 +99,7 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     batches, taken = [source.batch(step) for step in range(WARM_UP + steps)], []
     for step, batch in enumerate(batches):
         began = time.perf_counter()
-        optimise(model, optimizer, batch, config, step, False)
+        optimise(model, optimizer, [batch], config, step, False)
         taken.append(time.perf_counter() - began)
     return {
         "dtype": config.dtype, "steps_per_s": 1 / statistics.median(taken[WARM_UP:]),

@@ -13,6 +13,7 @@ also after a crash or a power cut.
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +113,21 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
         (part / MANIFEST).write_text(manifest)
 
 
+def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:
+    """A checkpoint in a second place, whole or not at all; its files are linked where the disk can, else copied.
+
+    without: files that are left out.  Raises TrainingError as `save` does.
+    """
+    with _instead_of(folder) as part:
+        for path in whole(source).iterdir():
+            if path.name in without:
+                continue
+            try:
+                os.link(path, part / path.name)
+            except OSError:
+                shutil.copyfile(path, part / path.name)
+
+
 @contextmanager
 def _instead_of(folder: Path) -> Iterator[Path]:
     """A folder to write into, which then replaces `folder`; after an error the old one stays."""
@@ -124,19 +140,19 @@ def _instead_of(folder: Path) -> Iterator[Path]:
             for path in (*part.rglob("*"), part):
                 sync(path)
             if (folder / MANIFEST).exists():
-                _discard(old)
+                discard(old)
                 folder.rename(old)
             else:  # a crash came in between, and .old is the last whole one
-                _discard(folder)
+                discard(folder)
             part.rename(folder)
             sync(folder.parent)
-            _discard(old)
+            discard(old)
     except TrainingError:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
     """Delete a folder, its manifest first: the rest after a crash is then not a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

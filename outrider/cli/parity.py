@@ -26,6 +26,7 @@ from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
+from outrider.training.kept import chosen
 
 if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun
@@ -129,7 +130,7 @@ def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersT
     trained = run.train is not None
     return (
         loaded,
-        load_drafter(run.folder / "checkpoint", loaded) if trained else load_drafter(kind, loaded, **own),
+        load_drafter(chosen(run.folder), loaded) if trained else load_drafter(kind, loaded, **own),
         kind,
     )
 

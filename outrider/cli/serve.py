@@ -43,6 +43,7 @@ from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
+from outrider.training.kept import chosen
 
 RUN_FILES = (".yaml", ".yml")
 
@@ -285,7 +286,7 @@ def _of_file(path: str, overrides: Sequence[str], drafter: Choice | None) -> Ser
         return Served(run.target, drafter, config)
     if run.train is None:
         return Served(run.target, run.drafter.get("from", run.drafter), config)
-    trained = run.folder / "checkpoint"
+    trained = chosen(run.folder)
     if not (checkpoint.whole(trained) / checkpoint.MANIFEST).exists():
         raise ConfigError(f"no checkpoint in {trained}; run `outrider train {path}` first, or name one with --drafter")
     return Served(run.target, str(trained), config)

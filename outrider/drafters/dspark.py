@@ -71,7 +71,7 @@ class Model(BlockModel):
             return {}
         with torch.no_grad():
             acceptance = overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(0, 1)
-        confidence = self.confidence(rows.states[part], rows.previous[part]).float()
+        confidence = self.confidence(rows.leaf(part), rows.previous[part]).float()
         return {"confidence": F.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")}
 
 

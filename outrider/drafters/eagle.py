@@ -63,7 +63,7 @@ class Model(RecurrentModel):
         return UnrolledRows(self, batch, features)
 
     def terms(self, rows: UnrolledRows, part: slice, draft: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"feature": distance(rows.states[part], rows.hidden(part))}
+        return {"feature": distance(rows.leaf(part), rows.hidden(part))}
 
 
 def distance(states: Tensor, hidden: Tensor) -> Tensor:

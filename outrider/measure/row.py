@@ -393,7 +393,9 @@ def _curve(seconds: Sequence[float], at: Sequence[int] = range(101)) -> list[flo
 
 def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
     """What the report says of a drafter's training."""
-    training, lines = manifest.get("training", {}), list(metrics)
+    training = manifest.get("training", {})
+    # of a best checkpoint, what came after it is another's
+    lines = [line for line in metrics if training.get("step") is None or line["step"] <= training["step"]]
     held_out: Mapping[str, Any] = next((line["held_out"] for line in reversed(lines) if "held_out" in line), {})
     return Training(
         steps=training.get("step"), seconds=training.get("seconds"), tokens=training.get("tokens"),

@@ -66,8 +66,10 @@ class DetachedRows:
         self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
         self._final = final.flat() if isinstance(final, TopLogprobs) else final.flatten(0, -2)
-        self._states = states
-        self.states = states.detach().requires_grad_()
+        self._states, self.states = states, states.detach()
+        self._leaves: dict[tuple[int, int], Tensor] = {}
+        """The chunks handed out, by their first row and the one after their last: their states."""
+        self._gradient: Tensor | None = None
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         """Logits [m, V] of these rows' states [m, H]."""
@@ -77,7 +79,18 @@ class DetachedRows:
         for part in whole_blocks(self.block, rows):
             with torch.no_grad():
                 target = self.target_logits(part)
-            yield self.head(self.states[part], part), target, part
+            yield self.head(self.leaf(part), part), target, part
+            self._collect()
+
+    def leaf(self, part: slice) -> Tensor:
+        """These rows' states [m, H], which collect the chunk's gradient.
+
+        One leaf for a chunk: the gradient of a slice of one for all would be as long as all of them, in every chunk.
+        """
+        key = part.start, part.stop
+        if key not in self._leaves:
+            self._leaves[key] = self.states[part].detach().requires_grad_()
+        return self._leaves[key]
 
     def target_logits(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
@@ -97,9 +110,19 @@ class DetachedRows:
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return self.model.terms(self, rows, draft, target)
 
+    def _collect(self) -> None:
+        """Add the chunks' gradients to that of all rows.  Kept, one could hold on to the logits that it came from."""
+        for (start, stop), leaf in self._leaves.items():
+            if leaf.grad is not None:
+                if self._gradient is None:
+                    self._gradient = torch.zeros_like(self.states)
+                self._gradient[start:stop] += leaf.grad
+        self._leaves.clear()
+
     def backward(self) -> None:
-        if self.states.grad is not None:
-            self._states.backward(self.states.grad)
+        self._collect()
+        if self._gradient is not None:
+            self._states.backward(self._gradient)
 
 
 class SharedLabels(DetachedRows):

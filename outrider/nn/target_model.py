@@ -47,7 +47,7 @@ class TargetModel(DraftModel):
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         p = target.float().log_softmax(-1)
-        own = self.logits(rows.states[part][..., self.target.spec.hidden :]).float().log_softmax(-1)
+        own = self.logits(rows.leaf(part)[..., self.target.spec.hidden :]).float().log_softmax(-1)
         return {"ar": (p.exp() * (p - own)).sum(-1)}
 
     def trained_target(self) -> Target:

@@ -12,7 +12,7 @@ from outrider.data import conversations
 from outrider.data.answers import ANSWERS, Answer, read_answers
 from outrider.data.conversations import Conversation, Skipped
 from outrider.data.regenerate import as_asked
-from outrider.drafters import kinds
+from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
 from outrider.measure.config import Config as EvaluateConfig
@@ -58,6 +58,11 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
         if mode is not None:
             library(mode)
     _check_parts(settings.drafter, "drafter")
+    if settings.train is not None and settings.train.probe_every and trains_target(settings.drafter["kind"]):
+        raise ConfigError(
+            f"train.probe_every {settings.train.probe_every} keeps the best drafter, but {settings.drafter['kind']} "
+            "trains its target; set it to 0"
+        )
     drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)
     target = _sketch(settings)
     paper = OnPaper({})

@@ -40,6 +40,7 @@ from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
+from outrider.training.kept import chosen
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def of_run(settings: RunConfig) -> Evaluation:
     """The evaluation of a run file that has one: its baselines and its own drafter."""
     config, target = settings.evaluate, settings.target
     assert config is not None
-    checkpoint = settings.folder / "checkpoint" if settings.train is not None else None
+    checkpoint = chosen(settings.folder) if settings.train is not None else None
     own = settings.drafter.get("from", settings.drafter) if checkpoint is None else str(checkpoint)
     if checkpoint is not None and trains_target(settings.drafter["kind"]):
         target = target.model_copy(update={"name": str(target_folder(settings)), "revision": None})

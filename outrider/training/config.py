@@ -20,13 +20,16 @@ from outrider.errors import ConfigError
 from outrider.training import losses, rows
 from outrider.training.optimizers import Kind
 
+FREE = frozenset({"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience"})
+"""Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
+
 
 class Config(Base):
     """How a draft model is trained."""
 
     steps: PositiveInt | None = 10_000
-    """Training steps, each of `batch` texts.  If raised after a run has ended, training continues from its checkpoint;
-    see docs/training.md."""
+    """Training steps, each of `accumulate` times `batch` texts.  If raised after a run has ended, training continues
+    from its checkpoint; see docs/training.md."""
     epochs: PositiveFloat | None = None
     """Passes over the answers, in place of `steps`."""
     lr: PositiveFloat = 6e-4
@@ -36,7 +39,9 @@ class Config(Base):
     warmup: NonNegativeFloat = 0.04
     """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
     batch: PositiveInt = 8
-    """Texts per step."""
+    """Texts per batch."""
+    accumulate: PositiveInt = 1
+    """Batches per step, whose gradients are added up: a step of more texts than fit into memory at once."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights; `kl` is short for {kl: 1}."""
     extra: dict[str, float] = Field(default={})
@@ -51,6 +56,9 @@ class Config(Base):
     """In every step weights shrink by this share times the learning rate."""
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
+    skip: NonNegativeInt = 3
+    """Number of steps in a row whose loss or gradient may be not finite: they change nothing.  After one more the last
+    checkpoint's weights are taken again, once; 0 ends at the first."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
     fastest."""
@@ -58,6 +66,13 @@ class Config(Base):
     """Seed of weights, order of texts and draws."""
     save_every: PositiveInt = 500
     """Steps between two checkpoints."""
+    keep: NonNegativeInt = 2
+    """Number of earlier checkpoints kept in `checkpoints/step-N`, besides the newest in `checkpoint`."""
+    probe_every: NonNegativeInt = 0
+    """Steps between two measurements of acceptance on held-out answers and prompts, of which the best checkpoint is
+    kept and used; 0 measures at the end alone."""
+    patience: NonNegativeInt = 0
+    """Number of such measurements in a row without a better one, after which training ends; 0 goes on to the end."""
     log_every: PositiveInt = 20
     """Steps between two rows of metrics.jsonl."""
     held_out: NonNegativeInt = 32
@@ -87,6 +102,12 @@ class Config(Base):
         """`steps`, where `epochs` are resolved."""
         assert self.steps is not None
         return self.steps
+
+    @model_validator(mode="after")
+    def _patience_needs_probes(self) -> Config:
+        if self.patience and not self.probe_every:
+            raise ConfigError(f"train.patience {self.patience} counts measurements; set train.probe_every, in steps")
+        return self
 
     @model_validator(mode="after")
     def _select_needs_a_reference(self) -> Config:

@@ -82,7 +82,10 @@ def _logs(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(p: Tensor, q: Tensor) -> Tensor:
     """Forward KL, generalised, of log p and log q."""
-    beyond, probs = q == -torch.inf, p.exp()
+    probs = p.exp()
+    if bool(q.detach().amin() > -torch.inf):  # all can be drafted, and three more passes over [m, V] change nothing
+        return (probs * (p - q)).sum(-1)
+    beyond = q == -torch.inf
     inside = (probs * (p - q)).masked_fill(beyond, 0.0)
     return inside.sum(-1) + (probs * beyond).sum(-1)
 

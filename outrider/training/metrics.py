@@ -32,7 +32,8 @@ class Metrics:
             )
         # steps after the checkpoint will be trained, and written, again
         valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
-        self.is_probed = any("loss" not in row and row["step"] == step for _, row in valid)
+        self.probes = {row["step"]: row for _, row in valid if "loss" not in row}
+        """What probes found, by step."""
         try:
             if len(valid) < len(lines):
                 with replacing(self.path) as part:
@@ -59,6 +60,8 @@ class Metrics:
                 ) from error
 
     def write(self, values: Mapping[str, Any]) -> None:
+        if "loss" not in values:
+            self.probes[values["step"]] = dict(values)
         self.file.write(json.dumps(values).encode() + b"\n")
         try:
             self.file.flush()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.config import nearest
 from outrider.decoding.accept import overlap
-from outrider.errors import ConfigError, TrainingError
+from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel, Predictions
 from outrider.training import losses, rows
 from outrider.training.config import Config
@@ -38,30 +38,76 @@ class Joined(NamedTuple):
         return max(1, round(config.warmup * (config.last_step - self.step)))
 
 
+class Sums:
+    """What the batches of one step add up to: their gradients lie in the model, scaled as if the first were all."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+        self.weight = torch.zeros(())
+        """Weight of all rows: of the first batch, and of every batch so far.  On the device, read once a step."""
+        self.terms: dict[str, float] = {}
+        """The loss and its terms, weighted; not yet divided."""
+        self.shares, self.rows = torch.zeros(0), torch.zeros(0)
+        """By depth: the sum of sum(min(p, q)) over rows, and their number."""
+
+    @property
+    def scale(self) -> float:
+        """What the gradients must be multiplied by, so that each row of all batches weighs the same."""
+        return 1.0 if self.first is None else float(self.first / self.weight)
+
+    def add(self, weight: Tensor, terms: Mapping[str, float], shares: Tensor, rows: Tensor) -> None:
+        """A batch whose loss was divided by `self.first`, or by its own weight where it is the first."""
+        self.first, self.weight = weight if self.first is None else self.first, self.weight.to(weight.device) + weight
+        for name, term in terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + term
+        depths = max(len(self.shares), len(shares))
+        grown = [torch.cat([each, torch.zeros(depths - len(each))]) for each in (self.shares, shares, self.rows, rows)]
+        self.shares, self.rows = grown[0] + grown[1], grown[2] + grown[3]
+
+    def says(self) -> dict[str, Any]:
+        """Loss and terms, and where rows were counted acceptance by depth and mean overlap."""
+        scale = self.scale
+        found: dict[str, Any] = {name: term * scale for name, term in self.terms.items()}
+        if not len(self.rows):
+            return found
+        accepted = (self.shares / self.rows.clamp(min=1)).tolist()
+        expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(len(accepted)))
+        return found | {
+            "acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4),
+            "overlap": float(self.shares.sum() / self.rows.sum().clamp(min=1)),
+        }  # fmt: skip
+
+
 def optimise(
-    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_counted: bool,
+    model: DraftModel, optimizer: Optimizers, batches: Iterable[Batch], config: Config, step: int, is_counted: bool,
     reference: DraftModel | None = None, near: float = 0.0, joined: Joined | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One step of the optimiser.  Returns its loss, terms and, where counted, expected acceptance by depth.
+    """One step of the optimiser over these batches, one after the other, as if they were one.
 
+    Returns the loss, its terms and, where counted, expected acceptance by depth; `bad` and nothing done where the loss
+    or the gradient is not finite.
     near: mean overlap of draft and target when it was last measured.
     """
     lr = config.lr * rate(step, config, joined)
     model.progress = step / config.last_step
     optimizer.zero_grad()
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-        noise = torch.get_rng_state()
-        predictions = model.predict(batch)
-        chosen = None if reference is None else select(predictions, reference, batch, config, noise, near)
-        found = accumulate(predictions, config, is_counted, chosen, near)
-    predictions.backward()
+    sums = Sums()
+    for batch in batches:
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            noise = torch.get_rng_state()
+            predictions = model.predict(batch)
+            chosen = None if reference is None else select(predictions, reference, batch, config, noise, near)
+            accumulate(predictions, config, is_counted, chosen, near, sums)
+        predictions.backward()
+    found, scale = sums.says(), sums.scale
+    if scale != 1:
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad *= scale
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
-        raise TrainingError(
-            f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
-            f"{first_bad(model, batch)}. The last checkpoint is intact; lower train.lr (now {config.lr}) or look at "
-            f"that tensor"
-        )
+        what = f"the loss is {found['loss']}, the gradient's norm {float(norm)}"
+        return found | {"bad": f"{what}; first bad tensor: {first_bad(model, batch)}"}
     optimizer.step(lr)
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
@@ -84,21 +130,25 @@ def select(
 
 
 def accumulate(
-    predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0
-) -> dict[str, Any]:
+    predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0,
+    sums: Sums | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms,
     acceptance by depth and mean overlap.
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
+    sums: of the step's batches before this one; gets this one's, and what is returned is over all of them.
     """
+    sums = Sums() if sums is None else sums
     learnt = predictions.weight > 0 if chosen is None else chosen
     # D-PACE needs a row's logits for its weight, so its blocks are counted, not weighed
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
-    total = weights.sum().clamp(min=1e-9)
-    sums: dict[str, float] = {"loss": 0.0}
+    own = weights.sum().clamp(min=1e-9)
+    total = own if sums.first is None else sums.first
+    terms_at: dict[str, float] = {"loss": 0.0}
     whole = torch.zeros((), dtype=torch.float64, device=total.device)
-    depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
+    depths = int(predictions.depth.max()) + 1 if len(predictions.depth) and is_counted else 0
     shares, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(chunk_size(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
@@ -109,21 +159,15 @@ def accumulate(
         whole += loss.detach()  # read once, after all chunks: a device that is asked for each waits for each
         if is_counted:
             for name, term in terms.items():
-                sums[name] = sums.get(name, 0.0) + float((weight * term.detach()).sum())
+                terms_at[name] = terms_at.get(name, 0.0) + float((weight * term.detach()).sum())
             share = overlap(target.float().softmax(-1), draft.detach().float().softmax(-1)).cpu()
-            own = (predictions.weight[part] > 0).cpu()
-            depth = predictions.depth[part].cpu()[own]
-            shares.index_add_(0, depth, share[own])
+            is_own = (predictions.weight[part] > 0).cpu()
+            depth = predictions.depth[part].cpu()[is_own]
+            shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
-    sums["loss"] = whole.item()
-    if not is_counted:
-        return sums
-    accepted = (shares / rows_at.clamp(min=1)).tolist()
-    expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
-    return sums | {
-        "acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4),
-        "overlap": float(shares.sum() / rows_at.sum().clamp(min=1)),
-    }  # fmt: skip
+    terms_at["loss"] = whole.item()
+    sums.add(own, terms_at, shares, rows_at)
+    return sums.says()
 
 
 def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:

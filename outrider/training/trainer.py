@@ -14,25 +14,30 @@ import torch
 from outrider import checkpoint, machine
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
-from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
-from outrider.training.config import Config
+from outrider.training.config import FREE, Config
+from outrider.training.guard import Guard
+from outrider.training.kept import Probe, Probes, chosen, keep
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack, unpack
 from outrider.training.step import Joined, optimise, rate
+from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """Steps between two measurements of the mean overlap, for losses that depend on it."""
+RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored")
+"""Facts of a training that go on after a stop."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
-Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 
 def with_steps(config: Config, source: FeatureSource) -> Config:
     """`config` with its epochs as steps."""
     if config.epochs is None:
         return config
-    return config.model_copy(update={"steps": math.ceil(config.epochs * source.steps_per_pass), "epochs": None})
+    steps = math.ceil(config.epochs * source.steps_per_pass / config.accumulate)
+    return config.model_copy(update={"steps": steps, "epochs": None})
 
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
@@ -50,15 +55,17 @@ def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
     probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None,
 ) -> Path:  # fmt: skip
-    """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
+    """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
+    `config.probe_every` asks for one, else the newest's.
 
     Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
-    folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
+    folder: gets `checkpoint/`, `checkpoints/` and `metrics.jsonl`.  probe: measures the model at the end, and every
+    `config.probe_every` steps, into the metrics.
     reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
     and starts from; other models begin with what `DraftModel.begin` gives them.
-    Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains
-    there; no good checkpoint is overwritten.
-    KeyboardInterrupt: the current step is finished and saved first.
+    Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
+    another process trains there; no good checkpoint is overwritten.
+    KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
     _check(model, config, folder, reference)
@@ -78,36 +85,59 @@ def train(
         if not facts["step"] and origin is None:
             model.begin(source.counts)
         joined = _joined(facts)
-        first, before, began = facts["step"], facts["seconds"], time.monotonic()
+        before, began = facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
         with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
+            probes, guard = Probes(probe, config, folder, metrics), Guard(config.skip, place, model, optimizer)
             while facts["step"] < config.last_step:
+                if probes.is_due(facts["step"]):
+                    probes.look(model, facts["step"])
+                if probes.is_over:
+                    break
                 is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
-                batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
+                batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
                 found = optimise(
-                    model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near, joined
+                    model, optimizer, batches, config, facts["step"], is_logged or looks, reference, near, joined
                 )
                 facts["step"] += 1
-                if looks:
+                guard.meet(found, facts)
+                if looks and "bad" not in found:
                     facts["overlap"] = found["overlap"]
-                facts["tokens"] += int((batch.documents > 0).sum())
-                if is_logged:
+                facts["tokens"] += batches.tokens
+                if is_logged and "bad" not in found:
                     taken = {"seconds": round(seconds(), 2), "tokens": facts["tokens"]}
                     metrics.write({"step": facts["step"], **found, **taken})
                 if on_step is not None:
                     on_step(facts["step"], found)
                 stops = asked_to_stop()
-                if stops or facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
+                is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
+                if stops or is_saved or probes.is_due(facts["step"]):
                     facts["seconds"] = round(seconds(), 3)
+                    if is_saved and (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+                        keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
                     _save(place, model, optimizer, facts, given)
                 if stops:
                     raise KeyboardInterrupt
-            if probe is not None and not (metrics.is_probed and facts["step"] == first):
-                metrics.write({"step": facts["step"], **probe(model.eval())})
+            probes.look(model, facts["step"])
     model.eval()
-    return place
+    return chosen(folder)
+
+
+class _Batches:
+    """The batches of one step, each made when it is asked for."""
+
+    def __init__(self, source: FeatureSource, config: Config, step: int):
+        self.source, self.numbers = source, range(step * config.accumulate, (step + 1) * config.accumulate)
+        self.tokens = 0
+        """Of texts, so far."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in self.numbers:
+            batch = self.source.batch(number)
+            self.tokens += int((batch.documents > 0).sum())
+            yield batch
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
@@ -136,6 +166,11 @@ def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
 ) -> None:  # fmt: skip
     """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
+    if lost := not_finite(weights_of(model)):
+        raise TrainingError(
+            f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
+            f"intact; lower train.lr (now {facts['config']['lr']})"
+        )
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
@@ -148,11 +183,9 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    # these change what is written, not what is learnt; another number of steps goes on along another curve
-    free = {"save_every", "log_every", "calibrate", "steps", "epochs"}
     mine = {
         "drafter": model.config.model_dump(mode="json"),
-        "train": {key: settings[key] for key in settings.keys() - free},
+        "train": {key: settings[key] for key in settings.keys() - FREE},
     }
     own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
     config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
@@ -179,9 +212,7 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     before = {"ngram_hashes": [None]} | manifest["training"]
     if settings["steps"] != trained["steps"] and step < settings["steps"]:
         before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}
-    return {
-        key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before
-    }
+    return {key: before[key] for key in RESUMED if key in before}
 
 
 def joining(config: Config, folder: str | Path) -> str:
@@ -225,7 +256,7 @@ def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]
 
 @contextmanager
 def _finish_the_step() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks for a stop after the current step; a second one stops at once."""
+    """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once."""
     asked: list[bool] = []
 
     def ask(number: int, frame: Any) -> None:
@@ -233,11 +264,12 @@ def _finish_the_step() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked.append(True)
 
-    before = None
-    with suppress(ValueError):  # not the main thread: there Ctrl-C never arrives
-        before = signal.signal(signal.SIGINT, ask)
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread: there no signal arrives
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
     try:
         yield lambda: bool(asked)
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

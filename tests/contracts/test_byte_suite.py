@@ -6,14 +6,14 @@ Its tests are those of the other files; what they ask for is made here.
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from byte_targets import SIZES, byte_model
 from conftest import OF_BYTES, Case, batch_of, train
 from contracts import test_exactness, test_restarts, test_slots, test_threads
+from contracts.again import of_cases
 from contracts.test_slots import few_objects  # noqa: F401  (a fixture)
 from contracts.test_threads import eager_switches  # noqa: F401  (a fixture)
 from sampling import test_prefix
@@ -65,21 +65,8 @@ def drafter_of(workshop, target, prompts, plain) -> Callable[[Case], Drafter]:
     return made
 
 
-def of_cases(module: types.ModuleType, left_out: tuple[str, ...] = ()) -> Iterator[tuple[str, Callable[..., None]]]:
-    """The module's tests of every drafter, for these cases."""
-    for name, test in vars(module).items():
-        marks = getattr(test, "pytestmark", [])
-        if not any(mark.name == "parametrize" and mark.args[0] == "case" for mark in marks) or name in left_out:
-            continue
-        again = types.FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
-        others = [mark for mark in marks if mark.name != "parametrize" or mark.args[0] != "case"]
-        again.pytestmark = [*others, pytest.mark.parametrize("case", CASES, ids=str).mark]
-        again.__doc__ = test.__doc__
-        yield name, again
-
-
 for file in (test_exactness, test_slots, test_restarts, test_threads, test_prefix, test_prefixes):
-    globals().update(of_cases(file))
+    globals().update(of_cases(file, CASES))
 
 
 def test_tests_were_found():

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import DEVICE, Case, Plain, Workshop, scaled, tiny_model, trained_drafters
+from conftest import DEVICE, Case, Plain, Workshop, cases, scaled, tiny_model, trained_drafters
+from contracts import test_exactness
+from contracts.again import of_cases
 from contracts.test_exactness import (  # noqa: F401  the laws, over the fixtures of this file
     oracle,
     test_a_tree_ends_inside_its_block,
     test_a_tree_whose_path_is_no_prefix,
-    test_one_prompt_alone,
-    test_slots_are_used_again_in_mid_flight,
 )
 from contracts.test_hostile import test_greedy_output_never_changes  # noqa: F401
 
@@ -24,6 +24,15 @@ from outrider.targets.load import load_target
 
 NEED_ONE_MODEL = ("gemma4_assistant", "layer_skip")
 """Kinds that read one model's keys or cut down its layers; see `targets/test_ensemble_target.py`."""
+
+FAST = ("ngram", "small_model", "eagle3", "dspark", "pipeline")
+"""Kinds that are tried in `make test`: one without weights, a model, features, a block, stages."""
+KINDS = [
+    pytest.param(case, marks=[] if case.kind in FAST and not case.is_variant else [pytest.mark.slow], id=str(case))
+    for case in cases()
+]
+LAWS = ("test_one_prompt_alone", "test_slots_are_used_again_in_mid_flight")
+globals().update((name, test) for name, test in of_cases(test_exactness, KINDS) if name in LAWS)
 
 
 def members(**sizes: object) -> EnsembleTarget:

@@ -163,7 +163,7 @@ def test_the_reference_sees_the_same_rows_and_is_not_trained(talker: Transformer
     after = []
     for of in (reference, None):
         torch.manual_seed(5)
-        optimise(make_model(talker), Optimizers(model, "adamw", 261, 0.0), batch, config, 0, False, of)
+        optimise(make_model(talker), Optimizers(model, "adamw", 261, 0.0), [batch], config, 0, False, of)
         after.append(torch.rand(3))
     torch.testing.assert_close(after[0], after[1])
     assert all(

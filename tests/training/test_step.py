@@ -11,7 +11,8 @@ import torch
 
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
-from outrider.training.step import CHUNK_ELEMENTS, accumulate
+from outrider.training.optimizers import Optimizers
+from outrider.training.step import CHUNK_ELEMENTS, accumulate, optimise
 from training.bench import KINDS, make_model, make_source
 
 BOUNDED = """
@@ -86,7 +87,7 @@ def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: Transfo
         torch.manual_seed(2)
         rows = model.predict(make_source(talker).batch(0))
         if is_plain:
-            rows.states = rows._states
+            rows.leaf = lambda part, states=rows._states: states[part]
             ((draft, target, part),) = rows.chunks(10**9)
             p, q = target.log_softmax(-1), draft.log_softmax(-1)
             terms = (p.exp() * (p - q)).sum(-1) + sum(0.5 * term for term in rows.extra(part, draft, target).values())
@@ -123,3 +124,29 @@ def test_memory_stays_bounded_at_a_large_vocabulary() -> None:
     whole, grown = map(float, done.stdout.split())
     assert whole > 1500
     assert grown < 900
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_batches_of_a_step_are_one(kind: str, talker: TransformersTarget) -> None:
+    """Catches batches that weigh the same although their rows differ in number, and a gradient that is not added up."""
+    config = TrainConfig(loss={"kl": 1.0}, lr=1e-12, clip=1e9, batch=2, steps=100, dtype="float32", accumulate=3)
+    source, alone, whole = make_source(talker), make_model(talker, kind).double(), make_model(talker, kind).double()
+    torch.manual_seed(2)
+    wanted = {name: torch.zeros_like(weight) for name, weight in alone.named_parameters()}
+    loss = total = 0.0
+    for number in range(3):
+        rows = alone.predict(source.batch(number))
+        alone.zero_grad()
+        own = float(rows.weight.sum())
+        loss, total = loss + own * accumulate(rows, config)["loss"], total + own
+        rows.backward()
+        for name, weight in alone.named_parameters():
+            wanted[name] += own * weight.grad
+    torch.manual_seed(2)
+    batches = [source.batch(number) for number in range(3)]
+    found = optimise(whole, Optimizers(whole, "adamw", 261, 0.0), batches, config, 0, True)
+    assert found["loss"] == pytest.approx(loss / total, rel=1e-5)
+    assert len({int(batch.loss_mask.sum()) for batch in batches}) > 1
+    for name, weight in whole.named_parameters():
+        scale = float(wanted[name].abs().max()) / total
+        torch.testing.assert_close(weight.grad, wanted[name] / total, rtol=1e-4, atol=1e-5 * scale, msg=name)

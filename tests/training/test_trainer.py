@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import itertools
 import json
 import os
@@ -46,8 +47,8 @@ def stopper(at: int, stop: Callable[[], None]) -> Callable[[int, Mapping[str, An
     return on_step
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 def crash() -> None:
@@ -96,15 +97,16 @@ def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_training_stopped_by_ctrl_c_goes_on_bit_for_bit(
-    kind: str, at: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(("at", "number"), [(1, signal.SIGINT), (3, signal.SIGTERM), (5, signal.SIGINT)])
+def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(
+    kind: str, at: int, number: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Catches a moment, a random state, a step or a line of metrics that is lost; the second model starts elsewhere."""
-    before = signal.getsignal(signal.SIGINT)
+    """Catches a moment, a random state, a step or a line of metrics that is lost; the second model starts elsewhere.
+    SIGTERM is what a scheduler sends."""
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, kind, on_step=stopper(at, interrupt))
-    assert signal.getsignal(signal.SIGINT) is before
+        fit(tmp_path, talker, kind, on_step=stopper(at, functools.partial(interrupt, number)))
+    assert signal.getsignal(number) is before
     assert step_of(tmp_path) == at
     torch.manual_seed(99)
     seen: list[int] = []
@@ -363,10 +365,10 @@ def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(
 ) -> None:
     """Catches a NaN that is trained on, blamed on another tensor, or saved over the last good weights."""
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt))
+        fit(tmp_path, talker, on_step=stopper(3, interrupt), skip=0)
     before = written(tmp_path)
     with pytest.raises(TrainingError, match=rf"^step 4: .*first bad tensor: batch\.{name} \(\d, .*train\.lr"):
-        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3))
+        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3), skip=0)
     assert written(tmp_path) == before
 
 
@@ -387,10 +389,60 @@ def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(
                 model.get_parameter(at).flatten()[0] = float("nan")
 
     with pytest.raises(TrainingError, match=f"^step 4: .*first bad tensor: weight {at} "):
-        train(model, make_source(talker), Config(**SETTINGS), tmp_path, on_step=spoil)
+        train(model, make_source(talker), Config(**SETTINGS, skip=0), tmp_path, on_step=spoil)
     assert seen == [1, 2, 3]
     assert step_of(tmp_path) == 2
     assert written(tmp_path) == kept
+
+
+def test_bad_batches_are_skipped_and_change_nothing(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a bad batch that moves weights or moments, and a run that is stopped among them and goes on otherwise."""
+
+    class Spoilt(Planted):
+        def batch(self, step: int) -> Batch:
+            return super().batch(step) if step in (2, 3) else self.source.batch(step)
+
+    source = lambda: Spoilt(make_source(talker), "taps", float("nan"), 0)
+    seen: list[dict[str, Any]] = []
+    fit(tmp_path / "whole", talker, source=source(), on_step=lambda step, found: seen.append(dict(found)))
+    assert [number for number, found in enumerate(seen) if "bad" in found] == [2, 3]
+    assert "step 3: the loss is nan" in caplog.text and "the step is skipped" in caplog.text
+    assert [row["step"] for row in metrics(tmp_path / "whole")] == [1, 2, 5, 6]
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "stopped", talker, source=source(), on_step=stopper(3, interrupt))
+    fit(tmp_path / "stopped", talker, source=source())
+    same_training(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a training that goes on with bad weights, writes them, or starts again from the last checkpoint for
+    ever."""
+    model, spoilt = make_model(talker), [3]
+
+    def spoil(step: int, found: Mapping[str, Any]) -> None:
+        if step in spoilt:
+            with torch.no_grad():
+                model.get_parameter("backbone.fc.weight").flatten()[0] = float("nan")
+
+    settings = Config(**SETTINGS | {"steps": 12, "save_every": 1, "skip": 2})
+    with pytest.raises(TrainingError, match="step 3: backbone.fc.weight is not finite, so no checkpoint is written"):
+        train(model, make_source(talker), settings, tmp_path / "saved", on_step=spoil)
+    assert step_of(tmp_path / "saved") == 2
+    model, settings = make_model(talker), Config(**SETTINGS | {"steps": 12, "save_every": 50, "skip": 2})
+    with pytest.raises(KeyboardInterrupt):
+        train(model, make_source(talker), settings, tmp_path, on_step=stopper(2, interrupt))
+    train(model := make_model(talker), make_source(talker), settings, tmp_path, on_step=spoil)
+    assert "step 6: " in caplog.text and "the weights of the last checkpoint are taken again" in caplog.text
+    assert step_of(tmp_path) == 12
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=stopper(2, interrupt))
+    spoilt += range(4, 99)
+    with pytest.raises(TrainingError, match=r"^step 9: .*weight backbone.fc.weight .*The last checkpoint is intact"):
+        train(model := make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=spoil)
 
 
 def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> None:
@@ -427,7 +479,7 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
     with pytest.raises(TrainingError, match=r"(?i)the disk is full.*free some space and run again"):
         fit(tmp_path, talker)
     assert step_of(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint", "checkpoints"]
     fit(tmp_path, talker, seed=99)
     same_training(tmp_path, whole("vanilla"))
 
