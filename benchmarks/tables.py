@@ -513,6 +513,30 @@ def quantised(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 3)), _promises(found)])
 
 
+def features(found: dict[str, Any]) -> str:
+    reading = {row["way"]: row for row in found["reading"]}
+    lost = {row["way"]: row for row in found["training"]["ways"]}
+
+    def line(row: dict[str, Any]) -> list[str]:
+        read, less = reading.get(row["way"]), lost.get(row["way"])
+        return [
+            row["way"], f"{row['bytes_per_token']:,.0f}", f"{row['times_less_than_public']:.1f}",
+            *(f"{read[dtype]:,.0f}" if read else "–" for dtype in ("bfloat16", "float32")),
+            f"{100 * less['lost']:.2f} ± {100 * (less['lost_error'] or 0):.2f}" if less else "–",
+        ]  # fmt: skip
+
+    heads = ["stored as", "bytes a token", "times less than 30,726", "read, MB/s of bfloat16", "of float32", "lost, %"]
+    one, each = found["writing"], found["training"]["rows"][0]
+    said = (
+        f"Writing {one['tokens']:,} tokens of the demo target: passes {one['passes_s']:.1f} s, encoding and writing "
+        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. Trained for "
+        f"{found['training']['steps']} steps; lost over {each['positions']:,} held-out positions, {each['rows']:,} "
+        "rows."
+    )
+    table = _table(heads, [line(row) for row in found["sizes"]], slice(1, 6))
+    return "\n\n".join([_machine(found), table, said, _promises(found)])
+
+
 def gate(found: dict[str, Any]) -> str:
     lines = [
         [name, str(case["times"]), str(case["stopped"]), str(case["warned"]),
@@ -860,7 +884,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
-    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
+    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""

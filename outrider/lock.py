@@ -28,6 +28,14 @@ def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[
         os.close(handle)
 
 
+def _is_there(path: Path, handle: int) -> bool:
+    """Whether the path still names the open file, which another may have removed before it was locked."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
 def _acquired(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,3 +45,25 @@ def _acquired(handle: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
     return True
+
+
+class Claim:
+    """A piece of work that one process at a time does; it ends with its process, even a killed one."""
+
+    def __init__(self, path: Path, handle: int):
+        """Use `take`."""
+        self._path, self._handle = path, handle
+
+    @classmethod
+    def take(cls, path: Path) -> Claim | None:
+        """Claim the work that the file `path` stands for; None where another has it."""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if _acquired(handle) and _is_there(path, handle):
+            return cls(path, handle)
+        os.close(handle)
+        return None
+
+    def release(self) -> None:
+        """Give it back; the file is removed."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._handle)

@@ -29,7 +29,8 @@ def lint(path: Path) -> int:
     return lint_imports(config_filename=str(path), no_cache=True, verbose=False)
 
 
-COMES_WITH = {"markupsafe": "jinja2", "tokenizers": "transformers", "starlette": "fastapi", "pydantic_core": "pydantic"}
+COMES_WITH = {"markupsafe": "jinja2", "tokenizers": "transformers", "starlette": "fastapi", "pydantic_core": "pydantic",
+              "fsspec": "datasets"}  # fmt: skip
 """Another's part, which is there where the other is."""
 OPTIONAL = {"lm_eval": ("gate/harness.py", "gate/language_model.py")}
 """The only files that need an extra; only the verb that the extra is for loads them."""

@@ -74,6 +74,9 @@ class Printer(Reporter):
         match result:
             case events.Prepared():
                 _say_prepared(result, took)
+            case events.Stored():
+                each = result.size_bytes / result.tokens
+                say(f"          {sized(result.size_bytes)}, {each:,.0f} bytes a token, {took}; in {result.folder}")
             case events.Trained():
                 _say_trained(result, took)
             case events.Calibrated(_, calibration):
@@ -144,13 +147,20 @@ def _planned(plan: Plan) -> str:
                 f"at most {counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
                 + (f"; not used: {_reasons(plan.dropped)}" if plan.dropped else "")
             )
+        case events.Storing():
+            return (
+                f"features  {plan.total} shards of {counted(plan.tokens)} tokens, {plan.done} written before; about "
+                f"{sized(plan.size_bytes)} in {plan.folder}, {sized(plan.free_bytes)} free"
+            )
         case events.TrainingPlan(model=model, source=source):
-            weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
-            features = f"in {sized(source.bytes)} of memory" if source.is_cached else "live"
+            weights = sum(weight.numel() for weight in model.parameters())
+            passes = plan.total * plan.accumulate / source.steps_per_pass
+            features = f"in {sized(source.bytes)} of memory" if source.is_cached else source.place
             return (
                 f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} "
-                f"steps of {source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; "
-                f"features {features}, 0 bytes of disk; checkpoint {sized(12 * weights)}"
+                f"steps of {source.size * plan.accumulate} texts, {passes:.1f} passes over "
+                f"{counted(source.manifest.tokens)} tokens; "
+                f"features {features}, {sized(source.disk_bytes)} of disk; checkpoint {sized(12 * weights)}"
             )
         case events.Calibrating():
             return (

@@ -184,11 +184,13 @@ def hold_out(
     Which ones depends on the prompts alone: most of them stay the same when more answers come.
     openings: conversations that begin alike are on one side.
     """
-    is_stored = isinstance(answers, StoredAnswers)
-    hashes = answers.hashes if is_stored else np.array([_number(answer) for answer in answers], np.uint64)
+    if isinstance(answers, StoredAnswers):
+        hashes = answers.hashes
+    else:
+        hashes = np.array([_number(answer) for answer in answers], np.uint64)
     groups = hashes if openings is None else openings.of(hashes)
     is_out = held_out(hashes, groups, min(count, len(answers) // 16))
-    if is_stored:
+    if isinstance(answers, StoredAnswers):
         return answers.select(~is_out), answers.select(is_out)
     both = list(zip(answers, is_out, strict=True))
     return [one for one, is_held in both if not is_held], [one for one, is_held in both if is_held]

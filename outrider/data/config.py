@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from outrider.config import Config as Base
+from outrider.errors import ConfigError
 from outrider.hub import is_local
 
 LIBRARY = "stdlib:train"
@@ -110,11 +111,36 @@ class Config(Base):
     """Longest wait for one answer, in seconds."""
     patience_s: PositiveFloat = 600
     """Seconds for which no server answers until the run stops."""
+    features: Literal["live", "cached", "engine"] = "live"
+    """Where training takes the target's states from: passes beside it, files that `outrider prepare` writes, or files
+    written by a vLLM server; see docs/features.md."""
+    feature_folder: str | None = None
+    """Where these files are; a folder or an fsspec URL, which is only read.  `features` in the answers' folder unless
+    given."""
+    feature_server: str | None = None
+    """URL of the vLLM server that computes states, for `features: engine`."""
+    feature_encoding: Literal["bf16", "fp8", "int8", "int4"] = "int8"
+    """How states are stored; int8 takes half of bf16's bytes, int4 a quarter."""
+    top_logprobs: NonNegativeInt = 0
+    """Number of likeliest tokens stored per token in place of its final hidden state; 0 stores the state."""
+    rotate: NonNegativeInt = 0
+    """Number of coordinates that a token's taps are rotated to; 0 stores the taps."""
+    shard_tokens: PositiveInt = 16_384
+    """Tokens of one file of states."""
+    recheck_every: NonNegativeInt = 256
+    """Texts between two whose stored states are compared with a pass of the target; 0 compares none."""
 
     @field_validator("thinking", mode="before")
     @classmethod
     def _in_words(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # YAML's on and off
+
+    @model_validator(mode="after")
+    def _an_engine_has_a_server(self) -> "Config":
+        if (self.features == "engine") != (self.feature_server is not None):
+            given = f"prepare.features {self.features} and prepare.feature_server {self.feature_server}"
+            raise ConfigError(f"{given} don't belong together; set features to engine and name its server, or neither")
+        return self
 
     @model_validator(mode="after")
     def _has_one_list(self) -> "Config":

@@ -5,7 +5,7 @@ A crash loses only unfinished answers, and none is written twice; a torn last li
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ WAVE = 4096
 
 
 def prepare(
-    target: Target, tokenizer: Any, conversations: Collection[Conversation], folder: str | Path, config: Config,
+    target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
     drafter: Drafter | None = None, on_answer: OnAnswer | None = None, skipped: Skipped | None = None,
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
-    conversations: read several times, and never held as a whole.
+    conversations: read several times (a list, or a `sources.Selection`), and never held as a whole.
     drafter: changes the speed, not the text.
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.

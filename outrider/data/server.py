@@ -184,6 +184,8 @@ class Server:
         settings = question.settings | dict(way) | {"model": self.model}
         if self._config.ask == "tokens":
             return (await self._client.complete(question.request.prompt, **settings)).raw
+        if (thinking := self._config.enable_thinking) is not None:
+            settings["chat_template_kwargs"] = {"enable_thinking": thinking}
         return (await self._client.chat(question.messages, **settings)).raw
 
     @property

@@ -284,7 +284,7 @@ class BlockRows(DetachedRows):
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
         """[M], the token before each row's label."""
         rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(at)).flatten(0, 1))
-        super().__init__(model, states.flatten(0, 2), batch.hidden, rows)
+        super().__init__(model, states.flatten(0, 2), batch.final, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         return self.model.taught(*self.whole(states, rows)).flatten(0, 1)

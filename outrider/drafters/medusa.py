@@ -253,7 +253,7 @@ class Rows(SharedLabels):
         heads, device = model.config.heads, batch.tokens.device
         live, labels_at, rows = rollouts(batch, heads, model.config.anchors, 0.8)
         text, before = live.nonzero().unbind(-1)
-        super().__init__(model, batch.hidden[text, before], batch.hidden, rows)
+        super().__init__(model, batch.hidden[text, before], batch.final, rows)
         self._before = batch.tokens[text[:, None], labels_at - 1]
         """[P, K], the anchor and the tokens after it, of which head k may read the first k + 1."""
         self.hits = torch.zeros(heads, model.accuracies.shape[1] + 1, device=device)

@@ -186,7 +186,7 @@ class Rows(DetachedRows):
             depth,
             b * drawn.at.shape[1] + a,
         )
-        super().__init__(model, states[b, rows.of[b, a, depth]], batch.hidden, labelled)
+        super().__init__(model, states[b, rows.of[b, a, depth]], batch.final, labelled)
 
 
 def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:

@@ -202,4 +202,4 @@ class Rows(DetachedRows):
         row = torch.arange(len(states), device=states.device)
         text, weight = row // drawn.at.shape[1], drawn.learnt.flatten().to(states.dtype)
         rows = Labelled.of(batch, text, drawn.labels_at.flatten(), weight, (fill - 1).flatten(), row)
-        super().__init__(model, states, batch.hidden, rows)
+        super().__init__(model, states, batch.final, rows)

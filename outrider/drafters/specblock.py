@@ -372,7 +372,7 @@ class Rows(SharedLabels):
         labels_at = drawn.labels_at[..., depths][where]
         block = (text * drawn.at.shape[1] + pair) * config.blocks + number
         rows = Labelled.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
-        super().__init__(model, states[where], batch.hidden, rows)
+        super().__init__(model, states[where], batch.final, rows)
         is_right, self.ranks = self._looked_at()
         right = torch.ones_like(learnt)
         right[where] = is_right

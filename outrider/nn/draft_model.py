@@ -21,6 +21,7 @@ from outrider.config import Config as Base
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Scores
 from outrider.errors import DrafterError
+from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target, TargetSpec
 
 
@@ -37,7 +38,14 @@ class Batch:
     taps: Tensor
     """[B, S, T, H]."""
     hidden: Tensor
-    """[B, S, H] after the target's final norm."""
+    """[B, S, H] after the target's final norm; [B, S, 0] where `top` stands in for it."""
+    top: TopLogprobs | None = None
+    """The target's likeliest tokens, where a cache has them in place of hidden states."""
+
+    @property
+    def final(self) -> Tensor | TopLogprobs:
+        """What the target's distribution is computed from."""
+        return self.hidden if self.top is None else self.top
 
 
 @dataclass(frozen=True, slots=True)

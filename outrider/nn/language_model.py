@@ -88,4 +88,4 @@ class TokenRows(DetachedRows):
         text, at = follows.nonzero(as_tuple=True)
         every = torch.arange(len(at), device=at.device)
         rows = Labelled.of(batch, text, at + 1, torch.ones_like(every, dtype=torch.float), 0 * every, every)
-        super().__init__(model, model.read(batch.tokens, documents)[text, at], batch.hidden, rows)
+        super().__init__(model, model.read(batch.tokens, documents)[text, at], batch.final, rows)

@@ -269,7 +269,7 @@ class UnrolledRows(SharedLabels):
             else torch.arange(live.shape[1], device=live.device).expand_as(live)
         )
         states = unrolled(model, batch, features, at, model.guide(batch, at))[live.gather(1, at)]
-        super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
+        super().__init__(model, states.flatten(0, 1), batch.final, rows)
 
 
 def foremost(live: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.nn.draft_model import Batch, drawn, labelled
+from outrider.nn.top_logprobs import TopLogprobs
 
 
 class Labelled(NamedTuple):
@@ -60,11 +61,11 @@ def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple
 class DetachedRows:
     """`Predictions` of states [M, H], which the model's own `logits` turns into logits."""
 
-    def __init__(self, model: Any, states: Tensor, hidden: Tensor, rows: Labelled):
-        """hidden [..., H]: the target's, of which `rows.hidden_at` counts."""
+    def __init__(self, model: Any, states: Tensor, final: Tensor | TopLogprobs, rows: Labelled):
+        """final: the target's hidden states [..., H], or its likeliest tokens, of which `rows.hidden_at` counts."""
         self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
-        self._hidden = hidden.flatten(0, -2)
+        self._final = final.flat() if isinstance(final, TopLogprobs) else final.flatten(0, -2)
         self._states, self.states = states, states.detach()
         self._leaves: dict[tuple[int, int], Tensor] = {}
         """The chunks handed out, by their first row and the one after their last: their states."""
@@ -93,11 +94,18 @@ class DetachedRows:
 
     def target_logits(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
-        return self.target.head(self.hidden(part))
+        return self._logits_of(self._hidden_at[part])
+
+    def _logits_of(self, at: Tensor) -> Tensor:
+        """The target's logits [m, V] of its final states of these numbers."""
+        if isinstance(self._final, TopLogprobs):
+            return self._final.logits(at, self.vocabulary)
+        return self.target.head(self._final[at])
 
     def hidden(self, part: slice) -> Tensor:
         """The target's hidden states [m, H] that predict these rows' labels."""
-        return self._hidden[self._hidden_at[part]]
+        assert isinstance(self._final, Tensor)
+        return self._final[self._hidden_at[part]]
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return self.model.terms(self, rows, draft, target)
@@ -122,7 +130,7 @@ class SharedLabels(DetachedRows):
 
     def target_logits(self, part: slice) -> Tensor:
         which, back = self._hidden_at[part].unique(return_inverse=True)
-        return self.target.head(self._hidden[which])[back]
+        return self._logits_of(which)[back]
 
 
 def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:

@@ -123,4 +123,4 @@ class Rows(DetachedRows):
         label = drawn.labels_at[b, a, depth]
         weight, number = torch.ones(len(b), device=b.device), b * drawn.at.shape[1] + a
         both = torch.cat([states[b, length + a * block + depth], states[b, label - 1]], -1)
-        super().__init__(model, both, batch.hidden, Labelled.of(batch, b, label, weight, depth, number))
+        super().__init__(model, both, batch.final, Labelled.of(batch, b, label, weight, depth, number))

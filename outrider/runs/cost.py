@@ -7,7 +7,6 @@ its states are stored.  engine: an engine that has the target reads them once, e
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +14,15 @@ from typing import NamedTuple
 import torch
 
 from outrider import machine
+from outrider.data import encodings
 from outrider.data.corpus import tokenizer_of
 from outrider.errors import TargetError
 from outrider.runs.checks import Inputs
 from outrider.runs.file import RunConfig
 from outrider.targets.load import default_device
 
-ENCODINGS: Mapping[str, float] = {"bf16": 2, "int8": 1, "int4": 0.5}
-"""Bytes of a number."""
-SCALES: Mapping[str, float] = {"bf16": 0, "int8": 2, "int4": 2 / 64}
-"""Bytes of scales: for each state of int8, and for each number of int4, which come in groups of 64."""
+KINDS: tuple[encodings.Kind, ...] = ("bf16", "fp8", "int8", "int4")
+"""Encodings of stored states."""
 ID_BYTES = 6
 """A token's id, and its share of the spans that train."""
 PASSES_LIVE = 1.5
@@ -68,11 +66,11 @@ def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
     return Tokens(given, inputs.asked.most_tokens if config.regenerate else 0)
 
 
-def bytes_per_token(taps: int, hidden: int, encoding: str) -> float:
-    """What a cached token takes: its tapped states and its final one, their scales, its id."""
-    states = taps + 1
-    scales = SCALES[encoding] * states * (hidden if encoding == "int4" else 1)
-    return states * hidden * ENCODINGS[encoding] + scales + ID_BYTES
+def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -> float:
+    """What a stored token takes: its tapped states and its final one, or what is stored in their place."""
+    assert inputs.target is not None
+    config, hidden = settings.prepare, inputs.target.spec.hidden
+    return encodings.bytes_per_token(kind, hidden, num_taps(settings, inputs), config.top_logprobs, config.rotate)
 
 
 def num_taps(settings: RunConfig, inputs: Inputs) -> int:
@@ -84,7 +82,7 @@ def num_taps(settings: RunConfig, inputs: Inputs) -> int:
 def ways(settings: RunConfig, inputs: Inputs, tokens: Tokens, passes: float) -> list[Way]:
     """The three ways.  passes: of the training over the texts."""
     assert inputs.target is not None
-    each = bytes_per_token(num_taps(settings, inputs), inputs.target.spec.hidden, "int8")
+    each = bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
     flops = 2 * inputs.target.parameters * tokens.all
     is_cpu = default_device(settings.target.device).type == "cpu"
     hours = flops / machine.gflops(4096) / 3.6e12 if is_cpu else None

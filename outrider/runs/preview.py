@@ -57,6 +57,14 @@ def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
     return cost.ID_BYTES * (given + (inputs.asked.most_tokens if settings.prepare.regenerate else 0))
 
 
+def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
+    """Bytes that `prepare` writes, about: answers, and features where they are stored."""
+    if settings.prepare.features == "live" or inputs.target is None:
+        return answers_bytes(settings, inputs)
+    each = cost.bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
+    return int(answers_bytes(settings, inputs) * (1 + each / cost.ID_BYTES))
+
+
 def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
     of = "" if there is None or there == used else f" of {there:,}"
@@ -73,6 +81,9 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     yield Line("prepare", "answered before", done)
     yield Line("prepare", "tokens to write, at most", tokens)
     yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
+    if config.features != "live" and inputs.target is not None:
+        each = cost.bytes_per_token(settings, inputs, config.feature_encoding)
+        yield Line("prepare", "disk of a token's features, about", round(each), "bytes")
     if inputs.target is not None and done < used:
         hours = cost.writing_hours(settings, inputs, cost.Tokens(0, tokens))
         yield from _hours("prepare", "time to write them, at most", hours)
@@ -82,8 +93,8 @@ def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Li
     """What the features cost in each way, and which is chosen."""
     if inputs.target is None or not len(inputs.asked):
         return
-    tokens, taps, hidden = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs), inputs.target.spec.hidden
-    each = ", ".join(f"{cost.bytes_per_token(taps, hidden, name):,.0f} {name}" for name in cost.ENCODINGS)
+    tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
+    each = ", ".join(f"{cost.bytes_per_token(settings, inputs, kind):,.0f} {kind}" for kind in cost.KINDS)
     yield Line("train", "tokens to read, at most", tokens.all)
     yield Line("train", f"bytes a token, {taps} taps and the final state", each)
     found = cost.ways(settings, inputs, tokens, passes)
@@ -104,14 +115,15 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     config, path = settings.train, settings.answers / ANSWERS
     answers = len(inputs.chosen(StoredAnswers.read(path), settings)) if path.exists() else 0
     texts = max(len(inputs.asked), 1) if answers < len(inputs.asked) else answers
-    per_pass = math.ceil(texts / config.batch)
+    each = config.batch * config.accumulate
+    per_pass = math.ceil(texts / each)
     steps = config.steps or math.ceil((config.epochs or 0) * per_pass)
     place = settings.folder / "checkpoint"
     if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
         yield Line("train", "goes on from step", checkpoint.manifest_of(place)["training"].get("step", 0))
     passes = steps / per_pass
     whole = f"{passes:.1f} passes over {texts:,} texts"
-    yield Line("train", "length", f"{steps:,} steps of {config.batch} texts, {whole}")
+    yield Line("train", "length", f"{steps:,} steps of {each} texts, {whole}")
     yield from _features(settings, inputs, passes)
     if inputs.paper.parameters is not None:
         yield Line("train", f"parameters of {settings.drafter['kind']}", inputs.paper.parameters)

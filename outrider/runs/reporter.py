@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.compiled import NotCompiled
+from outrider.data.cached_features import CachedFeatures
 from outrider.data.contamination import Found
 from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
@@ -45,10 +46,25 @@ class Preparing(Plan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Storing(Plan):
+    """The target's states of all answers are about to be written."""
+
+    unit: str = "shards"
+    tokens: int
+    """Of all answers, those of former runs included."""
+    size_bytes: int
+    """About, of all of them."""
+    free_bytes: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan(Plan):
     unit: str = "steps"
     model: DraftModel
-    source: LiveFeatures
+    source: LiveFeatures | CachedFeatures
+    accumulate: int = 1
+    """Batches of a step."""
     schedule: str = ""
     """How the learning rate goes on, where the number of steps is another than before."""
 
@@ -101,6 +117,15 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """The features that training will read."""
+
+    folder: str
+    size_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """The result of `train`."""
 
@@ -125,7 +150,7 @@ class Evaluated:
     report: Report
 
 
-Result = Prepared | Trained | Calibrated | Evaluated
+Result = Prepared | Stored | Trained | Calibrated | Evaluated
 
 
 Update = Callable[..., None]

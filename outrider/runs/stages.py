@@ -1,6 +1,5 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +10,11 @@ import torch
 from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
-from outrider.data import regenerate, source_manifest
+from outrider.data import feature_cache, regenerate, source_manifest
 from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
 from outrider.data.conversations import Skipped
-from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
 from outrider.data.ledger import Ledger
-from outrider.data.rendering import template_hash
 from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError
@@ -25,14 +22,15 @@ from outrider.generation import generate
 from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
-from outrider.nn.draft_model import DraftModel
+from outrider.nn.draft_model import DraftModel, FeatureSource
 from outrider.report.schema import Report
 from outrider.runs import evaluation
+from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
 from outrider.runs.checks import Inputs, check
 from outrider.runs.file import RunConfig, load
-from outrider.runs.preview import Line, answers_bytes, preview
+from outrider.runs.preview import Line, answers_bytes, preview, written_bytes
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
@@ -40,6 +38,7 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import facts as held_out_facts
 
 Stage = Literal["prepare", "train", "evaluate"]
@@ -65,7 +64,7 @@ def run(
         inputs = check(settings, chosen)
     reporter = reporter or Reporter()
     if "prepare" in chosen:
-        reporter.writing(answers_bytes(settings, inputs), settings.answers)
+        reporter.writing(written_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
         evaluation.refuse_fuller(evaluation.of_run(settings))
     target = target_of(settings, reporter)
@@ -144,6 +143,10 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter,
         )
     found = _prepared(path, skipped)
     reporter.finished(found)
+    if settings.train is not None and settings.prepare.features != "live" and trained(settings.drafter["kind"]):
+        chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
+        dtyped = trainer.with_dtype(settings.train, settings.folder, target.device)
+        store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
     return found
 
 
@@ -168,27 +171,24 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
-    kind = settings.drafter["kind"]
-    model: Any = trained(kind)(settings.drafter_config, target).to(target.device)
+    kind, model = settings.drafter["kind"], _model(settings, target)
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
     learnt, held_out = hold_out(answers, config.held_out, inputs.openings(settings))
-    features = functools.partial(
-        LiveFeatures, target, taps=model.taps, batch=config.batch, length=settings.prepare.length, seed=config.seed,
-        dtype=config.dtype, template=template_hash(target.tokenizer),
-    )  # fmt: skip
-    source = features(learnt, ngram_hashes=named(settings.answers))
+    store_features(settings, config, target, model, answers, reporter)
+    features = run_features.sourced(settings, config, target, model)
+    source = features(learnt, named(settings.answers))
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
     about = {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights}
     write_provenance(settings.folder, settings.model_dump(mode="json"), about)
     usual = settings.usual_minutes.get("train")
-    before, each = _steps_done(settings.folder / "checkpoint"), facts.tokens / source.steps_per_pass
+    before, each = _steps_done(settings.folder / "checkpoint"), config.accumulate * facts.tokens / source.steps_per_pass
     plan = events.TrainingPlan(
         total=config.last_step, done=before, usual_minutes=usual, model=model, source=source,
-        schedule=trainer.joining(config, settings.folder),
+        accumulate=config.accumulate, schedule=trainer.joining(config, settings.folder),
     )  # fmt: skip
     with reporter.working(plan) as update:
         place = trainer.train(
@@ -211,13 +211,36 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     return place
 
 
+def _model(settings: RunConfig, target: TransformersTarget) -> Any:
+    """The run's draft model, new."""
+    return trained(settings.drafter["kind"])(settings.drafter_config, target).to(target.device)
+
+
+def store_features(
+    settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel,
+    answers: Sequence[Answer], reporter: Reporter,
+) -> None:  # fmt: skip
+    """Write what the run's feature cache lacks of these answers; nothing where features are live.  config: with its
+    dtype chosen."""
+    store = run_features.store(settings, config, target, model, answers)
+    if store is None or store.done == store.total:
+        return
+    plan = events.Storing(
+        total=store.total, done=store.done, tokens=store.tokens, size_bytes=store.size_bytes,
+        free_bytes=store.free_bytes, folder=str(store.folder),
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        store.fill(update)
+    reporter.finished(events.Stored(str(store.folder), feature_cache.size_of(store.folder), store.tokens))
+
+
 def _steps_done(checkpoint: Path) -> int:
     """Steps of the training that is there to go on from."""
     return int(manifest_of(checkpoint)["training"]["step"]) if (whole(checkpoint) / MANIFEST).exists() else 0
 
 
 def _probe(
-    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], LiveFeatures]
+    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], FeatureSource]
 ) -> Callable[[DraftModel], dict[str, Any]]:
     """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the
     evaluation."""

@@ -165,3 +165,32 @@ def copied(module: nn.Module, device: torch.device) -> Any:
 def cache_argument(taken: Container[str]) -> str:
     """The first of ARGUMENTS that is in `taken`; the newest where none is."""
     return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])
+
+
+@torch.inference_mode()
+def final_norm(target: Any, text: list[int]) -> nn.Module:
+    """The module between the last layer and the output layer; an identity where there is none.
+
+    target: a TransformersTarget.  Raises TargetError where no module gives what the target's own passes give.
+    """
+    hidden, taps = target.read(torch.tensor([text], device=target.device), (target.spec.layers - 1,))
+    last = taps[:, :, 0]
+    if torch.allclose(last, hidden):
+        return nn.Identity()
+    layers = target._decoder_layers
+    owners = (part for part in target.model.modules() if any(child is layers for child in part.children()))
+    for module in (child for part in owners for child in part.children() if child is not layers):
+        try:
+            found = module(last)
+        except BROKEN:
+            continue
+        if (
+            isinstance(found, Tensor)
+            and found.shape == hidden.shape
+            and torch.allclose(found, hidden, rtol=1e-2, atol=1e-3)
+        ):
+            return module
+    raise TargetError(
+        f"{target.spec.name} has no module that makes its final states of those of its last layer, so an engine's "
+        "states can't be used; set prepare.features to live or cached"
+    )

@@ -27,7 +27,7 @@ from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import chunks, gpu_attention, hooks, quantised
-from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
+from outrider.targets.anatomy import copied, decoder_layers, final_norm, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
@@ -130,6 +130,19 @@ class TransformersTarget:
         """Logits [..., V] of hidden states after the final norm, with the family's scale and soft cap."""
         # not called: its hook belongs to the model's own passes
         return self._finish(self._head.forward(hidden.to(self._head.weight.dtype)))
+
+    def finish(self, states: Tensor) -> Tensor:
+        """Hidden states [..., H] after the final norm, of the last layer's.
+
+        Raises TargetError for a family whose norm is not found.
+        """
+        with torch.no_grad():
+            found: Tensor = self._final_norm(states.to(self.device, self.model.dtype))
+        return found
+
+    @functools.cached_property
+    def _final_norm(self) -> nn.Module:
+        return final_norm(self, plain_words(self, 1, 8)[0])
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""

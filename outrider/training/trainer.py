@@ -271,5 +271,5 @@ def _finish_the_step() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(asked)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number_before, handler in before.items():
+            signal.signal(number_before, handler)

@@ -67,7 +67,7 @@ def test_an_existing_file_is_left_alone(folder: Path, capsys: pytest.CaptureFixt
     ("change", "said"),
     [
         ({"--target": "runs/x"}, "--target: no such folder: runs/x"), ({"--kind": "EAGLE3"}, "did you mean 'eagle3'?"),
-        ({"--data": "gone.json"}, "gone.json does not exist"), ({"--tasks": "gsm9k"}, "did you mean 'gsm8k'?"),
+        ({"--data": "gone.json"}, "no such file: gone.json"), ({"--tasks": "gsm9k"}, "did you mean 'gsm8k'?"),
         ({"--target": None}, "--target is missing"), ({"--data": None}, "--data is missing"),
     ],
 )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The texts of a training, and the order in which its batches read them: it depends on seed and step alone."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.data.answers import Answer
+from outrider.decoding.draft import padded
+from outrider.errors import DataError
+
+MIN_LEARNT = 4
+"""Texts with fewer tokens to learn are left out and counted."""
+BUFFER = 8
+"""Shards whose texts are shuffled together."""
+
+
+class Texts:
+    """Answers cut to a length, and the batches of every step; texts of similar length share a batch."""
+
+    def __init__(self, answers: Sequence[Answer], *, batch: int, length: int, seed: int = 0):
+        """length: most tokens of a text.  Raises DataError where none has enough tokens to learn."""
+        self.answers, self.size, self._seed = usable(answers, length), batch, seed
+        self.left_out = len(answers) - len(self.answers)
+        if not self.answers:
+            wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
+            raise DataError(f"none of the {len(answers)} answers has {wanted}; prepare longer answers")
+        self.tokens = sum(len(answer.tokens) for answer in self.answers)
+        self._shards: list[list[int]] = [list(range(len(self.answers)))]
+        self._order: dict[int, list[int]] = {}
+        """Of the last pass over the texts."""
+
+    def in_shards(self, shards: Sequence[Sequence[int]]) -> None:
+        """Shuffle shards, and texts within `BUFFER` of them, in place of all texts; shards: the texts of each."""
+        if len(shards) > BUFFER:
+            self._shards = [list(shard) for shard in shards]
+
+    @property
+    def steps_per_pass(self) -> int:
+        return -(-len(self.answers) // self.size)
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """[V] int64, how often each token is one to learn."""
+        found, learnt = torch.zeros(vocabulary, dtype=torch.int64), list[int]()
+        for number, text in enumerate(self.answers, 1):
+            for start, end in text.learn:
+                learnt += text.tokens[start:end]
+            if len(learnt) >= 1 << 20 or number == len(self.answers):
+                found += torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=vocabulary)
+                learnt = []
+        return found
+
+    def chosen(self, step: int) -> list[int]:
+        """The texts of optimiser step `step`."""
+        epoch, place = divmod(step, self.steps_per_pass)
+        if epoch not in self._order:
+            self._order = {epoch: self._shuffled(epoch)}
+        return self._order[epoch][place * self.size : (place + 1) * self.size]
+
+    def tensors(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Right-padded tokens, loss mask, and 1 where there is text: [B, S] each."""
+        texts = [self.answers[i] for i in chosen]
+        tokens = padded([text.tokens for text in texts], 0)
+        loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+        for b, text in enumerate(texts):
+            for start, end in text.learn:
+                loss_mask[b, start:end] = True
+        lengths = torch.tensor([len(text.tokens) for text in texts])
+        return tokens, loss_mask, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+
+    @functools.cached_property
+    def by_length(self) -> list[list[int]]:
+        """All texts in groups of a batch, each of similar lengths."""
+        order = sorted(range(len(self.answers)), key=lambda i: len(self.answers[i].tokens))
+        return [order[i : i + self.size] for i in range(0, len(order), self.size)]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again.
+
+        Where there are many shards this is done with a few of them after the other, so that few are open at a time.
+        """
+        noise = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        shards, found, rest = self._shards, list[int](), list[int]()
+        if len(shards) > 1:
+            shards = [shards[i] for i in torch.randperm(len(shards), generator=noise).tolist()]
+        for first in range(0, len(shards), BUFFER):
+            pool = rest + [i for shard in shards[first : first + BUFFER] for i in shard]
+            order = [pool[i] for i in torch.randperm(len(pool), generator=noise).tolist()]
+            groups = [order[start : start + 16 * self.size] for start in range(0, len(order), 16 * self.size)]
+            near = [i for group in groups for i in sorted(group, key=lambda i: len(self.answers[i].tokens))]
+            full = len(near) // self.size
+            batches = torch.randperm(full, generator=noise).tolist()
+            found += [i for batch in batches for i in near[batch * self.size : (batch + 1) * self.size]]
+            rest = near[full * self.size :]
+        # an incomplete batch comes last
+        return found + rest
+
+
+def usable(answers: Sequence[Answer], length: int) -> list[Answer]:
+    """Answers cut to `length` tokens, without those that have too little to learn."""
+    cut = [cut_to(answer, length) for answer in answers]
+    return [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]
+
+
+def cut_to(answer: Answer, length: int) -> Answer:
+    """The answer's first `length` tokens."""
+    learn = [(start, min(end, length)) for start, end in answer.learn if start < length]
+    return Answer(answer.id, answer.tokens[:length], learn, answer.finish_reason)

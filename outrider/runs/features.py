@@ -1,0 +1,141 @@
+"""The features that a run trains on: live, from a cache that is filled first, or from an engine's files."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.data import encodings, feature_cache
+from outrider.data.answers import Answer
+from outrider.data.cached_features import CachedFeatures, target_states
+from outrider.data.engine_states import EngineStates
+from outrider.data.feature_cache import Binding
+from outrider.data.features import LiveFeatures
+from outrider.data.hash_files import Named
+from outrider.data.rendering import template_hash
+from outrider.data.texts import usable
+from outrider.errors import ConfigError
+from outrider.nn.draft_model import DraftModel
+from outrider.runs.file import RunConfig
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config as TrainConfig
+
+Source = LiveFeatures | CachedFeatures
+Sourced = Callable[..., Source]
+"""From answers, and `ngram_hashes` where they have some, to their features."""
+
+
+def folder_of(settings: RunConfig) -> str:
+    """The folder or URL of a run's feature cache."""
+    return settings.prepare.feature_folder or str(settings.answers / "features")
+
+
+def sourced(settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel) -> Sourced:
+    """What makes features of answers, as the run file asks for them.  config: with its dtype chosen."""
+    prepare = settings.prepare
+    common: dict[str, Any] = {"batch": config.batch, "length": prepare.length, "seed": config.seed}
+
+    def source(answers: Sequence[Answer], ngram_hashes: Named | None = None) -> Source:
+        if prepare.features == "live":
+            return LiveFeatures(
+                target, answers, model.taps, dtype=config.dtype, template=template_hash(target.tokenizer),
+                ngram_hashes=ngram_hashes, **common,
+            )  # fmt: skip
+        return CachedFeatures(
+            target, answers, bound_to(settings, config.dtype, target, model), folder_of(settings),
+            recheck_every=prepare.recheck_every, skip_bad=prepare.skip_bad, ngram_hashes=ngram_hashes,
+            copy_to=settings.folder / "features", **common,
+        )  # fmt: skip
+
+    return source
+
+
+def bound_to(settings: RunConfig, dtype: str, target: TransformersTarget, model: DraftModel) -> Binding:
+    """What the run's cache must be bound to.  Raises ConfigError for what the drafter can't learn from."""
+    prepare = settings.prepare
+    # a drafter without taps reads the final state of every token
+    reads_final = not model.taps and model.reads_target
+    if prepare.top_logprobs and reads_final:
+        raise ConfigError(
+            f"prepare.top_logprobs {prepare.top_logprobs} stores no final states, but drafter "
+            f"{settings.drafter['kind']!r} reads them; set it to 0"
+        )
+    if prepare.rotate and not model.taps:
+        raise ConfigError(f"prepare.rotate {prepare.rotate} has no effect: the drafter reads no taps; set it to 0")
+    if prepare.top_logprobs >= target.spec.vocabulary:
+        raise ConfigError(
+            f"prepare.top_logprobs {prepare.top_logprobs} must be below the target's vocabulary of "
+            f"{target.spec.vocabulary}"
+        )
+    return Binding.of(
+        target, template_hash(target.tokenizer), model.taps, dtype, encoding=prepare.feature_encoding,
+        top_logprobs=prepare.top_logprobs, rotate=prepare.rotate, only_learnt=not reads_final,
+        source="vllm" if prepare.features == "engine" else "target",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A run's feature cache, as far as it is filled, and how to fill it."""
+
+    folder: Path
+    texts: Sequence[Answer]
+    mine: Binding
+    states: feature_cache.States
+    target: TransformersTarget
+    shard_tokens: int
+    total: int
+    """Shards of all texts."""
+    done: int
+    """Of them, those that are there."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def size_bytes(self) -> int:
+        """About what all shards take."""
+        learnt = sum(end - start for text in self.texts for start, end in text.learn) / max(1, self.tokens)
+        mine, hidden = self.mine, self.target.spec.hidden
+        each = encodings.bytes_per_token(
+            mine.encoding, hidden, len(mine.taps), mine.top_logprobs, mine.rotate, learnt if mine.only_learnt else 1.0
+        )
+        return round(self.tokens * each)
+
+    @property
+    def free_bytes(self) -> int:
+        return feature_cache.free_bytes(self.folder)
+
+    def fill(self, update: Callable[[int], None]) -> None:
+        """Write the shards that are not there; update: called with the number of those that are."""
+        feature_cache.build(
+            self.folder, self.texts, self.states, self.mine, head=self.target.head, shard_tokens=self.shard_tokens,
+            on_shard=lambda done, of: update(self.total - of + done),
+        )  # fmt: skip
+
+
+def store(
+    settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel, answers: Sequence[Answer]
+) -> Store | None:
+    """The run's cache on this machine; None where features are live, or behind a URL.  config: with its dtype chosen.
+
+    Raises DataError for a folder that is bound to something else.
+    """
+    where, prepare = folder_of(settings), settings.prepare
+    if prepare.features == "live" or "://" in where:
+        return None
+    folder, mine = Path(where), bound_to(settings, config.dtype, target, model)
+    if feature_cache.bound(folder) is not None:
+        there = feature_cache.check(folder, mine)
+        mine = replace(mine, taps=there.taps, only_learnt=there.only_learnt)
+    texts = usable(answers, min(prepare.length, target.spec.context))
+    if prepare.feature_server is None:
+        states: feature_cache.States = target_states(target, mine.taps, config.dtype)
+    else:
+        states = EngineStates(
+            prepare.feature_server, settings.target.name, mine.taps, target.spec.layers, target.finish, head=target.head
+        )
+    shards = feature_cache.planned(texts, prepare.shard_tokens)
+    left = len(feature_cache.missing(folder, shards, mine))
+    return Store(folder, texts, mine, states, target, prepare.shard_tokens, len(shards), len(shards) - left)

@@ -1,0 +1,100 @@
+"""Rows in fewer bytes: how near they come back, and how many bytes they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.data import encodings
+from outrider.data.encodings import Kind
+from outrider.data.rotation import fit, load
+from outrider.errors import DataError
+
+KINDS: tuple[Kind, ...] = ("bf16", "fp8", "int8", "int4")
+
+
+def states(rows: int = 300, width: int = 256, seed: int = 0) -> Tensor:
+    """As a target's: two channels are a hundred times larger than the rest, and the first token a thousand times."""
+    noise = torch.Generator().manual_seed(seed)
+    found = torch.randn(rows, width, generator=noise)
+    found[:, [3, 77]] *= 100
+    found[0, 3] *= 1000
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_back_within_their_rounding(kind: Kind) -> None:
+    """Catches halves or groups that are swapped, a scale of another row, and outliers that take all precision: the
+    error counts on ordinary channels alone."""
+    rows = states()
+    found = encodings.decode(kind, encodings.encode(kind, rows), torch.float32)
+    ordinary = torch.ones(256, dtype=torch.bool)
+    ordinary[[3, 77]] = False
+    error = encodings.relative_error(found[1:, ordinary], rows[1:, ordinary])
+    assert error <= encodings.TOLERANCE[kind] / (2 if kind != "int4" else 1.5)
+    assert encodings.relative_error(found, rows) <= encodings.TOLERANCE[kind]
+    # and another text's states are seen
+    assert encodings.relative_error(states(seed=1), rows) > 2 * encodings.TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_may_be_taken_one_by_one(kind: Kind, dtype: torch.dtype) -> None:
+    """Catches a scale that is not selected with its row, in every type that a trainer asks for."""
+    parts = encodings.encode(kind, states())
+    whole = encodings.decode(kind, parts, dtype)
+    assert whole.dtype == dtype
+    for rows in (slice(5, 9), torch.tensor([250, 7, 7])):
+        assert torch.equal(encodings.decode(kind, encodings.select(parts, rows), dtype), whole[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_stay_zeros(kind: Kind) -> None:
+    """Catches a division by an empty scale."""
+    found = encodings.decode(kind, encodings.encode(kind, torch.zeros(4, 16)), torch.float32)
+    assert torch.equal(found, torch.zeros(4, 16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_a_row_are_what_is_said(kind: Kind) -> None:
+    """Catches an estimate of disk that forgets scales."""
+    parts = encodings.encode(kind, states(100, 2560))
+    taken = sum(part.nbytes for name, part in parts.items() if name != encodings.SHARED)
+    assert taken == 100 * encodings.bytes_per_row(kind, 2560)
+
+
+def test_an_odd_number_of_channels_is_refused_in_int4() -> None:
+    """Catches a last channel that vanishes."""
+    with pytest.raises(DataError, match="int4 holds an even number of channels, got 15; choose int8"):
+        encodings.encode("int4", torch.ones(2, 15))
+
+
+def test_a_rotation_gives_back_what_its_directions_hold(tmp_path: object) -> None:
+    """Catches taps in another order, a size that is not put back, and a basis that is not orthonormal."""
+    noise = torch.Generator().manual_seed(0)
+    base = torch.randn(500, 12, generator=noise)
+    mixed = base @ torch.randn(12, 3 * 16, generator=noise)
+    taps = mixed.view(500, 3, 16) * torch.tensor([1.0, 10.0, 100.0])[:, None] + 5
+    found = fit(taps, (2, 5, 9), 13)
+    assert found.share > 0.999
+    torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(13), atol=1e-4, rtol=0)
+    back = found.taps(found.coordinates(taps), (2, 5, 9))
+    assert encodings.relative_error(back.flatten(1), taps.flatten(1)) < 1e-3
+    torch.testing.assert_close(found.taps(found.coordinates(taps), (9, 2)), back[:, [2, 0]])
+    path = tmp_path / "rotation.safetensors"  # type: ignore[operator]
+    found.save(path)
+    again = load(path)
+    assert (again.hash, again.taps_there) == (found.hash, (2, 5, 9))
+    assert fit(taps, (2, 5, 9), 4).share < 0.95
+    with pytest.raises(DataError, match="prepare.rotate must be below 48"):
+        fit(taps, (2, 5, 9), 48)
+
+
+def test_a_token_of_a_large_target_takes_what_is_promised() -> None:
+    """Catches scales or indices that grow: Qwen3-4B's shape, five taps and the final state."""
+    size = encodings.bytes_per_token
+    assert size("fp8", 2560, 5) <= 15_700 and size("int8", 2560, 5) <= 15_700
+    assert size("int4", 2560, 5) <= 8_200
+    assert size("int4", 2560, 5, top_logprobs=64) <= 7_300
+    assert size("int8", 2560, 5, top_logprobs=64, rotate=2560) <= 4_100
