@@ -196,6 +196,8 @@ def _report(points: list[Point], choice: Choice) -> None:
     pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
     if choice.pays_to == 0:
         pays = "does not pay at any load measured"
+        if choice.best_ratio is not None:
+            pays += f": the best draft reaches {choice.best_ratio:.2f} of the speed without"
     for line in (f"tokens a step: {lengths}; speculation {pays}", *choice.notes):
         say(f"          {line}")
 
