@@ -16,7 +16,7 @@ CHOICES = [
     ("vllm", "dflash", "speculators"), ("vLLM", "eagle3", "speculators"), ("vllm", "small_model", "transformers"),
     ("vllm", "medusa", "medusa"), ("sglang", "dflash", "sglang"), ("sglang", "small_model", "transformers"),
     ("llama.cpp", "small_model", "gguf"), ("gguf", "small_model", "gguf"), ("llamacpp", "dflash", "speculators"),
-    ("gguf", "dspark", "speculators"), ("transformers", "small_model", "transformers"), ("trtllm", "eagle3", "trtllm"),
+    ("gguf", "dspark", "gguf"), ("transformers", "small_model", "transformers"), ("trtllm", "eagle3", "trtllm"),
     ("TensorRT-LLM", "dspark", "deepspec"), ("speculators", "mtp", "speculators"), ("triton", "dflash", "speculators"),
 ]  # fmt: skip
 
