@@ -15,7 +15,7 @@ from outrider.export.formats import find, formats
 CHOICES = [
     ("vllm", "dflash", "speculators"), ("vLLM", "eagle3", "speculators"), ("vllm", "small_model", "transformers"),
     ("vllm", "medusa", "medusa"), ("sglang", "dflash", "sglang"), ("sglang", "small_model", "transformers"),
-    ("llama.cpp", "small_model", "gguf"), ("gguf", "small_model", "gguf"), ("llamacpp", "dflash", "gguf"),
+    ("llama.cpp", "small_model", "gguf"), ("gguf", "dspark", "gguf"), ("llamacpp", "dflash", "gguf"),
     ("llama-server", "dspark", "gguf"), ("transformers", "small_model", "transformers"), ("trtllm", "eagle3", "trtllm"),
     ("TensorRT-LLM", "dspark", "deepspec"), ("speculators", "mtp", "speculators"), ("triton", "dflash", "speculators"),
 ]  # fmt: skip
