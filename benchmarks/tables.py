@@ -589,12 +589,12 @@ def llama_cpp(found: dict[str, Any]) -> str:
     lines = []
     for row in found["drafters"]:
         if row["error"] and row["fault"] is None:
-            lines.append([row["kind"], "–", "–", "–", "–", "–", _short(row["error"])])
+            lines.append([row["row"], "–", "–", "–", "–", "–", _short(row["error"])])
             continue
         equal = row["steps_equal"]
         refused = "the server refuses the file" if row["error"] else ""
         lines.append([
-            row["kind"] + (f", {row['fault']}" if row["fault"] else ""), f"{row['texts_equal']} of {row['prompts']}",
+            row["row"] + (f", {row['fault']}" if row["fault"] else ""), f"{row['texts_equal']} of {row['prompts']}",
             " / ".join(map(str, row["steps"])), "–" if equal is None else f"{100 * equal:.1f} %",
             " / ".join(map(str, row["accepted"])), "yes" if row["is_equal"] else "no",
             ", ".join(row["causes"]) or refused or "–",

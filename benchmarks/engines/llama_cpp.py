@@ -1,7 +1,7 @@
 """The demo in llama.cpp: does its server write, with our drafters and without, what the target writes here?
 
     python benchmarks/engines/build_llama.py
-    python benchmarks/engines/llama_cpp.py [--prompts 24] [--new 96] [--kinds dspark,eagle3] [--runs runs] [--out FILE]
+    python benchmarks/engines/llama_cpp.py [--prompts 24] [--new 96] [--rows 'dspark;eagle3'] [--runs runs] [--out FILE]
 
 Target and drafter are written as GGUF by `outrider export`'s own code, the target in float32.  Compared are token ids:
 of texts through the server's /tokenize, and of greedy continuations, the server's without a draft, with the drafter in
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=96, help="tokens a prompt, at most")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the trained checkpoints are")
-    parser.add_argument("--kinds", default="small_model,dspark,dflash,eagle3,mtp")
+    parser.add_argument("--rows", default=";".join(("small_model", *llama_drafters.CHECKPOINTS)), help="with ; between")
     parser.add_argument("--out", type=Path)
     wanted = parser.parse_args()
     binary = found_binary()
@@ -98,9 +98,9 @@ def main() -> int:
                 rows.append(compared(target, name, prompts, plain, answers) | steps_of(client, bool(draft)))
         sizes = {name: path.stat().st_size for name, path in files.items()}
         rows.append(llama(target, Path(place), binary, prompts[:4], wanted.new, wanted.threads))
-        kinds = tuple(wanted.kinds.split(","))
+        names = tuple(wanted.rows.split(";"))
         drafters = list(
-            llama_drafters.rows(target, wanted.runs, checkpoint, Path(place), binary, prompts, wanted.new, kinds)
+            llama_drafters.rows(target, wanted.runs, checkpoint, Path(place), binary, prompts, wanted.new, names)
         )
     promised = llama_drafters.promises(drafters)
     steps = sum(one.steps for one in drafted)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +18,49 @@ from outrider.errors import OutriderError
 from outrider.export.writing import export_folder
 
 CHECKPOINTS = {
-    "dspark": "demo", "dflash": "engines/dflash", "eagle3": "engines/eagle3", "mtp": "engines/mtp",
+    "dspark": "demo", "dflash in the anchor's slot": "demo-dflash", "dflash": "engines/dflash",
+    "eagle3": "engines/eagle3", "mtp": "engines/mtp",
 }  # fmt: skip
-"""Kind → run of the demo target that trained it; how they are made is in `parity.py`."""
-FAULTY_PROMPTS, FAULTY_TOKENS = 6, 64
+"""Row → run of the demo target: of `make demo`, as `parity.py` says, and of recipes/demo-mtp.yaml."""
+FAULTY_PROMPTS, FAULTY_TOKENS = 4, 64
 WITHIN = 0.02
 """Share by which accepted tokens may differ from our own."""
 
 
 def rows(
     target: Any, runs: Path, small: Path, place: Path, binary: Path, prompts: list[list[int]], new: int,
-    kinds: tuple[str, ...],
+    names: tuple[str, ...],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row a kind, then one a fault.  small: checkpoint of the demo's small model."""
     checkpoints = {"small_model": small} | {kind: runs / run / "checkpoint" for kind, run in CHECKPOINTS.items()}
-    for kind in kinds:
-        print(f"{kind} ...", flush=True)
-        checkpoint, folder = checkpoints[kind], place / kind
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        checkpoint, folder = checkpoints[name], place / name.replace(" ", "-")
         if not checkpoint.exists():
-            yield {"kind": kind, "fault": None, "error": f"no checkpoint runs/{CHECKPOINTS[kind]}"}
+            yield {"row": name, "fault": None, "error": f"no checkpoint runs/{CHECKPOINTS[name]}"}
             continue
         try:
             export_folder(checkpoint, "gguf", folder, target, "f32")
         except OutriderError as error:
-            yield {"kind": kind, "fault": None, "error": f"{type(error).__name__}: {error}"}
+            yield {"row": name, "fault": None, "error": f"{type(error).__name__}: {error}"}
             continue
         model = load_model(checkpoint, target)
         trained = json.loads((checkpoint / "outrider.json").read_text()).get("training", {}).get("step")
-        found = verified(folder, "llamacpp", None, target, model, True, prompts, new, server=str(binary))
-        yield row(kind, None, found) | {"trained_steps": trained}
-        for fault in (name for name, one in FAULTS.items() if kind in one.kinds):
+        compared = partial(verified, engine="llamacpp", python=None, target=target, model=model, known=True)
+        found = compared(folder, prompts=prompts, max_new_tokens=new, server=str(binary))
+        yield row(name, None, found) | {"trained_steps": trained}
+        for fault in (fault for fault, one in FAULTS.items() if name in one.kinds):
             wrong = planted(fault, folder, place / "wrong")
-            found = verified(
-                wrong,
-                "llamacpp",
-                None,
-                target,
-                model,
-                True,
-                prompts[:FAULTY_PROMPTS],
-                FAULTY_TOKENS,
-                server=str(binary),
-            )
-            yield row(kind, fault, found) | {"is_caught": caught(fault, found)}
+            some = prompts[:FAULTY_PROMPTS]
+            found = compared(wrong, prompts=some, max_new_tokens=FAULTY_TOKENS, server=str(binary))
+            yield row(name, fault, found) | {"is_caught": caught(fault, found)}
             shutil.rmtree(wrong)
 
 
-def row(kind: str, fault: str | None, found: Parity) -> dict[str, Any]:
+def row(name: str, fault: str | None, found: Parity) -> dict[str, Any]:
     ours, theirs = ([depth.ours for depth in found.depths], [depth.engine for depth in found.depths])
     return {
-        "kind": kind, "fault": fault, "prompts": found.prompts, "texts_equal": found.texts_equal,
+        "row": name, "fault": fault, "prompts": found.prompts, "texts_equal": found.texts_equal,
         "ties": sum(each.is_tie for each in found.parted), "texts_hold": found.texts_hold, "length": found.length,
         "steps": list(found.steps), "steps_equal": found.steps_equal,
         "depths": [list(pair) for pair in zip(ours, theirs, strict=True)],

@@ -332,9 +332,9 @@ def installed(name: str, python: str | Path) -> str:
         done = subprocess.run([str(python), *engine.ask], capture_output=True, text=True, timeout=ASKS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{python} can't be run: {error}; name the Python of {engine.title}'s environment") from None
-    told = done.stdout or done.stderr
+    printed = done.stdout or done.stderr
     # llama.cpp counts commits, and its entries here are of one
-    version = re.search(r"commit ([0-9a-f]{7,})", told) or re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", told)
+    version = re.search(r"commit ([0-9a-f]{7,})", printed) or re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", printed)
     if done.returncode or version is None:
         raise ConfigError(f"{python} has no {engine.title}; name the Python of the environment where it is installed")
     return version[1]

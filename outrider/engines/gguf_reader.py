@@ -109,8 +109,8 @@ def _name(name: str) -> str:
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
     """Rows [heads · head_dim, H] of neighbouring pairs as rows of two halves, as other engines have them."""
-    pairs = weight.view(heads, -1, 2, weight.shape[-1])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    neighbours = weight.view(heads, -1, 2, weight.shape[-1])
+    return neighbours.transpose(1, 2).reshape(weight.shape)
 
 
 def _rotation(keys: Keys, size: int, factors: Tensor | None) -> Rotation:

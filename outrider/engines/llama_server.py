@@ -25,6 +25,9 @@ VARIABLE = "LLAMA_SERVER"
 ANSWERS_S = 600.0
 """Longest that one request may take."""
 STEP = re.compile(r"\| task (\d+) \| accepted +(\d+)/ *(\d+) draft tokens$")
+ERROR = re.compile(r"^[\d.]+ E (.*)")
+"""A line that is marked as an error, after its time."""
+MOST_ERRORS = 4
 ENDED = re.compile(r"\| task (\d+) \| stop processing: ")
 
 
@@ -68,15 +71,25 @@ def serving(words: Sequence[object], log: Path) -> Iterator[httpx.Client]:
     """
     port = sweep.free_port()
     command = [*map(str, words), "--host", "127.0.0.1", "--port", str(port), "--log-colors", "off"]
-    with sweep.served(command, f"http://127.0.0.1:{port}", "/health", log, env={"LLAMA_TRACE": "1"}) as url:
-        try:
-            with httpx.Client(base_url=url, timeout=ANSWERS_S, trust_env=False) as client:
-                yield client
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise DataError(
-                f"llama-server did not answer a request ({reason}); see {log}, its last lines: {sweep.last_lines(log)}"
-            ) from None
+    try:
+        with (
+            sweep.served(command, f"http://127.0.0.1:{port}", "/health", log, env={"LLAMA_TRACE": "1"}) as url,
+            httpx.Client(base_url=url, timeout=ANSWERS_S, trust_env=False) as client,
+        ):
+            yield client
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        silent = f"llama-server did not answer a request ({reason})"
+        raise DataError(f"{silent}; see {log}, its last lines: {sweep.last_lines(log)}{_errors(log)}") from None
+    except DataError as error:
+        raise DataError(f"{error}{_errors(log)}") from None
+
+
+def _errors(log: Path) -> str:
+    """The messages that the server marked as errors, each once, as the end of a sentence; empty where there is none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    found = dict.fromkeys(match[1].strip() for line in lines if (match := ERROR.search(line)))
+    return f"; its errors: {' | '.join(list(found)[:MOST_ERRORS])}" if found else ""
 
 
 def continued(client: httpx.Client, prompt: Sequence[int], new: int) -> Answer:
@@ -108,9 +121,9 @@ def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
     counts = [(sum(step.drafted for step in steps), sum(step.accepted for step in steps)) for steps in found]
     if counts != [(answer.drafted, answer.accepted) for answer in answers]:
         logged = f"{sum(drafted for drafted, _ in counts)} drafted tokens in {len(found)} requests"
-        told = f"{sum(answer.drafted for answer in answers)} in {len(answers)}"
+        answered = f"{sum(answer.drafted for answer in answers)} in {len(answers)}"
         raise DataError(
-            f"llama-server logged {logged}, but its answers tell of {told}; this version logs its steps otherwise, so "
+            f"llama-server logged {logged}, but its answers tell of {answered}; this version logs its steps otherwise: "
             "use one near 0c1e570"
         )
     return found

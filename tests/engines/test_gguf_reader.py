@@ -29,6 +29,7 @@ pytest.importorskip("gguf")
 EAGLE3 = {**LAYER, "length": 3, "taps": [0, 1, 2]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"kind": "dflash", **BLOCK, "rope_theta": 1e5},
+    "dflash, in the anchor's slot": {"kind": "dflash", **BLOCK, "anchor_predicts": True},
     "dspark": {"kind": "dspark", **DSPARK, "markov": "vanilla", "confidence": False},
     "eagle3": {"kind": "eagle3", **EAGLE3, "rope_theta": 1e5, "vocabulary": 40},
     "eagle3, norm before the residual": {
