@@ -22,7 +22,7 @@ CHECKPOINTS = {
     "eagle3": "engines/eagle3", "mtp": "engines/mtp",
 }  # fmt: skip
 """Row → run of the demo target: of `make demo`, as `parity.py` says, and of recipes/demo-mtp.yaml."""
-FAULTY_PROMPTS, FAULTY_TOKENS = 4, 64
+FAULTY_PROMPTS, FAULTY_TOKENS = 2, 48
 WITHIN = 0.02
 """Share by which accepted tokens may differ from our own."""
 
