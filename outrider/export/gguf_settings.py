@@ -68,7 +68,8 @@ def _block(config: Config, target: TransformersTarget, kind: str) -> dict[str, A
         **_layer(config), "layers": config["dflash.block_count"],
         "anchor_predicts": manifest.anchor_predicts(kind, "gguf", config),
         "block": manifest.length(kind, "gguf", {}, {"dflash.block_size": BLOCK_SIZE, **config}),
-        "taps": released.taps(config, "gguf", kind), "mask_token": released.mask(config, "tokenizer.ggml.mask_token_id", target), "init_from_layers": None,
+        "taps": released.taps(config, "gguf", kind), "init_from_layers": None,
+        "mask_token": released.mask(config, "tokenizer.ggml.mask_token_id", target),
     }  # fmt: skip
 
 

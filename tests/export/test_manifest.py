@@ -165,8 +165,8 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
     architecture = {"eagle3": "eagle3", "mtp": "glm4moe"}.get(kind, "dflash")
     sizes = {
         "embedding_length": 16, "block_count": 1, "attention.head_count": 2, "feed_forward_length": 32,
-        "attention.layer_norm_rms_epsilon": 1e-6, "expert_shared_count": 32, "target_layers": [1, 2, 4], "block_size": 8,
-        **more,
+        "attention.layer_norm_rms_epsilon": 1e-6, "expert_shared_count": 32, "target_layers": [1, 2, 4],
+        "block_size": 8, **more,
     }  # fmt: skip
     gguf = {
         "general.architecture": architecture, "outrider.kind": kind, "tokenizer.ggml.tokens": ["a"] * 64,
