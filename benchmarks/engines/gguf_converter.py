@@ -50,6 +50,7 @@ CASES = {
     "eagle3": Case("eagle3", "speculators", {"kv_heads": 2}),
     "eagle3, 512 tokens": Case("eagle3", "speculators", {"kv_heads": 2, "vocabulary": 512}),
     "small_model": Case("small_model", "transformers", {"new": {"layers": 2, "hidden": 128, "intermediate": 256}}),
+    "the target": Case("target", "its own folder", {}),
 }
 OURS, THEIRS = "only in ours", "only in theirs"
 WHY = (
@@ -92,20 +93,27 @@ def main() -> int:
 
 def compared_case(name: str, case: Case, source: Path, types: list[str], place: Path) -> list[dict[str, Any]]:
     """A row for each type of number."""
-    from outrider import load_target
+    from outrider import demo, load_target
     from outrider.export import gguf
+    from outrider.export.gguf_target import export_target
     from outrider.export.writing import export_folder
 
     target = load_target("demo", dtype="float32", compile=False)
-    own = place / name.replace(", ", "-").replace(" ", "-").replace("'", "")
-    made(case, target, own)
-    folder = export_folder(own, case.layout, own.with_name(f"{own.name}-{case.layout}"), target)
     split = gguf.header(target.model, target.tokenizer, "f32")["tokenizer.ggml.pre"]
+    own = place / name.replace(", ", "-").replace(" ", "-").replace("'", "")
+    folder = demo.TARGET
+    if case.kind != "target":
+        made(case, target, own)
+        folder = export_folder(own, case.layout, own.with_name(f"{own.name}-{case.layout}"), target)
     rows = []
     for kind in types:
-        ours = export_folder(own, "gguf", own.with_name(f"{own.name}-{kind}"), target, kind) / gguf.FILE
-        theirs = converted(folder, source, split, kind)
-        rows.append({"case": name, "layout": case.layout, "type": kind, **compared(ours, theirs, case.kind)})
+        out = own.with_name(f"{own.name}-{kind}")
+        is_target = case.kind == "target"
+        ours = export_target(target, out, kind) if is_target else export_folder(own, "gguf", out, target, kind)
+        theirs = converted(folder, source, split, kind, out.with_name(f"{out.name}-theirs.gguf"))
+        rows.append(
+            {"case": name, "layout": case.layout, "type": kind, **compared(ours / gguf.FILE, theirs, case.kind)}
+        )
     return rows
 
 
@@ -129,11 +137,10 @@ def made(case: Case, target: Any, place: Path) -> None:
     save(place, model, {})
 
 
-def converted(folder: Path, source: Path, split: str, kind: str) -> Path:
+def converted(folder: Path, source: Path, split: str, kind: str, path: Path) -> Path:
     """What llama.cpp's converter makes of a folder.  Raises ChildProcessError where it fails."""
     from outrider import demo
 
-    path = folder.with_name(f"{folder.name}-theirs-{kind}.gguf")
     command: list[Any] = [
         sys.executable, __file__, "convert", source, split, folder, "--outtype", kind, "--outfile", path,
         "--target-model-dir", demo.TARGET,

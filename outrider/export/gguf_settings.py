@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from outrider.errors import ExportError
-from outrider.export import gguf_model, released
+from outrider.export import gguf_model, manifest, released
 from outrider.export.gguf_drafters import KIND, MARKOV
 from outrider.export.gguf_read import SHAPES
 from outrider.export.layout import Config
@@ -22,6 +22,8 @@ PLAIN = {
 }  # fmt: skip
 """Values that these keys must have, where a file has them."""
 BLOCK_KINDS = ("dflash", "dspark")
+BLOCK_SIZE = 16
+"""Slots of a block whose file does not say."""
 
 
 def kind_of(config: Config, names: Collection[str]) -> str | None:
@@ -48,28 +50,26 @@ def small_model(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    # only ours drafts in the anchor's slot, by a Markov head of zeros
-    return _block(config, target, KIND in config and bool(config.get("dflash.sample_from_anchor")))
+    return _block(config, target, "dflash")
 
 
 def dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
     shapes = config[SHAPES]
-    return _block(config, target, bool(config.get("dflash.sample_from_anchor", True))) | {
+    return _block(config, target, "dspark") | {
         "rank": shapes[MARKOV[0]][-1], "markov": "vanilla", "confidence": "conf_proj.weight" in shapes,
     }  # fmt: skip
 
 
-def _block(config: Config, target: TransformersTarget, in_anchor: bool) -> dict[str, Any]:
+def _block(config: Config, target: TransformersTarget, kind: str) -> dict[str, Any]:
     check(config, target)
     if "d2t" in config[SHAPES]:
         raise ExportError("it has d2t, but Outrider drafts blocks from the whole vocabulary; use a draft without")
-    mask = config.get("tokenizer.ggml.mask_token_id", target.mask_token)
-    if mask is None:
-        raise ExportError(f"it names no mask token, and {target.spec.name} has none; use a file that names it")
     return {
-        **_layer(config), "layers": config["dflash.block_count"], "anchor_predicts": in_anchor,
-        "block": config.get("dflash.block_size", 16) - (not in_anchor),
-        "taps": released.taps(config, "gguf", "dflash"), "mask_token": mask, "init_from_layers": None,
+        **_layer(config), "layers": config["dflash.block_count"],
+        "anchor_predicts": manifest.anchor_predicts(kind, "gguf", config),
+        "block": manifest.length(kind, "gguf", {}, {"dflash.block_size": BLOCK_SIZE, **config}),
+        "taps": released.taps(config, "gguf", kind), "init_from_layers": None,
+        "mask_token": released.mask(config, "tokenizer.ggml.mask_token_id", target),
     }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
     ids = {
         "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
         "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None),
-        "padding": tokenizer.pad_token_id,
+        "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id, "mask": tokenizer.mask_token_id,
     }  # fmt: skip
     begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     template = tokenizer.chat_template

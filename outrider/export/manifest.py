@@ -123,8 +123,9 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
     own = settings.get("block" if kind in BLOCKS else "heads" if kind == "medusa" else "length")
     if type(own) is int:
         return own
-    if kind in BLOCKS and config.get("block_size") is not None:
-        return int(config["block_size"]) - (not anchor_predicts(kind, format, config))
+    size = config.get("dflash.block_size" if format == "gguf" else "block_size")
+    if kind in BLOCKS and size is not None:
+        return int(size) - (not anchor_predicts(kind, format, config))
     if kind == "medusa":
         return config.get("num_heads", config.get("medusa_num_heads"))
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
@@ -135,6 +136,10 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
 
 def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
     """Whether a block drafts in the anchor's slot too: one token more."""
+    if format == "gguf":  # of the files of DFlash only ours do
+        default = kind == "dspark"
+        is_known = default or "outrider.kind" in config
+        return is_known and bool(config.get("dflash.sample_from_anchor", default))
     if format == "speculators":
         return bool(config.get("sample_from_anchor", kind == "dspark"))
     if kind == "domino":
