@@ -199,13 +199,8 @@ def scheduled(name: str, wish: Wish, path: Path) -> Wish:
     arm, ratio = tune.read_fixed(path)
     if arm.tokens:
         note = f"one draft length for every load, {arm.tokens}: {title} has no table by load"
-    elif ratio is None:
-        note = f"no speculation, as {path} has no draft that wins"
     else:
-        note = (
-            f"speculation does not pay on the machine of {path}: its best draft reaches {ratio:.2f} of the speed "
-            "without; this command serves without"
-        )
+        note = f"served without speculation, which did not pay where {path} was measured{tune.not_paying(ratio)}"
     return replace(wish, tokens=arm.tokens, width=arm.width, cutoff=arm.cutoff, notes=(*wish.notes, note))
 
 

@@ -290,6 +290,13 @@ def for_llamacpp(arm: Arm) -> dict[str, float]:
     return {"spec-draft-n-max": arm.tokens, "spec-draft-p-min": arm.cutoff or 0.0}
 
 
+def not_paying(ratio: float | None) -> str:
+    """How far the best draft is from paying, as the end of a sentence.  ratio: its speed over no speculation."""
+    if ratio is None:
+        return ""
+    return f": the best draft reaches {ratio:.2f} of the speed without" + (", within the noise" if ratio > 1 else "")
+
+
 def read_fixed(path: Path) -> tuple[Arm, float | None]:
     """The one way to draft at every load, and the best draft's speed over none, in a file of `outrider tune`."""
     try:

@@ -428,7 +428,8 @@ def test_where_speculation_does_not_pay_the_command_is_without_and_says_so(tmp_p
     wish = commands.scheduled("llamacpp", Wish(), schedule)
     found = commands.command("llamacpp", Draft("ngram", "target.gguf"), wish)
     assert not found.settings and "--spec-type" not in found.words
-    assert "does not pay on the machine of" in found.notes[0] and "reaches 0.80 of the speed" in found.notes[0]
+    assert "did not pay where" in found.notes[0] and "reaches 0.80 of the speed" in found.notes[0]
+    assert tune.not_paying(1.1).endswith("1.10 of the speed without, within the noise")
     assert json.loads(schedule.read_text())["tables"]["llamacpp"] == {}
     (tmp_path / "old.json").write_text('{"ranges": [[1, 1024, 2]]}')
     with pytest.raises(DataError, match="is not a schedule .*'fixed'"):
