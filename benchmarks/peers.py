@@ -20,7 +20,7 @@ starts once, with as many slots as the largest batch has.  No prefix of a prompt
 plain ones, whose weights and caches are float32; caches of others are as they come: llama.cpp's in 16 bits, OpenVINO's
 in 8.
 
-LLAMA_SERVER names another binary of llama.cpp; our dspark is converted by the source beside it.  Prints JSON.
+LLAMA_SERVER names another binary of llama.cpp.  Prints JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from batch_time import CHECKPOINT, parties, promise, prompts_of, write
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engines import dspark_gguf, install, install_openvino, llama_cpp, openvino_worker, vllm_server  # noqa: E402
+from benchmarks.engines import gguf_files, install, install_openvino, llama_cpp, openvino_worker, vllm_server  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
@@ -263,10 +263,9 @@ def transformers(target: Any, more: dict[str, Any], prompts: list[list[int]], ne
 
 def llama_ways(target: Any, files: dict[str, Path], batch: int) -> Iterator[Offer]:
     binary = Path(os.environ.get("LLAMA_SERVER", server()))
-    source = binary.parents[2] / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     for name, kind in KINDS.items():
         serve = partial(llama, target, binary, files[kind], batch)
-        dspark = partial(dspark_gguf.written, CHECKPOINT, target, source, files[kind].parent, kind)
+        dspark = partial(gguf_files.drafter, CHECKPOINT, target, files[kind].parent, kind)
         yield f"llama.cpp: {name}", serve(list)
         yield f"llama.cpp: {name}, its n-grams", serve(lambda: ["--spec-type", "ngram-simple"])
         yield f"llama.cpp: {name}, our small model", serve(partial(llama_cpp.drafting, files[f"draft {kind}"]))

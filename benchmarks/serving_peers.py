@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.batch_time import CHECKPOINT, parties, promise
-from benchmarks.engines import build_llama, dspark_gguf, install, vllm_server
+from benchmarks.engines import build_llama, gguf_files, install, vllm_server
 from benchmarks.engines.server_process import Server, running
 from benchmarks.serving_clients import Due
 from benchmarks.serving_turns import (
@@ -159,8 +159,7 @@ def llama_serve(target: Any, wanted: argparse.Namespace, place: Path, kind: str,
     if draft == ", its n-grams":
         command += ["--spec-type", "ngram-simple"]
     elif draft:
-        source = binary.parents[2] / f"llama_cpp_python-{build_llama.VERSION}" / "vendor" / "llama.cpp"
-        command += ["--spec-type", "draft-dspark", "-md", dspark_gguf.written(CHECKPOINT, target, source, place, kind)]
+        command += ["--spec-type", "draft-dspark", "-md", gguf_files.drafter(CHECKPOINT, target, place, kind)]
     return running(name, lambda port: [*command, "--port", port])
 
 

@@ -608,6 +608,25 @@ def engines(found: dict[str, Any]) -> str:
     return _table(heads, lines, right=slice(1, 4))
 
 
+def llama_cpp(found: dict[str, Any]) -> str:
+    """One line a kind and a planted fault: the server's steps and accepted tokens, and ours."""
+    lines = []
+    for row in found["drafters"]:
+        if row["error"] and row["fault"] is None:
+            lines.append([row["row"], "–", "–", "–", "–", "–", _short(row["error"])])
+            continue
+        equal = row["steps_equal"]
+        refused = "the server refuses the file" if row["error"] else ""
+        lines.append([
+            row["row"] + (f", {row['fault']}" if row["fault"] else ""), f"{row['texts_equal']} of {row['prompts']}",
+            " / ".join(map(str, row["steps"])), "–" if equal is None else f"{100 * equal:.1f} %",
+            " / ".join(map(str, row["accepted"])), "yes" if row["is_equal"] else "no",
+            ", ".join(row["causes"]) or refused or "–",
+        ])  # fmt: skip
+    heads = ["draft", "texts equal", "steps, ours / server", "steps equal", "accepted, ours / server", "equal", "cause"]
+    return f"{_table(heads, lines, right=slice(1, 5))}\n\n{_promises(found)}"
+
+
 def _short(error: str | None) -> str:
     """The sentence of an error that says what is wrong."""
     return (
@@ -886,6 +905,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
+    "llama_cpp": llama_cpp,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 

@@ -17,6 +17,8 @@ from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds, trained
 from outrider.errors import CheckpointError, ConfigError, DrafterError, first_line
 from outrider.export import formats, reading
+from outrider.export.folder import has_config
+from outrider.export.gguf_file import FILE
 from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
 from outrider.hub import missing_path
 from outrider.nn.draft_model import DraftModel
@@ -53,10 +55,11 @@ def load_drafter(
     id.
 
     A folder is a checkpoint, or a draft model as its authors publish it: speculators, EAGLE, EAGLE-3, DFlash, DSpark,
-    Medusa and the others of `outrider formats`.  A trainable kind by its name alone has new, random weights.  device:
-    where it runs, if not where its config says, which is the target's own device unless given.  quantize: `int8` rounds
-    the linear layers of the draft model, whatever the target's are; what it borrows of the target stays.  A checkpoint
-    trained with the weights that a target was quantised from fits it, and the log reports it.
+    Medusa and the others of `outrider formats`; a GGUF file is named itself.  A trainable kind by its name alone has
+    new, random weights.  device: where it runs, if not where its config says, which is the target's own device unless
+    given.  quantize: `int8` rounds the linear layers of the draft model, whatever the target's are; what it borrows of
+    the target stays.  A checkpoint trained with the weights that a target was quantised from fits it, and the log
+    reports it.
 
     Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
     another target, ExportError for a folder of others that can't be read or does not fit, DrafterError for one that
@@ -106,14 +109,14 @@ def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
 
 
 def describe(name: str | Path, format: str | None = None, kind: str | None = None) -> Source:
-    """Find a trained drafter by its folder or Hugging Face id, without reading its weights.
+    """Find a trained drafter by its folder, its GGUF file or its Hugging Face id, without reading its weights.
 
     format, kind: of a folder of others; recognised by its config.json unless given. Raises ConfigError for a name that
     is neither, CheckpointError for an id that can't be fetched, ExportError for a folder that holds no drafter, or none
     that is known here.
     """
     folder = find_folder(name)
-    if not any((place / name).exists() for place, name in ((checkpoint.whole(folder), MANIFEST), (folder, CONFIG))):
+    if not (checkpoint.whole(folder) / MANIFEST).exists() and not has_config(folder):
         raise CheckpointError(f"{folder} has neither {MANIFEST} nor {CONFIG}; name the folder of a trained drafter")
     if formats.is_checkpoint(folder):
         manifest = checkpoint.manifest_of(folder)
@@ -123,11 +126,13 @@ def describe(name: str | Path, format: str | None = None, kind: str | None = Non
 
 
 def find_folder(name: str | Path) -> Path:
-    """A folder here, or what the hub's repository of this name holds, fetched where it is not there yet.
+    """A folder or a file here, or what the hub's repository of this name holds, fetched where it is not there yet.
 
     Raises ConfigError for a missing folder or a name that is neither, CheckpointError for what can't be fetched.
     """
     path = Path(name).expanduser()
+    if path.name == FILE and (path.parent / MANIFEST).exists():
+        return path.parent  # an export of ours, whose outrider.json belongs to it
     if path.exists() or checkpoint.whole(path).exists():
         return path
     name = str(name)

@@ -1,12 +1,14 @@
-"""The demo pair in llama.cpp: does its server write, with our drafter and without, what the target writes here?
+"""The demo in llama.cpp: does its server write, with our drafters and without, what the target writes here?
 
     python benchmarks/engines/build_llama.py
-    python benchmarks/engines/llama_cpp.py [--prompts 12] [--new 96] [--out benchmarks/results/llama_cpp.json]
+    python benchmarks/engines/llama_cpp.py [--prompts 24] [--new 96] [--rows 'dspark;eagle3'] [--runs runs] [--out FILE]
 
 Target and drafter are written as GGUF by `outrider export`'s own code, the target in float32.  Compared are token ids:
 of texts through the server's /tokenize, and of greedy continuations, the server's without a draft, with the drafter in
 float32 and in float16, and ours.  Where two texts part, the gap between the target's two best logits there says whether
 rounding could do it. Drafts are counted by the server and, for the same drafter and prompts, here.  No times are taken.
+Then every kind that is exported, trained, is compared step by step as `outrider verify-export` does it, and planted
+faults must be found: `llama_drafters.py`.
 
 LLAMA_SERVER names another binary.  Prints JSON; exits with 1 on a difference, with 3 where there is no server.
 """
@@ -32,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.engines import llama_drafters  # noqa: E402
 from benchmarks.engines.build_llama import CANNOT, COMMIT, VERSION, server  # noqa: E402
 from benchmarks.replay import progress_bar, provenance, publish  # noqa: E402
 from outrider import demo, generate, load_drafter, load_target  # noqa: E402
@@ -63,9 +66,11 @@ class Text(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=96, help="tokens a prompt, at most")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the trained checkpoints are")
+    parser.add_argument("--rows", default=";".join(("small_model", *llama_drafters.CHECKPOINTS)), help="with ; between")
     parser.add_argument("--out", type=Path)
     wanted = parser.parse_args()
     binary = found_binary()
@@ -93,6 +98,11 @@ def main() -> int:
                 rows.append(compared(target, name, prompts, plain, answers) | steps_of(client, bool(draft)))
         sizes = {name: path.stat().st_size for name, path in files.items()}
         rows.append(llama(target, Path(place), binary, prompts[:4], wanted.new, wanted.threads))
+        names = tuple(wanted.rows.split(";"))
+        drafters = list(
+            llama_drafters.rows(target, wanted.runs, checkpoint, Path(place), binary, prompts, wanted.new, names)
+        )
+    promised = llama_drafters.promises(drafters)
     steps = sum(one.steps for one in drafted)
     offered = sum(len(one.tokens) for one in drafted)
     publish(
@@ -101,12 +111,14 @@ def main() -> int:
             "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT, "binary": version_of(binary)},
             "prompts": len(prompts), "new_tokens": wanted.new, "draft_length": LENGTH, "size_bytes": sizes,
             "tokenized": {"texts": len(ids), "equal": sum(ids)}, "rows": rows,
+            "drafters": drafters, "promises": promised,
             "ours": {"tokens": offered, "steps": steps, "kept": sum(sum(one.accepted) for one in drafted),
                      "tokens_per_step": sum(sum(one.accepted) for one in drafted) / steps + 1},
         },
         wanted.out,
     )  # fmt: skip
-    return int(not all(ids) or any(row["mismatches"] for row in rows))
+    kept = all(one["holds"] for one in promised)
+    return int(not all(ids) or any(row["mismatches"] for row in rows) or not kept)
 
 
 def found_binary() -> Path | None:

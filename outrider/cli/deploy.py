@@ -11,7 +11,6 @@ import typer
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, write_json
 from outrider.engines import commands, flags, manifests
-from outrider.engines import tune as tuning
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of
 from outrider.errors import ConfigError
@@ -59,6 +58,9 @@ def deploy(
     ] = None,
     name: Annotated[str, typer.Option(help="Of what is made for --out.")] = "outrider",
     image: Annotated[str | None, typer.Option(help="Container image, for --out.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="Of a container, for --out; --tensor-parallel's.  0: a machine without.")
+    ] = None,
     translate: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="A command of an older article, in today's words.")
     ] = None,
@@ -74,9 +76,9 @@ def deploy(
         raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
     to, found = engine_name(to), commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
-    wish = Wish(
-        tokens, width, cutoff, () if schedule is None else tuning.read(schedule), "127.0.0.1", port, tensor_parallel
-    )
+    wish = Wish(tokens, width, cutoff, port=port, tensor_parallel=tensor_parallel)
+    if schedule is not None:
+        wish = commands.scheduled(to, wish, schedule)
     if out is not None:
         wish = replace(wish, files=f"{out}/settings")
     command = commands.command(to, found, wish, version)
@@ -84,7 +86,7 @@ def deploy(
         remark(f"          it reads {', '.join(command.files)}, which --out FOLDER writes")
     _say(found, command, only_print)
     if out is not None:
-        place = manifests.Place(name, image, gpus=wish.tensor_parallel)
+        place = manifests.Place(name, image, gpus=wish.tensor_parallel if gpus is None else gpus)
         remark(f"          written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
     write_json(json_to, command.plain(found))
 

@@ -11,7 +11,10 @@ from outrider.checkpoint import whole
 from outrider.cli.console import JsonTo, counted, place_of_json, present, quiet, say, sized, table, write_json
 from outrider.engines import card, names
 from outrider.engines import export as exporting
+from outrider.engines.engine import engine_name
+from outrider.errors import ConfigError
 from outrider.export import reading
+from outrider.export.gguf_target import export_target
 from outrider.loading import describe, find_folder
 from outrider.targets.load import load_target
 
@@ -19,7 +22,10 @@ TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
 ]
 Folder = Annotated[
-    str, typer.Argument(help="A checkpoint, or a published draft model: folder or Hugging Face id.", show_default=False)
+    str,
+    typer.Argument(
+        help="A checkpoint, or a published draft model: folder, GGUF file or Hugging Face id.", show_default=False
+    ),
 ]
 
 
@@ -38,13 +44,19 @@ def export(
     target: TargetOption = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16)."),
+        typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16, q8_0)."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Write a drafter for an engine or in another's format, read it back and compare every weight."""
+    """Write a drafter for an engine or in another's format, read it back and compare every weight.
+
+    With --to gguf a target too: `demo`, or the folder or Hugging Face id of a Qwen3 or Llama.
+    """
     quiet()
     place_of_json(json_to)
+    if target is None and is_target(checkpoint):
+        _export_target(checkpoint, to, out, precision, json_to)
+        return
     source = describe(checkpoint)
     chosen = names.chosen(to, source.kind)
     if chosen.engine is not None:
@@ -67,6 +79,25 @@ def export(
         "size_bytes": size,
     }
     write_json(json_to, found)
+
+
+def is_target(name: str) -> bool:
+    """Whether a name is a target's: `demo`, or a plain language model that does not say which target it drafts for."""
+    if name == "demo" and not Path(name).exists():
+        return True
+    source = describe(name)
+    return source.kind == "small_model" and source.format == "transformers" and not source.manifest
+
+
+def _export_target(name: str, to: str, out: Path, precision: str | None, json_to: JsonTo) -> None:
+    if engine_name(to) != "llamacpp":
+        raise ConfigError(f"{name} is a target, which {to} reads as it is; to draft with it, name its target: --target")
+    folder = export_target(load_target(name, compile=False), out, precision)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    rounded = f", rounded to {precision}" if precision else ""
+    say(f"export    target {name} as gguf: {sized(size)} in {folder}; every weight reads back equal{rounded}")
+    write_json(json_to, {"kind": "target", "format": "gguf", "engine": "llamacpp", "folder": str(folder),
+                         "size_bytes": size})  # fmt: skip
 
 
 def import_(

@@ -195,7 +195,7 @@ def _report(points: list[Point], choice: Choice) -> None:
     lengths = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
     pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
     if choice.pays_to == 0:
-        pays = "does not pay at any load measured"
+        pays = f"does not pay at any load measured{tuning.not_paying(choice.best_ratio)}"
     for line in (f"tokens a step: {lengths}; speculation {pays}", *choice.notes):
         say(f"          {line}")
 

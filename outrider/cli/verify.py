@@ -24,9 +24,12 @@ def verify_export(
         typer.Argument(help="Folder that `outrider export` wrote; or a published one, or its id.", show_default=False),
     ],
     engine: Annotated[
-        str, typer.Option("--engine", help="vllm or transformers, which are run; sglang: the folder is read.")
+        str, typer.Option("--engine", help="vllm, llamacpp or transformers, which are run; sglang: the folder is read.")
     ] = "vllm",
     python: Annotated[str | None, typer.Option("--python", help="The python of vLLM's own environment.")] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="BINARY", help="llama-server; else LLAMA_SERVER, or on the PATH.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="What it was exported from; causes need it.")
     ] = None,
@@ -45,15 +48,17 @@ def verify_export(
     quiet()
     place_of_json(json_to)
     engine, folder = engine_name(engine), find_folder(draft)
-    verify.check(folder, engine, python, checkpoint)
-    if engine != "vllm" and python is not None:
-        remark(f"          --python has no effect: {engine} needs no environment of its own here")
+    verify.check(folder, engine, python, checkpoint, server)
+    for name, given, owner in (("python", python, "vllm"), ("server", server, "llamacpp")):
+        if engine != owner and given is not None:
+            remark(f"          --{name} has no effect: {engine} does not need it")
     loaded, model = verify.sides(folder, engine, checkpoint, target)
     ids = verify.prompt_tokens(loaded, prompts, count)
     report = lambda text: remark(text, "dim")
     found = verify.verified(
-        folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report
-    )
+        folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report,
+        server=server,
+    )  # fmt: skip
     _print(found)
     write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
     if engine in parity.RUN:

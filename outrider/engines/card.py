@@ -116,8 +116,8 @@ def _verified(manifest: Mapping[str, Any]) -> Iterator[str]:
     for engine, found in (manifest.get("verified") or {}).items():
         if found.get("error") is None:
             texts = f"{found['texts_equal']} of {found['prompts']} texts equal to Outrider's"
-            yield f"In {engine}: {texts}, {found['steps']:,} steps, "
-            f"{found['steps_equal'] or 0:.1%} accept the same number."
+            steps = f"{found['steps']:,} steps, {found['steps_equal'] or 0:.1%} accept the same number"
+            yield f"In {engine}: {texts}, {steps}."
 
 
 def _engines(draft: Draft, target: str) -> Iterator[dict[str, Any]]:

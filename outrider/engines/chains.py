@@ -221,6 +221,8 @@ def _frequencies(rotation: Rotation, size: int) -> tuple[Tensor, float]:
     if not rotation.scaling:
         return frequencies, 1.0
     settings = json.loads(rotation.scaling)
+    if settings["rope_type"] == "divisors":
+        return frequencies / torch.tensor(settings["divisors"]), 1.0
     factor, kind = settings["factor"], settings["rope_type"]
     if kind == "linear":
         return frequencies / factor, 1.0

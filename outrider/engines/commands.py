@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import demo
-from outrider.engines import words
+from outrider.engines import tune, words
 from outrider.engines.engine import (
     ENGINES,
     Draft,
@@ -173,15 +173,35 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
     wish, version, is_assumed = replace(wish, port=wish.port or engine.port), version or engine.version, version is None
     settings: Settings = {}
     before: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = wish.notes
     if wish.tokens != 0 or wish.schedule:
         method, tokens = _method(name, engine, draft, version), _tokens(draft, wish)
         _check(name, method, draft, wish, tokens)
         settings = words.SETTINGS[name](method, draft, tokens, wish)
-        before = words.preparation(name, method, draft)
-        notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
+        before = words.preparation(name, draft)
+        notes = (*wish.notes, *engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
     argv, files = words.WORDS[name](draft, wish, settings)
     return Command(name, version, is_assumed, (*argv, *wish.extra), settings, files, before, notes)
+
+
+def scheduled(name: str, wish: Wish, path: Path) -> Wish:
+    """The wish with what `outrider tune` measured: tokens by load, or one way to draft where an engine has no table.
+
+    Raises ConfigError where the wish names tokens, a width or a cut-off besides, for an engine without a table.
+    """
+    title, methods = engine_of(name).title, engine_of(name).methods.values()
+    if any(method.varies for method in methods):
+        return replace(wish, schedule=tune.read(path))
+    if wish.tokens is not None or wish.width != 1 or wish.cutoff is not None:
+        raise ConfigError(
+            f"{title} has no table by load, so --schedule names all; leave out --tokens, --width, --cutoff"
+        )
+    arm, ratio = tune.read_fixed(path)
+    if arm.tokens:
+        note = f"one draft length for every load, {arm.tokens}: {title} has no table by load"
+    else:
+        note = f"served without speculation, which did not pay where {path} was measured{tune.not_paying(ratio)}"
+    return replace(wish, tokens=arm.tokens, width=arm.width, cutoff=arm.cutoff, notes=(*wish.notes, note))
 
 
 def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
@@ -193,15 +213,16 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
         raise ConfigError(f"{title} runs {kind} only in versions before {until}, and this is {version}; {known}")
     if since and numbers(version) < method.since:
         raise ConfigError(f"{title} runs {kind} from version {since} on, and this is {version}; update it")
-    if draft.folder is None and method.formats:
+    if draft.folder is None and method.formats and kind not in UNTRAINED:
         raise ConfigError(
             f"{kind} needs a trained draft; name its folder, written by `outrider export --to {method.formats[0]}`"
         )
     if draft.folder is None or draft.format in method.formats:
         return method
-    if kind == "mtp":
+    if kind == "mtp" and not method.formats:
         own = f"{title} runs the target's own module with `outrider deploy mtp --to {name}`"
-        raise ConfigError(f"no engine loads an MTP module from a folder; {own}, and `outrider decode` runs this one")
+        alone = "only llama.cpp loads an MTP module from a folder (export it --to gguf)"
+        raise ConfigError(f"{alone}; {own}, and `outrider decode` runs this one")
     if not method.formats:
         raise ConfigError(f"{title} needs no folder for {kind}; use `outrider deploy {kind} --to {name}`")
     why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
@@ -252,6 +273,11 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         raise ConfigError(
             "--width and --schedule exclude each other: no engine drafts a tree by load; leave out one of them"
         )
+    if wish.cutoff and kind == "dspark" and draft.settings.get("confidence") is False:
+        raise ConfigError(
+            "this dspark has no confidence head, so it can't stop by confidence; leave out --cutoff, or train one with "
+            "confidence: yes"
+        )
     if wish.cutoff is not None and not method.cuts:
         raise ConfigError(
             f"{name} has no cut-off for {kind}; engines (and kinds) that have one: {able(lambda each: each.cuts)}"
@@ -301,7 +327,9 @@ def installed(name: str, python: str | Path) -> str:
         done = subprocess.run([str(python), *engine.ask], capture_output=True, text=True, timeout=ASKS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{python} can't be run: {error}; name the Python of {engine.title}'s environment") from None
-    version = re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", done.stdout or done.stderr)
+    printed = done.stdout or done.stderr
+    # llama.cpp counts commits, and its entries here are of one
+    version = re.search(r"commit ([0-9a-f]{7,})", printed) or re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", printed)
     if done.returncode or version is None:
         raise ConfigError(f"{python} has no {engine.title}; name the Python of the environment where it is installed")
     return version[1]

@@ -64,6 +64,8 @@ class Wish:
     files: str = "."
     """Where the engine finds the files that belong to the command."""
     extra: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is said with the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,6 @@ class Method:
     cuts: bool = False
     """Has a cut-off by confidence."""
     notes: tuple[str, ...] = ()
-    converted: bool = False
-    """The folder is made a file of the engine's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ class Engine:
     bad: tuple[Bad, ...] = ()
     image: str | None = None
     """That a container runs; its tag is not looked up.  None: it is not deployed so."""
+    cpu_image: str | None = None
+    """The image for machines without a GPU; None: there is none."""
     program: str | None = None
     """What the first word of its command is called in there, where it is another."""
     health: str = "/health"

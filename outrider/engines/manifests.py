@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from outrider.engines import commands
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Engine, Wish, engine_of
 from outrider.engines.template import rendered
-from outrider.engines.words import REPOSITORY, downloaded
+from outrider.engines.words import GGUF_FILE, REPOSITORY, downloaded
 from outrider.errors import ConfigError, DataError
 
 PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"
@@ -53,6 +54,7 @@ class Place:
     """Of everything that is made."""
     image: str | None = None
     gpus: int = 1
+    """GPUs of a container; 0 is a machine without one."""
 
     def check(self) -> None:
         """ConfigError for a name that Kubernetes refuses."""
@@ -66,8 +68,8 @@ class Place:
 def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) -> Command:
     """The command in a container: models under /models, files under /etc/outrider, open to its network."""
     mounted = mounted_target(draft)
-    if mounted is not None and (Path(draft.target) / "model.gguf").exists() and engine == "llamacpp":
-        mounted += "/model.gguf"
+    if mounted is not None and (Path(draft.target) / GGUF_FILE).exists() and engine == "llamacpp":
+        mounted += f"/{GGUF_FILE}"
     moved = replace(draft, target=mounted or draft.target)
     if draft.folder is not None and not _fetches(engine, draft):
         moved = replace(moved, folder=Path(MODELS) / "draft", hub_id=None)
@@ -89,8 +91,11 @@ def mounted_target(draft: Draft) -> str | None:
 def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> dict[str, str]:
     """Name to text of everything that a deployment of this engine has; names may hold folders."""
     place.check()
-    if engine_of(engine).image is None:
+    served = engine_of(engine)
+    if served.image is None:
         return {}
+    if place.gpus == 0 and place.image is None and served.cpu_image is None:
+        raise ConfigError(f"{served.title} has no image for machines without a GPU; name one with --image")
     command = inside(engine, draft, wish, version)
     mounted = mounted_target(draft)
     files = dict(command.files)
@@ -100,9 +105,7 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
     if uses_hub := mounted is None or _fetches(engine, draft):
         volumes.append(f"hub:{MODELS}/hub")
     if draft.folder is not None and not _fetches(engine, draft):
-        # a converted draft is a file next to the folder
-        end = ".gguf" if f"{MODELS}/draft.gguf" in command.words else ""
-        volumes.append(f"{downloaded(draft).absolute()}{end}:{MODELS}/draft{end}:ro")
+        volumes.append(f"{downloaded(draft).absolute()}:{MODELS}/draft:ro")
     if files:
         volumes.append(f"./container:{SETTINGS}:ro")
     found = {f"container/{name}": text for name, text in files.items()}
@@ -118,7 +121,8 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
     """One of the templates, filled in for an engine."""
     served = OWN if engine == "outrider" else engine_of(engine)
     facts = {
-        "engine": engine, "served": served, "place": place, "image": place.image or served.image,
+        "engine": engine, "served": served, "place": place,
+        "image": place.image or (served.image if place.gpus else served.cpu_image),
         "watched": engine in METRICS, "asks": METRICS.get(engine), "MODELS": MODELS, "SETTINGS": SETTINGS,
         "PROMETHEUS": PROMETHEUS, "GRAFANA": GRAFANA, "SOURCE": SOURCE, "EVERY_S": EVERY_S, "STARTS_S": STARTS_S,
         "PROBE_S": PROBE_S,
@@ -144,6 +148,25 @@ def triton(name: str, target: str, wish: Wish, settings: Mapping[str, Any]) -> d
     return {f"{folder}/config.pbtxt": pbtxt, f"{folder}/1/model.json": json.dumps(arguments, indent=2) + "\n"}
 
 
+def unit(command: Command, place: Place) -> str:
+    """A systemd unit that serves the draft on this machine."""
+    program, *arguments = command.words
+    # systemd looks for programs on a path of its own
+    words = [shutil.which(program) or f"/usr/local/bin/{program}", *map(_absolute, arguments)]
+    line = " ".join(map(_systemd_word, words))
+    return rendered("systemd.service", place=place, line=line, title=engine_of(command.engine).title)
+
+
+def _absolute(word: str) -> str:
+    """The path of a model as systemd needs it; other words as they are."""
+    return str(Path(word).absolute()) if word.endswith(".gguf") else word
+
+
+def _systemd_word(word: str) -> str:
+    """A word as systemd reads it within quotes: %, $ and \\ mean something there."""
+    return json.dumps(word.replace("%", "%%").replace("$", "$$"), ensure_ascii=False)
+
+
 def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> list[str]:
     """Everything of a deployment in a new folder, whole or not at all.  Returns the names at its top.
 
@@ -154,6 +177,8 @@ def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, versio
     files = {f"settings/{name}": text for name, text in own.items()} | files_of(engine, draft, wish, place, version)
     lines = ["#!/bin/sh", "set -e", *([command.before] if command.before else []), f"exec {command.shell}", ""]
     files["serve.sh"] = "\n".join(lines)
+    if not engine_of(engine).packages:
+        files[f"{place.name}.service"] = unit(command, place)
     with new_folder(out, DataError) as part:
         for name, text in files.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)

@@ -37,9 +37,9 @@ from outrider.sampling.settings import Sampling
 from outrider.sampling.text import common_prefix
 from outrider.targets.transformers import TransformersTarget
 
-COMPARED = ("vllm", "sglang", "transformers")
+COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
 """Engines whose folders can be compared."""
-RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0}
+RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0, "llamacpp": 1}
 """Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
 READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
 """Kinds whose folders are read in an engine's convention where it is not run."""

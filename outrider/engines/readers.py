@@ -138,7 +138,7 @@ def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor],
     heads = layers["num_attention_heads"]
     size = layers.get("head_dim") or layers["hidden_size"] // heads
     return Draft(
-        kind, **_parts(weights), heads=(heads, layers.get("num_key_value_heads") or heads, size),
+        kind, **parts_of(weights), heads=(heads, layers.get("num_key_value_heads") or heads, size),
         rotation=_rotation(layers, theta), eps=layers.get("rms_norm_eps", 1e-6), **more,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def _scaling(rope: Mapping[str, Any], longest: int) -> str:
     return json.dumps({"rope_type": kind, **settings}, sort_keys=True)
 
 
-def _parts(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def parts_of(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Fields of a `Draft` from weights by their names; without confidences, which change no token."""
     ignored = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "confidence_head.")
     offsets = weights.get("d2t")
@@ -245,7 +245,7 @@ def of_model(model: DraftModel) -> Draft:
     flags = frozenset(
         name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False)
     )
-    parts = _parts(weights)
+    parts = parts_of(weights)
     if parts["head"] is None and kind not in BLOCKS:  # the folder has a copy of the target's
         parts["head"] = _target_head(model)
     return Draft(

@@ -6,6 +6,7 @@ No torch.  Rounds go through the lengths there and back, so that a machine that 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +35,9 @@ from outrider.traffic.traces import Trace
 
 POINTS = "points.jsonl"
 READY_S, STOP_S, POLL_S = 900.0, 30.0, 0.2
+PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+PR_SET_PDEATHSIG = 1
+"""A number of Linux: the signal that a process gets when its parent ends."""
 Starts = Callable[[Arm], AbstractContextManager[str]]
 """A way to draft to a server that drafts so, at an address."""
 Measure = Callable[[str, int], float]
@@ -128,16 +133,23 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: float = READY_S) -> Iterator[str]:
+def served(
+    words: Sequence[str], url: str, health: str, log: Path, ready_s: float = READY_S,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Run a server while the block runs, with its output in `log`.  Gives `url`.
 
+    env: environment variables besides our own.  The server ends with this process, however that ends (on Linux).
     Raises DataError where something answers there already, and where the server ends or is silent for `ready_s`.
     """
     if _answers(url + health):
         raise DataError(f"a server answers at {url} already; stop it, or choose another --port")
     with log.open("ab") as output:
         try:
-            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_ends_with_parent,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
         except OSError as error:
             raise DataError(
                 f"{words[0]} can't be run: {error.strerror}; install it, or name the Python of its environment with "
@@ -148,7 +160,8 @@ def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: floa
         while not _answers(url + health):
             if process.poll() is not None:
                 raise DataError(
-                    f"{words[0]} ended with {process.returncode} before it answered; see {log}: {_end_of(log)}"
+                    f"{words[0]} ended with {process.returncode} before it answered; see {log}, its last lines: "
+                    f"{last_lines(log)}"
                 )
             if time.monotonic() > until_s:
                 raise DataError(f"{words[0]} did not answer at {url} within {ready_s:.0f} s; see {log}")
@@ -179,9 +192,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _end_of(log: Path) -> str:
+def last_lines(log: Path, count: int = 3) -> str:
+    """The last lines of a log, in one."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "nothing"
+    return " | ".join(line.strip()[:300] for line in lines[-count:]) or "none"
+
+
+def _ends_with_parent() -> None:
+    """Runs in the child: Linux kills it once its parent has ended."""
+    if PRCTL is not None:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # ── servers and what is sent to them ──────────────────────────────────────────────────────────────────────────────────

@@ -84,13 +84,19 @@ class Choice:
     noise: float | None
     """Share by which repeats differ (standard deviation)."""
     notes: tuple[str, ...]
+    fixed: Arm
+    """The one way that wins most over all loads, for engines without a table by load."""
+    best_ratio: float | None
+    """Speed of the best draft at all loads over no speculation; None where that or a draft was not measured."""
 
     def plain(self) -> dict[str, Any]:
         """The choice as values for JSON, with the tables of engines."""
-        found = asdict(self) | {"gains": [one._asdict() for one in self.gains]}
-        tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
-        # tables by load hold neither trees nor cut-offs
-        return {"outrider_tune": 1, **found, "tables": tables if self.width == 1 and self.cutoff is None else {}}
+        found = asdict(self) | {"gains": [one._asdict() for one in self.gains], "fixed": self.fixed._asdict()}
+        tables: dict[str, Any] = {"llamacpp": for_llamacpp(self.fixed)}
+        if self.width == 1 and self.cutoff is None:  # tables by load hold neither trees nor cut-offs
+            ranges = self.ranges
+            tables |= {"vllm": for_vllm(ranges), "sglang": for_sglang(ranges), "trtllm": for_trtllm(ranges)}
+        return {"outrider_tune": 1, **found, "tables": tables}
 
     def write(self, path: Path) -> None:
         """tune.json, whole or not at all."""
@@ -122,7 +128,8 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
     ranges = _ranges(table, chosen, max(largest, table.loads[-1]))
     pays_to = None if ranges[-1].tokens else max((one.last for one in ranges if one.tokens), default=0)
     gains = tuple(table.gain(load, arm) for load, arm in zip(table.loads, chosen, strict=True))
-    return Choice(ranges, drafting.width, drafting.cutoff, gains, pays_to, table.noise, _notes(table, ranges))
+    notes, (fixed, best_ratio) = _notes(table, ranges), table.constant()
+    return Choice(ranges, drafting.width, drafting.cutoff, gains, pays_to, table.noise, notes, fixed, best_ratio)
 
 
 def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
@@ -210,6 +217,15 @@ class _Table:
         top = max(range(len(arms)), key=value.__getitem__)
         return value[top], path[top]
 
+    def constant(self) -> tuple[Arm, float | None]:
+        """The way that wins most at all loads together, and the speed of the best draft over no speculation."""
+        mean = {arm: sum(self.mean[arm, load] for load in self.loads) / len(self.loads) for arm in self.arms}
+        price = self.price(len(self.loads)) / len(self.loads)
+        best = max(self.arms, key=lambda arm: mean[arm] - (arm != self.shortest) * price)
+        drafts = [mean[arm] for arm in self.arms if arm.tokens]
+        known = self.shortest.tokens == 0 and drafts
+        return best, math.exp(max(drafts) - mean[self.shortest]) if known else None
+
     def gain(self, load: int, arm: Arm) -> Gain:
         speed, ratio = math.exp(self.mean[arm, load]), self.mean[arm, load] - self.mean[self.shortest, load]
         if self.noise is None:
@@ -265,6 +281,34 @@ def for_trtllm(ranges: Sequence[Range]) -> dict[int, int]:
     """`draft_len_schedule`: by the highest batch of each range; beyond the last one nothing is drafted.  0 is left
     out."""
     return {one.last: one.tokens for one in ranges if one.tokens}
+
+
+def for_llamacpp(arm: Arm) -> dict[str, float]:
+    """llama-server's flags, which hold for every load; {} is no speculation, and so is a tree, which it has not."""
+    if not arm.tokens or arm.width > 1:
+        return {}
+    return {"spec-draft-n-max": arm.tokens, "spec-draft-p-min": arm.cutoff or 0.0}
+
+
+def not_paying(ratio: float | None) -> str:
+    """How far the best draft is from paying, as the end of a sentence.  ratio: its speed over no speculation."""
+    if ratio is None:
+        return ""
+    return f": the best draft reaches {ratio:.2f} of the speed without" + (", within the noise" if ratio > 1 else "")
+
+
+def read_fixed(path: Path) -> tuple[Arm, float | None]:
+    """The one way to draft at every load, and the best draft's speed over none, in a file of `outrider tune`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        fixed, ratio = content["fixed"], content["best_ratio"]
+        arm = Arm(
+            int(fixed["tokens"]), int(fixed["width"]), None if fixed["cutoff"] is None else float(fixed["cutoff"])
+        )
+        return arm, None if ratio is None else float(ratio)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is not a schedule ({reason}); name the tune.json of `outrider tune`") from None
 
 
 def read(path: Path) -> tuple[Range, ...]:

@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from outrider import demo
-from outrider.engines import causes, chains, parity, readers, verify_transformers
-from outrider.engines.engine import engine_of
+from outrider.engines import (
+    causes,
+    chains,
+    gguf_reader,
+    llama_server,
+    parity,
+    readers,
+    verify_llamacpp,
+    verify_transformers,
+    words,
+)
+from outrider.engines.engine import ENGINES, engine_of
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
+from outrider.export import gguf
 from outrider.export.formats import is_checkpoint
 from outrider.export.manifest import read_manifest
 from outrider.loading import describe, draft_model
@@ -27,11 +38,15 @@ LOOKED_AT = 3
 Say = Callable[[str], None]
 
 
-def check(place: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
-    """Refuse what can't be compared before anything is loaded.  Raises ConfigError."""
+def check(
+    place: Path, engine: str, python: str | None, checkpoint: Path | None, server: str | None = None
+) -> None:  # fmt: skip
+    """Refuse what can't be compared before anything is loaded.  server: llama.cpp's.  Raises ConfigError."""
     if engine not in parity.COMPARED:
         able = ", ".join(parity.COMPARED)
         raise ConfigError(f"drafts of {engine_of(engine).title} can't be compared; choose --engine from {able}")
+    if engine == "llamacpp":
+        llama_server.program(server)
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM runs in its own environment; name its Python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:
@@ -59,12 +74,19 @@ def sides(
         raise ConfigError(f"{place} does not name its target; name it with --target")
     loaded = load_target(name, dtype="float32", compile=False)
     model = draft_model(source, loaded)
-    kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
+    kinds = _kinds(engine)
     if kinds and model.config.kind not in kinds:
         raise ConfigError(
             f"folders of {engine} can be compared for {', '.join(kinds)}, got {model.config.kind}; use --engine vllm"
         )
     return loaded, model
+
+
+def _kinds(engine: str) -> tuple[str, ...]:
+    """Kinds of which folders can be compared; () where the engine itself refuses others."""
+    if engine == "llamacpp":
+        return tuple(kind for kind, method in ENGINES[engine].methods.items() if method.formats)
+    return parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
 
 
 def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[list[int]]:
@@ -81,14 +103,15 @@ def place_of(target: TransformersTarget) -> str:
 def verified(
     place: Path, engine: str, python: str | None, target: TransformersTarget, model: DraftModel, known: bool,
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
-    say: Say = lambda text: None,
+    say: Say = lambda text: None, server: str | None = None,
 ) -> Parity:  # fmt: skip
     """The whole comparison.  known: `model` is what the folder was made from, not what was read from it.
 
+    server: llama.cpp's program, as `llama_server.program` finds it.
     say: gets what is about to run.  Raises ConfigError where the engine can't be run.
     """
     kind, length = model.config.kind, parity.length_of(model)
-    made = _Export(place, engine, target, model, prompts, length)
+    made = _Export(place, engine, target, model, prompts, length, server)
     found = Parity(engine, None, kind, read_manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
         # what the folder's own causes are
@@ -121,6 +144,7 @@ class _Export:
     prompts: list[list[int]]
     length: int
     """Tokens drafted per step."""
+    server: str | None = None
 
     def answer(
         self, python: str | None, max_new_tokens: int, mend: tuple[str, ...], prefix_caching: bool, say: Say
@@ -130,6 +154,13 @@ class _Export:
         if self.engine == "transformers":
             say(f"running transformers {size}, one after the other")
             return verify_transformers.answer(self.place, self.target, self.prompts, max_new_tokens, self.length)
+        if self.engine == "llamacpp":
+            say(f"running llama-server {size}, one after the other")
+            program, config = llama_server.program(self.server), self.model.config
+            spec_type = words.spec_type(config.kind, config.model_dump())
+            return verify_llamacpp.answer(
+                program, self.place, config.kind, spec_type, self.target, self.prompts, max_new_tokens, self.length
+            )  # fmt: skip
         say(f"running vllm {size}: about a minute to load, then silence")
         kind = self.model.config.kind
         job = {
@@ -140,6 +171,12 @@ class _Export:
             "stages": kind in readers.KINDS and not prefix_caching,
         }  # fmt: skip
         return parity.asked(str(python), job)
+
+    def read(self) -> readers.Draft:
+        """The folder as its engine reads it.  Raises ExportError where it can't be read."""
+        if self.engine == "llamacpp":
+            return gguf_reader.of_file(self.place / gguf.FILE)
+        return readers.of_folder(self.place, self.engine)
 
     def explained(self, found: Parity, known: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:
         """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
@@ -156,7 +193,7 @@ class _Export:
                 _warned(found, f"its modules were not recorded: {answered['error']}") if "error" in answered else found
             )
         try:
-            read, text = readers.of_folder(self.place, self.engine), chains.states(self.target, answered["text"])
+            read, text = self.read(), chains.states(self.target, answered["text"])
             stages, first = causes.compare_stages(read, answered["rows"], text, len(self.prompts[0]), self.length)
         except Exception as error:
             return _warned(found, f"its modules were not compared: {error}")
@@ -166,7 +203,7 @@ class _Export:
         """What in the folder changes drafts after these texts, and the first stage whose output differs."""
         continued = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
         texts_read = [(chains.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in continued]
-        read, own = readers.of_folder(self.place, self.engine), readers.of_model(self.model)
+        read, own = self.read(), readers.of_model(self.model)
         found = tuple(causes.causes(read, own, texts_read, self.length))
         return found, causes.first_difference(read, own, *texts_read[0], self.length) if found else None
 

@@ -6,17 +6,20 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from outrider.engines import tune
-from outrider.engines.engine import Draft, Method, Settings, Wish
+from outrider.engines.engine import Draft, Method, Settings, Wish, method_of
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError
 from outrider.export.manifest import CONFIG, LAYERS
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
+GGUF_FILE = "model.gguf"
+"""The model in an exported folder."""
 LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
 SEQUENTIAL = ("Draft_Target", "NGram")
 """TensorRT-LLM's decoding types that draft on the side, for which steps can't overlap."""
@@ -127,16 +130,27 @@ def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    found: Settings = {"spec-type": method.name}
+    found: Settings = {"spec-type": spec_type(draft.kind, draft.settings)}
     if method.name == "ngram-simple":
         return found | {
             "spec-ngram-simple-size-n": draft.settings.get("longest", 4),
             "spec-ngram-simple-size-m": tokens,
         }
-    if draft.folder is not None:
-        found["spec-draft-model"] = converted(draft) if method.converted else str(downloaded(draft) / "model.gguf")
+    if draft.folder is not None and not in_target(draft):
+        found["spec-draft-model"] = str(downloaded(draft) / GGUF_FILE)
     found["spec-draft-n-max"] = tokens
     return found if wish.cutoff is None else found | {"spec-draft-p-min": wish.cutoff}
+
+
+def spec_type(kind: str, settings: Mapping[str, Any]) -> str:
+    """What llama.cpp calls a drafter.  settings: ours.  Raises ConfigError for a kind that it does not run."""
+    # its draft-dflash reads no anchor's slot; such a file has a Markov head of zeros
+    return method_of("llamacpp", "dspark" if kind == "dflash" and settings.get("anchor_predicts") else kind).name
+
+
+def in_target(draft: Draft) -> bool:
+    """Whether llama.cpp reads target and draft from one file, the draft's."""
+    return draft.kind == "mtp" and draft.folder is not None
 
 
 def downloaded(draft: Draft) -> Path:
@@ -145,34 +159,21 @@ def downloaded(draft: Draft) -> Path:
     return draft.folder if draft.hub_id is None else Path(draft.hub_id.rpartition("/")[2])
 
 
-def converted(draft: Draft) -> str:
-    """The file that is made of a draft first."""
-    folder = downloaded(draft)
-    return str(folder.with_name(folder.name + ".gguf"))
-
-
-def preparation(name: str, method: Method, draft: Draft) -> str | None:
-    """The command that makes what an engine reads of a draft; None where it reads the draft as it is."""
-    if name != "llamacpp" or draft.folder is None:
+def preparation(name: str, draft: Draft) -> str | None:
+    """The command that fetches a draft of the hub for an engine that reads files only; None for others."""
+    if name != "llamacpp" or draft.hub_id is None:
         return None
-    lines, target = [], Path(draft.target)
-    if draft.hub_id is not None:
-        lines.append(["hf", "download", draft.hub_id, "--local-dir", str(downloaded(draft))])
-    if method.converted:
-        model = str(target.with_suffix("") if target.suffix == ".gguf" else target)
-        script = ["python", "convert_hf_to_gguf.py", str(downloaded(draft)), "--outfile", converted(draft)]
-        lines.append([*script, "--target-model-dir", model])
-    return " && ".join(map(shlex.join, lines)) or None
+    return shlex.join(["hf", "download", draft.hub_id, "--local-dir", str(downloaded(draft))])
 
 
 def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    target = Path(draft.target)
-    if (target / "model.gguf").exists():
-        target = target / "model.gguf"
+    target = downloaded(draft) if in_target(draft) else Path(draft.target)
+    if in_target(draft) or (target / GGUF_FILE).exists():
+        target = target / GGUF_FILE
     if target.suffix != ".gguf":
         raise ConfigError(
-            f"llama.cpp needs the target as GGUF, and {draft.target} is not a GGUF file; name one with --target "
-            "FILE.gguf"
+            f"llama.cpp needs the target as GGUF, and {draft.target} is not a GGUF file; write it with "
+            f"`outrider export {draft.target} --to gguf --out FOLDER` and name it with --target FOLDER"
         )
     if wish.tensor_parallel > 1:
         raise ConfigError(

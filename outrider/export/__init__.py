@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pkgutil
 
-MACHINERY = ("card", "folder", "formats", "layout", "manifest", "reading", "released", "writing")
+MACHINERY = (
+    "card", "folder", "formats", "gguf_drafters", "gguf_file", "gguf_model", "gguf_mtp", "gguf_read", "gguf_refusals",
+    "gguf_settings", "gguf_target", "gguf_tokenizer", "layout", "manifest", "reading", "released", "writing",
+)  # fmt: skip
 """Files of this folder that are not formats."""
 
 

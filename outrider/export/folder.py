@@ -1,5 +1,5 @@
-"""A folder of weights as engines read them: config.json and safetensors, whole or in shards.  Nothing in it is ever
-executed.
+"""A folder of weights as engines read them: config.json and safetensors, whole or in shards, or one GGUF file.  Nothing
+in it is ever executed.
 
 What is read is checked first: no pickle, no name that leaves the folder, no weight that is not a number.
 """
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import ExportError
+from outrider.export import gguf_read
 from outrider.export.manifest import CONFIG, read_json
 from outrider.weights import not_finite, rounded
 
@@ -23,9 +24,23 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
+def has_config(folder: Path) -> bool:
+    """Whether a folder, or the path of a GGUF file, says what it holds."""
+    return (folder / CONFIG).exists() or gguf_read.find(folder) is not None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, or the keys of a GGUF file.  Raises ExportError where there is neither, or none that can be read."""
+    if (folder / CONFIG).exists() or (path := gguf_read.find(folder)) is None:
+        return read_json(folder / CONFIG)
+    return gguf_read.read_config(path)
+
+
 def read_names(folder: Path) -> frozenset[str]:
     """The names of a folder's tensors, from the files' heads alone.  Raises ExportError for pickles and for what is
     torn."""
+    if not (folder / CONFIG).exists() and (path := gguf_read.find(folder)) is not None:
+        return frozenset(gguf_read.read_header(path).tensors)
     names: set[str] = set()
     for path in _files(folder):
         try:

@@ -28,7 +28,7 @@ from outrider.config import nearest
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout
-from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
+from outrider.export.manifest import CONFIG, MANIFEST, read_manifest
 from outrider.targets.transformers import TransformersTarget
 
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
@@ -74,7 +74,7 @@ def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint of ours, and not a draft model in a format of others."""
     if not (whole(folder) / MANIFEST).exists():
         return False
-    manifest = read_manifest(folder) if (folder / CONFIG).exists() else manifest_of(folder)
+    manifest = read_manifest(folder) if folders.has_config(folder) else manifest_of(folder)
     return "kind" in manifest and "format" not in manifest
 
 
@@ -92,22 +92,29 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
             f"{folder} is in format {format}, which Outrider writes but can't read; use the checkpoint that it was "
             "made from"
         )
-    if not (folder / CONFIG).exists():
+    if not folders.has_config(folder):
         raise ExportError(f"{folder} has no {CONFIG}; name the folder of a draft model as it was published")
     if kind is not None and format is None:
         raise ExportError(f"--kind {kind} needs a format too, since {folder} does not name its own; add --format")
-    config = read_json(folder / CONFIG)
+    config = folders.read_config(folder)
     found = candidates(config, format, kind, folders.read_names(folder))
     if len(found) == 1:
         return found[0]
-    key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)
-    given = f"has no architectures in {CONFIG}" if key is None else f"has {key} {config[key]} in {CONFIG}"
+    given = _named(config)
     guesses = ", ".join(f"{name} ({known})" for name, known in found)
     readable = [
         name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())
     ]
     which = f"may be {guesses}" if found else f"matches no drafter of {format or ', '.join(readable)}"
     raise ExportError(f"{folder} {given}, and {which}; name its format and kind with --format and --kind")
+
+
+def _named(config: Config) -> str:
+    """What a folder says that it is, for a message."""
+    if "general.architecture" in config:
+        return f"is a GGUF file of architecture {config['general.architecture']!r}"
+    key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)
+    return f"has no architectures in {CONFIG}" if key is None else f"has {key} {config[key]} in {CONFIG}"
 
 
 def candidates(

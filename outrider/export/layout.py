@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.export import folder as folders
 from outrider.nn.draft_model import DraftModel
+from outrider.targets.protocol import LayerSizes
 from outrider.targets.transformers import TransformersTarget
 
 Config = Mapping[str, Any]
@@ -24,11 +25,19 @@ class Source:
     target: TransformersTarget
     precision: str | None = None
     """Type of number that was asked for, in a format that has a choice."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """What was measured with it, as the checkpoint has it; empty where nothing was."""
 
     @property
     def settings(self) -> Any:
         """The drafter's Config."""
         return self.model.config
+
+    @property
+    def sizes(self) -> LayerSizes:
+        """Of its decoder layers."""
+        held: Any = getattr(self.model, "backbone", self.model)
+        return held.shape
 
     @property
     def mask_token(self) -> int | None:
@@ -92,6 +101,8 @@ class Format:
     )
     """Writes a layout's config and the weights by their names; safetensors unless given."""
     reads: Callable[[Path], Mapping[str, Tensor]] = lambda folder: folders.read_weights(folder)
-    """The weights of such a folder under the same names, for the comparison with what was meant."""
+    """The weights of such a folder under the same names."""
     precisions: tuple[str, ...] = ()
     """Types of number to choose from; without any, weights have the target's."""
+    rounded: Callable[[str, Tensor, Source], Tensor] = lambda name, weight, source: weight
+    """A weight, by its name in the layout, as it reads back."""

@@ -30,11 +30,13 @@ LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
     ("sglang", "dspark"): (BLOCK_IDS, 0), ("sglang", "domino"): (BLOCK_IDS, 0), ("zlab", "dflash"): (BLOCK_IDS, 0),
     ("trtllm", "eagle3"): (f"eagle_config.{IDS}", 0), ("trtllm", "dflash"): (BLOCK_IDS, 0),
     ("deepspec", "eagle3"): ("target_layer_ids", 0), ("deepspec", "dflash"): ("target_layer_ids", 0),
-    ("deepspec", "dspark"): ("target_layer_ids", 0),
+    ("deepspec", "dspark"): ("target_layer_ids", 0), ("gguf", "dflash"): ("dflash.target_layers", 1),
+    ("gguf", "dspark"): ("dflash.target_layers", 1), ("gguf", "eagle3"): ("eagle3.target_layers", 1),
     # the authors' own folders have none; one that has is vLLM's
     ("eagle", "eagle3"): (IDS, 1),
 }  # fmt: skip
-"""(Format, kind) → key of config.json that names the target's layers, and their layer number less ours."""
+"""(Format, kind) → key of config.json, or of a GGUF file, that names the target's layers, and their layer number less
+ours."""
 TYPES: Mapping[str, Mapping[str, Any]] = {
     MANIFEST: {
         "kind": str, "format": str, "config": dict, "target": dict, "target.name": str, "target.precision": str,
@@ -43,7 +45,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     CONFIG: {
         "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
         "medusa_num_heads": int, "mask_token_id": int, "markov_head_type": str, "dflash_config.mask_token_id": int,
-        **dict.fromkeys((key for key, _ in LAYERS.values()), list[int]),
+        **dict.fromkeys((key for (format, _), (key, _) in LAYERS.items() if format != "gguf"), list[int]),
     },
 }  # fmt: skip
 """File → key → its type.  null is what others write for nothing, but the manifest's kind and format are texts."""
@@ -103,7 +105,9 @@ def _shown(value: Any) -> str:
 
 
 def at(found: Mapping[str, Any], key: str) -> Any:
-    """The value under a key such as dflash_config.block; None where there is none."""
+    """The value under a key such as dflash_config.block, or GGUF's dflash.block_size; None where there is none."""
+    if key in found:
+        return found[key]
     outer, _, inner = key.rpartition(".")
     return ((found.get(outer) or {}) if outer else found).get(inner)
 
@@ -119,8 +123,9 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
     own = settings.get("block" if kind in BLOCKS else "heads" if kind == "medusa" else "length")
     if type(own) is int:
         return own
-    if kind in BLOCKS and config.get("block_size") is not None:
-        return int(config["block_size"]) - (not anchor_predicts(kind, format, config))
+    size = config.get("dflash.block_size" if format == "gguf" else "block_size")
+    if kind in BLOCKS and size is not None:
+        return int(size) - (not anchor_predicts(kind, format, config))
     if kind == "medusa":
         return config.get("num_heads", config.get("medusa_num_heads"))
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
@@ -131,6 +136,10 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
 
 def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
     """Whether a block drafts in the anchor's slot too: one token more."""
+    if format == "gguf":  # of the files of DFlash only ours do
+        default = kind == "dspark"
+        is_known = default or "outrider.kind" in config
+        return is_known and bool(config.get("dflash.sample_from_anchor", default))
     if format == "speculators":
         return bool(config.get("sample_from_anchor", kind == "dspark"))
     if kind == "domino":

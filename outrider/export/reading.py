@@ -17,8 +17,9 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError, first_line
 from outrider.export import folder as folders
 from outrider.export.formats import borrowed, borrowed_kind, identify, layout_of, renamed
+from outrider.export.formats import find as find_format
 from outrider.export.layout import Config, Layout
-from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
+from outrider.export.manifest import MANIFEST, read_manifest
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
@@ -65,7 +66,7 @@ def imported(
     format, kind = identify(folder, format, kind)
     layout, module = layout_of(format, kind, writes=False), find_drafter(kind)
     _check_target(folder, manifest, target)
-    weights = folders.read_weights(folder)
+    weights = find_format(format).reads(folder)
     settings = settings_of(folder, target, format, kind)
     with _readable(folder, format, kind):
         wanted = build(module.Config, settings, f"{folder} as {format}")
@@ -85,7 +86,7 @@ def imported(
 
 def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, Any]:
     """A folder's drafter in our settings, `kind` among them; its weights are not read.  target: or a sketch of it."""
-    manifest, config, layout = read_manifest(folder), read_json(folder / CONFIG), layout_of(format, kind, writes=False)
+    manifest, config, layout = read_manifest(folder), folders.read_config(folder), layout_of(format, kind, writes=False)
     assert layout.settings is not None
     # settings that the format has no key for are ours; those that it has replace them
     ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}

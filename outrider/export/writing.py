@@ -30,7 +30,7 @@ def export_folder(
     """Write a drafter in a format, whole or not at all, read it back and compare every weight.  Returns the new folder.
 
     folder: of a checkpoint, or of a draft model in another format.  precision: type of number to round to, where the
-    format has a choice; the target's unless given. A layout's note is logged as a warning.  Raises ExportError where
+    format has a choice; the target's unless given. A layout's notes are logged as warnings.  Raises ExportError where
     the format does not know the method or can't say its settings, or where `out` is there already; ConfigError for a
     precision that the format has not.
     """
@@ -41,7 +41,7 @@ def export_folder(
         choice = f"choose one of {', '.join(format.precisions)}" if format.precisions else "leave the precision out"
         raise ConfigError(f"{to} can't be written in {precision!r}; {choice}")
     model, about = _opened(folder, target)
-    source = Source(model, target, precision)
+    source = Source(model, target, precision, about.get("report") or {})
     if reason := first(layout.refuses, source):
         raise ExportError(f"{folder} can't be written as {to}: {reason}")
     own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
@@ -55,8 +55,8 @@ def export_folder(
         layout.files(source, part)
         manifest = {**about, "format": to, "tap_shift": layout.shift, "unmapped": unmapped}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _compare(own, part, to, layout, target)
-    if note := first(layout.notes, source):
+        _compare(own, part, to, layout, source)
+    for note in filter(None, (answer(source) for answer in layout.notes)):
         logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
     return Path(out)
 
@@ -69,17 +69,15 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
     return model, manifest_for(model, *described(folder))
 
 
-def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, target: TransformersTarget) -> None:
+def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, source: Source) -> None:
     """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
+    format, names = find(to), renamed(own, layout.names)
+    meant = {ours: format.rounded(theirs, own[ours], source).to(own[ours].dtype) for ours, theirs in names.items()}
     if layout.settings is not None:
-        back, meant = weights_of(imported(written, target, to)), dict(own)
+        back, meant = weights_of(imported(written, source.target, to)), dict(own) | meant
     else:
-        format, names = find(to), renamed(own, layout.names)
         found = format.reads(written)
         back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
-        meant = {
-            ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names
-        }
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(
             f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; the folder was deleted"

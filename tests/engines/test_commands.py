@@ -140,7 +140,7 @@ def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
     [
         ("vllm", "medusa", "medusa", "only in versions before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
         ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"),
-        ("vllm", "mtp", "speculators", "no engine loads"),
+        ("vllm", "mtp", "speculators", "only llama.cpp loads"),
         ("sglang", "suffix", None, "use ngram"), ("sglang", "medusa", "medusa", "EAGLE-3"),
         ("trtllm", "peagle", "speculators", "vllm"),
         ("transformers", "eagle3", "speculators", "vllm, sglang, trtllm, llamacpp, triton can"),
@@ -288,10 +288,8 @@ def test_a_draft_of_the_hub_is_named_by_its_id(
     assert str(cache) not in everything
     assert said["draft"] == "org/draft" and f"{kind} in org/draft" in everything
     if name == "llamacpp":  # it reads files only: they are downloaded first, and mounted
-        assert said["before"].startswith(
-            "hf download org/draft --local-dir draft && python convert_hf_to_gguf.py draft "
-        )
-        assert ":/models/draft.gguf:ro" in written["compose.yaml"]
+        assert said["before"] == "hf download org/draft --local-dir draft"
+        assert ":/models/draft:ro" in written["compose.yaml"] and "draft/model.gguf" in said["command"]
     else:
         assert said["before"] is None and "/models/draft" not in everything
         assert "org/draft" in said["command"] + "".join(said["files"].values()) + "".join(written.values())
@@ -319,12 +317,21 @@ def test_a_tree_is_never_larger_than_what_it_is_chosen_from(tokens: int, width: 
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_folder_of_mtp_is_refused_by_every_engine_and_the_sentence_says_so(name: str, tmp_path: Path) -> None:
+def test_a_folder_of_mtp_is_refused_by_every_engine_but_one_and_the_sentence_says_so(name: str, tmp_path: Path) -> None:
     """Catches advice to try another engine: vLLM 0.32 registers eagle3, peagle, dflash, dflash2 and dspark of
     speculators."""
-    with pytest.raises(ConfigError, match=rf"no engine loads an MTP module from a folder;.*deploy mtp --to {name}"):
-        command(name, replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf"))
-    assert all(not engine.methods["mtp"].formats for engine in ENGINES.values())
+    given = replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf")
+    if name == "llamacpp":
+        with pytest.raises(ConfigError, match="llama.cpp reads gguf for mtp; export it --to gguf"):
+            command(name, given)
+        found = command(name, replace(given, format="gguf"))
+        assert found.words[:3] == ("llama-server", "-m", str(tmp_path / "mtp-speculators" / "model.gguf"))
+        assert found.settings == {"spec-type": "draft-mtp", "spec-draft-n-max": 4}
+        assert command(name, draft_of("mtp", "target.gguf")).words[2] == "target.gguf"
+        return
+    with pytest.raises(ConfigError, match=rf"only llama.cpp loads an MTP module .*deploy mtp --to {name}"):
+        command(name, given)
+    assert not ENGINES[name].methods["mtp"].formats
 
 
 def test_the_page_lists_every_method_with_its_formats() -> None:
@@ -347,7 +354,7 @@ def _cell(method: Method | None) -> str:
     versions = [
         (word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at
     ]
-    more = ["tree"] * method.trees + ["converted"] * method.converted
+    more = ["tree"] * method.trees
     return ", ".join([*(method.formats or ("yes",)), *more, *(f"{word} {at}" for word, at in versions)])
 
 
@@ -644,3 +651,23 @@ def test_a_folder_from_elsewhere_is_recognised(tmp_path: Path, capsys: pytest.Ca
     assert '"num_speculative_tokens":3' in capsys.readouterr().out
     assert outrider_with("deploy", "ngram", "--to", "vlm", "--target", "T") == 2
     assert "did you mean 'vllm'" in capsys.readouterr().err
+
+
+def test_a_dspark_without_a_confidence_head_gets_no_cut_off(tmp_path: Path) -> None:
+    """Catches a command at which llama-server ends: `DSpark draft has no confidence head`."""
+    for confidence in (True, False):
+        given = draft_of(folder_of(tmp_path, "dspark", "gguf", block=7, confidence=confidence), "target.gguf")
+        if confidence:
+            assert command("llamacpp", given, Wish(cutoff=0.3)).settings["spec-draft-p-min"] == 0.3
+        else:
+            with pytest.raises(ConfigError, match="has no confidence head.*leave out --cutoff"):
+                command("llamacpp", given, Wish(cutoff=0.3))
+
+
+@pytest.mark.parametrize(("anchored", "type"), [(True, "draft-dspark"), (False, "draft-dflash")])
+def test_a_dflash_that_drafts_in_the_anchors_slot_is_a_dspark_to_llama_cpp(
+    anchored: bool, type: str, tmp_path: Path
+) -> None:
+    """Catches a server that leaves the first drafted token of every block unread."""
+    given = draft_of(folder_of(tmp_path, "dflash", "gguf", block=7, anchor_predicts=anchored), "target.gguf")
+    assert command("llamacpp", given).settings["spec-type"] == type

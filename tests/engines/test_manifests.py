@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,7 +31,7 @@ FORMATS = {
     "triton": "speculators",
     "sglang": "sglang",
     "trtllm": "sglang",
-    "llamacpp": "speculators",
+    "llamacpp": "gguf",
 }
 VLLM_METRICS = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
@@ -309,3 +310,48 @@ def test_every_served_engine_has_an_image_and_a_health() -> None:
     served = {name for name, engine in KNOWN.items() if name != "transformers"}
     assert served == set(ENGINES)
     assert set(manifests.METRICS) == {"outrider"} | {name for name in served if KNOWN[name].metrics is not None}
+
+
+# ── llama.cpp on one machine ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_systemd_unit_starts_what_serve_sh_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a relative path or a program without one, at which systemd ends, and a % or $ that it reads itself."""
+    folder = folder_of(tmp_path, "eagle3", "gguf")
+    target = tmp_path / "a $5 target, 50% off.gguf"
+    target.touch()
+    out = tmp_path / "deployed"
+    words = ("deploy", str(folder), "--to", "llama.cpp", "--target", str(target), "--name", "chat", "--out", str(out))
+    assert outrider_with(*words) == 0
+    unit = (out / "chat.service").read_text()
+    [line] = re.findall(r"^ExecStart=(.*)$", unit, flags=re.MULTILINE)
+    started = [
+        json.loads(word).replace("$$", "$").replace("%%", "%") for word in re.findall(r'"(?:[^"\\]|\\.)*"', line)
+    ]
+    served = shlex.split((out / "serve.sh").read_text().splitlines()[-1].removeprefix("exec "))
+    assert Path(started[0]).is_absolute() and Path(started[0]).name == served[0] == "llama-server"
+    assert started[1:] == served[1:] and str(folder / "model.gguf") in started
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "llama-server").write_text("#!/bin/sh\n")
+        (tmp_path / "llama-server").chmod(0o755)
+        sound = tmp_path / "sound.service"  # it looks for the program
+        sound.write_text(unit.replace(started[0], str(tmp_path / "llama-server")))
+        done = subprocess.run(["systemd-analyze", "verify", str(sound)], capture_output=True, text=True)
+        assert "sound.service" not in done.stderr, done.stderr
+
+
+def test_only_a_program_gets_a_unit(tmp_path: Path) -> None:
+    """Catches a unit for an engine that is a package of some Python, which systemd would not find."""
+    manifests.write(tmp_path / "vllm", "vllm", draft_of("ngram", "org/target"), Wish(), Place())
+    assert not list((tmp_path / "vllm").glob("*.service"))
+
+
+def test_a_machine_without_a_gpu_gets_the_image_for_it(tmp_path: Path) -> None:
+    """Catches an image built for CUDA, and a GPU asked for, where there is none."""
+    files = files_of("llamacpp", draft_of("ngram", "target.gguf"), Wish(), Place(gpus=0))
+    service = yaml.safe_load(files["compose.yaml"])["services"]["engine"]
+    assert service["image"] == "ghcr.io/ggml-org/llama.cpp:server" and "deploy" not in service
+    assert "nvidia.com/gpu" not in files["kubernetes.yaml"] and service["image"] in files["kubernetes.yaml"]
+    with pytest.raises(ConfigError, match="vLLM has no image for machines without a GPU; name one with --image"):
+        files_of("vllm", draft_of("ngram", "org/target"), Wish(), Place(gpus=0))
+    assert "mine" in files_of("vllm", draft_of("ngram", "T"), Wish(), Place(image="mine", gpus=0))["compose.yaml"]

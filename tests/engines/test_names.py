@@ -15,8 +15,8 @@ from outrider.export.formats import find, formats
 CHOICES = [
     ("vllm", "dflash", "speculators"), ("vLLM", "eagle3", "speculators"), ("vllm", "small_model", "transformers"),
     ("vllm", "medusa", "medusa"), ("sglang", "dflash", "sglang"), ("sglang", "small_model", "transformers"),
-    ("llama.cpp", "small_model", "gguf"), ("gguf", "small_model", "gguf"), ("llamacpp", "dflash", "speculators"),
-    ("gguf", "dspark", "speculators"), ("transformers", "small_model", "transformers"), ("trtllm", "eagle3", "trtllm"),
+    ("llama.cpp", "small_model", "gguf"), ("gguf", "dspark", "gguf"), ("llamacpp", "dflash", "gguf"),
+    ("llama-server", "dspark", "gguf"), ("transformers", "small_model", "transformers"), ("trtllm", "eagle3", "trtllm"),
     ("TensorRT-LLM", "dspark", "deepspec"), ("speculators", "mtp", "speculators"), ("triton", "dflash", "speculators"),
 ]  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_one_list_has_every_engine_and_format() -> None:
                 )
                 assert format in formats() and find(format)
     with pytest.raises(
-        ConfigError, match="speculators is a format, not an engine; name an engine that reads it: vllm, llamacpp"
+        ConfigError, match="speculators is a format, not an engine; name an engine that reads it: vllm, triton"
     ):
         engine_name("speculators")
 
@@ -83,7 +83,7 @@ def test_export_deploy_and_verify_export_take_the_same_names(
         capsys.readouterr()
         assert outrider_with(*words, "--target", target) == 2
         assert "did you mean 'vllm'?" in capsys.readouterr().err
-    assert outrider_with("verify-export", checkpoint, "--engine", "llama.cpp", "--target", target) == 2
-    assert "drafts of llama.cpp can't be compared" in " ".join(capsys.readouterr().err.split())
+    assert outrider_with("verify-export", checkpoint, "--engine", "trt-llm", "--target", target) == 2
+    assert "drafts of TensorRT-LLM can't be compared" in " ".join(capsys.readouterr().err.split())
     assert outrider_with("verify-export", checkpoint, "--engine", "vLLM", "--python", "x", "--target", target) == 2
     assert "export it first: `outrider export" in " ".join(capsys.readouterr().err.split())

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verbs import outrider_with
 
-from outrider.engines import sweep, tune
+from outrider.engines import commands, sweep, tune
+from outrider.engines.engine import Draft, Wish
 from outrider.engines.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
 
@@ -331,7 +332,7 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
     port = tune_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     with (
-        pytest.raises(DataError, match="ended with 3 before it answered; see .*: no such draft"),
+        pytest.raises(DataError, match="ended with 3 before it answered; see .*, its last lines: no such draft"),
         sweep.served([sys.executable, "-c", "print('no such draft'); raise SystemExit(3)"], url, "/health", log),
     ):
         pass
@@ -394,3 +395,42 @@ def test_a_tune_that_can_not_be_is_refused_before_anything_runs(
     assert outrider_with("tune", str(log_of(tmp_path)), "--out", str(tmp_path / "tuned"), *words) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "tuned").exists()
+
+
+# ── engines without a table by load ───────────────────────────────────────────────────────────────────────────────────
+
+
+def tuned(distribution: Distribution, place: Path) -> Path:
+    tune.choose(measured(distribution)).write(place / "tune.json")
+    return place / "tune.json"
+
+
+def test_an_engine_without_a_table_gets_the_one_length_that_wins_most(tmp_path: Path) -> None:
+    """Catches the length of the lowest load, which loses at the others."""
+    at_load: Distribution = lambda tokens, load: (
+        load * (1 + (0.2 if load == 1 else 0.1) * min(tokens, 8 if load == 1 else 2))
+    )
+    schedule = tuned(at_load, tmp_path)
+    arm, ratio = tune.read_fixed(schedule)
+    best = max(LENGTHS, key=lambda tokens: math.prod(at_load(tokens, load) for load in LOADS))
+    assert arm == Arm(best) and ratio is not None and ratio > 1.1
+    wish = commands.scheduled("llama.cpp", Wish(), schedule)
+    assert (wish.tokens, wish.schedule) == (best, ()) and "one draft length for every load" in wish.notes[0]
+    assert json.loads(schedule.read_text())["tables"]["llamacpp"] == {"spec-draft-n-max": best, "spec-draft-p-min": 0.0}
+    assert commands.scheduled("vllm", Wish(), schedule).schedule == tune.read(schedule)
+    with pytest.raises(ConfigError, match="leave out --tokens"):
+        commands.scheduled("llamacpp", Wish(tokens=2), schedule)
+
+
+def test_where_speculation_does_not_pay_the_command_is_without_and_says_so(tmp_path: Path) -> None:
+    """Catches a draft that makes a server slower, deployed because somebody measured it."""
+    schedule = tuned(lambda tokens, load: load * 0.8**tokens, tmp_path)
+    wish = commands.scheduled("llamacpp", Wish(), schedule)
+    found = commands.command("llamacpp", Draft("ngram", "target.gguf"), wish)
+    assert not found.settings and "--spec-type" not in found.words
+    assert "did not pay where" in found.notes[0] and "reaches 0.80 of the speed" in found.notes[0]
+    assert tune.not_paying(1.1).endswith("1.10 of the speed without, within the noise")
+    assert json.loads(schedule.read_text())["tables"]["llamacpp"] == {}
+    (tmp_path / "old.json").write_text('{"ranges": [[1, 1024, 2]]}')
+    with pytest.raises(DataError, match="is not a schedule .*'fixed'"):
+        commands.scheduled("llamacpp", Wish(), tmp_path / "old.json")

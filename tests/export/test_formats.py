@@ -257,8 +257,9 @@ def test_notes_of_another_version_are_refused(target, made, tmp_path):
 
 def test_every_pair_that_goes_both_ways_is_tested():
     """Catches a new pair without its round trip."""
+    # GGUF needs a tokenizer that llama.cpp can read: its pairs are in test_gguf_drafters.py
     both = {(name, kind) for name in formats.formats() for kind, layout in formats.find(name).layouts.items()
-            if layout.config is not None and layout.settings is not None}  # fmt: skip
+            if name != "gguf" and layout.config is not None and layout.settings is not None}  # fmt: skip
     assert both == set(SETTINGS)
 
 

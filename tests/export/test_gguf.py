@@ -9,55 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import scaled, tiny_model
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from conftest import scaled
+from gguf_targets import PADDED, make_target, tokenizer
+from tokenizers import normalizers
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from outrider import load_target
 from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
-from outrider.export import gguf, reading
+from outrider.export import gguf, gguf_model, gguf_tokenizer, reading
 from outrider.export.formats import matrix
 from outrider.export.writing import export_folder
 from outrider.weights import weights_of
 
 library = pytest.importorskip("gguf")
-
-SPECIALS = ("<|end|>", "<|user|>")
-PADDED = 3
-"""Rows of the head that no token belongs to."""
-
-
-def tokenizer(
-    pattern: str | None = gguf.QWEN2, whole: bool = False, merges: int = 9, normalizer: Any = None, prefix: bool = False
-) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that splits by `pattern` and joins a few pairs."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [
-        ("t", "h"),
-        ("th", "e"),
-        ("i", "n"),
-        ("Ġ", "the"),
-        ("a", "n"),
-        ("e", "r"),
-        ("Ġ", "a"),
-        ("r", "e"),
-        ("o", "n"),
-    ]
-    tokens = [*letters, *("".join(pair) for pair in pairs[:merges])]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs[:merges], ignore_merges=whole))
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None)
-    splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytewise]) if splits else bytewise
-    made.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        made.normalizer = normalizer
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
-    made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<|end|>")
 
 
 def llama(vocabulary: int, rope: dict[str, Any]) -> LlamaForCausalLM:
@@ -72,10 +39,7 @@ def llama(vocabulary: int, rope: dict[str, Any]) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder, words = tmp_path_factory.mktemp("target"), tokenizer()
-    words.save_pretrained(folder)
-    tiny_model(vocab_size=len(words) + PADDED, eos_token_id=words.eos_token_id).float().save_pretrained(folder)
-    return load_target(folder)
+    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +120,7 @@ def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
     own = {f"qwen3.{key}": value for key, value in shape.items()}
     words = {
         "general.architecture": "qwen3", "general.type": "model", "general.file_type": 1,
+        "general.quantization_version": 2,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": target.tokenizer.eos_token_id,
         "tokenizer.ggml.padding_token_id": target.tokenizer.eos_token_id, "tokenizer.ggml.add_bos_token": False,
@@ -250,15 +215,15 @@ def test_a_llama_attends_under_llama_cpps_rotation_as_under_transformers(rotatio
 
 # ── tokenizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-LLAMA3 = gguf.QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
+LLAMA3 = gguf_tokenizer.QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
 
 
 def test_how_words_are_split_has_llama_cpps_name():
     """Catches numbers that are split digit by digit where the model saw three at once."""
-    assert gguf._split(tokenizer()) == ("qwen2", None)
-    assert gguf._split(tokenizer(LLAMA3, whole=True)) == ("llama-bpe", None)
-    assert gguf._split(tokenizer(None)) == ("gpt-2", None)
-    assert gguf._split(tokenizer(normalizer=normalizers.NFC())) == ("qwen2", None)
+    assert gguf_tokenizer.split(tokenizer()) == ("qwen2", None)
+    assert gguf_tokenizer.split(tokenizer(LLAMA3, whole=True)) == ("llama-bpe", None)
+    assert gguf_tokenizer.split(tokenizer(None)) == ("gpt-2", None)
+    assert gguf_tokenizer.split(tokenizer(normalizer=normalizers.NFC())) == ("qwen2", None)
 
 
 STRANGE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -305,29 +270,32 @@ def test_a_weight_that_f16_cant_hold_is_refused_and_nothing_is_left(target, tmp_
     with torch.no_grad():
         model.lm.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
     save(tmp_path / "mine", model, {})
-    with pytest.raises(ExportError, match=r"up_proj.weight has values that f16 can't hold; choose bf16 or f32"):
+    with pytest.raises(ExportError, match=r"blk.0.ffn_up.weight has values that f16 can't hold; choose bf16 or f32"):
         export_folder(tmp_path / "mine", "gguf", tmp_path / "there", target, "f16")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_precision_that_there_is_not_is_refused_by_name(target, checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match="'q4_0'; choose one of f32, f16, bf16"):
+    with pytest.raises(ConfigError, match="'q4_0'; choose one of f32, f16, bf16, q8_0"):
         export_folder(checkpoint, "gguf", tmp_path / "there", target, "q4_0")
     with pytest.raises(ConfigError, match="transformers can't be written in 'f16'; leave the precision out"):
         export_folder(checkpoint, "transformers", tmp_path / "there", target, "f16")
 
 
-def test_a_gguf_is_not_read(target, checkpoint, tmp_path):
+def test_a_small_model_comes_back_from_its_file(target, checkpoint, tmp_path):
+    """Catches a size that is read from the wrong key, and a tied head that is made one of its own."""
     export_folder(checkpoint, "gguf", tmp_path / "there", target)
-    with pytest.raises(ExportError):
-        reading.import_folder(tmp_path / "there", tmp_path / "back", target)
-    assert not (tmp_path / "back").exists()
+    (tmp_path / "there" / "outrider.json").unlink()
+    reading.import_folder(tmp_path / "there" / "model.gguf", tmp_path / "back", target)
+    own, back = weights_of(load_model(checkpoint, target)), weights_of(load_model(tmp_path / "back", target))
+    assert own.keys() == back.keys()
+    assert all(torch.equal(own[name], back[name]) for name in own)
 
 
 def test_without_its_library_the_format_is_listed_and_says_what_to_install(target, checkpoint, tmp_path, monkeypatch):
     """Catches an import at the top: `outrider formats`, and every other export, would fail for want of an extra."""
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert {"format": "gguf", "kind": "small_model", "export": True, "import": False, "shift": 0} in matrix()
+    assert {"format": "gguf", "kind": "small_model", "export": True, "import": True, "shift": 0} in matrix()
     with pytest.raises(ExportError, match="pip install 'outrider"):
         export_folder(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())
@@ -335,12 +303,12 @@ def test_without_its_library_the_format_is_listed_and_says_what_to_install(targe
 
 def test_what_reads_back_differently_is_not_kept(target, checkpoint, tmp_path, monkeypatch):
     """The planted fault: a writer that gives the up projection the gate's rows is caught before the folder appears."""
-    real = gguf._reordered
+    real = gguf_model.reordered
 
     def careless(name, weight, keys, back=False):
         return real(name, weight.flip(0) if "up_proj" in name and not back else weight, keys, back)
 
-    monkeypatch.setattr(gguf, "_reordered", careless)
+    monkeypatch.setattr(gguf_model, "reordered", careless)
     with pytest.raises(ExportError, match="reads back with other weights: lm.model.layers.0.mlp.up_proj.weight"):
         export_folder(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())

@@ -162,13 +162,24 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
         "num_hidden_layers": 2,
     }
     heads = {"emb_dim": 4, "gru_hidden_dim": 4, "pure_draft_prefix_len": 1}
+    architecture = {"eagle3": "eagle3", "mtp": "glm4moe"}.get(kind, "dflash")
+    sizes = {
+        "embedding_length": 16, "block_count": 1, "attention.head_count": 2, "feed_forward_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-6, "expert_shared_count": 32, "target_layers": [1, 2, 4],
+        "block_size": 8, **more,
+    }  # fmt: skip
+    gguf = {
+        "general.architecture": architecture, "outrider.kind": kind, "tokenizer.ggml.tokens": ["a"] * 64,
+        "tokenizer.ggml.mask_token_id": 5, "outrider.shapes": {"markov_w1.weight": (64, 4)},
+        **{f"{architecture}.{key}": value for key, value in sizes.items()},
+    }  # fmt: skip
     return {
         **layer, "transformer_layer_config": {**layer, "model_type": "qwen3"}, "speculators_model_type": kind,
         "markov_rank": 4, "mask_token_id": 5,
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}, "block_size": 8, "num_heads": 3,
         IDS: [1, 3, 5], "aux_hidden_state_layer_ids": [1, 4], "target_layer_ids": [0, 2], "eagle_config": {IDS: [0, 1,
         3]},
-        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **more}, **more,
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **more}, **gguf, **more,
     }  # fmt: skip
 
 

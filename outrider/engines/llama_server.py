@@ -1,0 +1,129 @@
+"""llama.cpp's server on this machine: where its program is, how it is started, and what became of each draft.
+
+The server tells how many drafted tokens a whole request has accepted (`timings` of an answer).  With LLAMA_TRACE it
+also logs every verified step, by the number of its request's task; `steps_of` reads that log.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from outrider.engines import sweep
+from outrider.errors import ConfigError, DataError
+
+VARIABLE = "LLAMA_SERVER"
+"""Environment variable that names the program."""
+ANSWERS_S = 600.0
+"""Longest that one request may take."""
+STEP = re.compile(r"\| task (\d+) \| accepted +(\d+)/ *(\d+) draft tokens$")
+ERROR = re.compile(r"^[\d.]+ E (.*)")
+"""A line that is marked as an error, after its time."""
+MOST_ERRORS = 4
+ENDED = re.compile(r"\| task (\d+) \| stop processing: ")
+
+
+class Step(NamedTuple):
+    """One verified step that had a draft."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The greedy text of one request."""
+
+    tokens: list[int]
+    """With the token that ends the text, where one does."""
+    drafted: int
+    accepted: int
+
+
+def program(given: str | Path | None = None) -> Path:
+    """The server's program: as given, else as LLAMA_SERVER names it, else on the PATH.
+
+    Raises ConfigError where there is none, with how to get it.
+    """
+    named = str(given or os.environ.get(VARIABLE) or "")
+    found = shutil.which(named or "llama-server")
+    if found is None:
+        what = f"no program {named}" if named else f"no llama-server on the PATH, and {VARIABLE} is not set"
+        how = "build it with `python benchmarks/engines/build_llama.py` (6 minutes), or install llama.cpp"
+        raise ConfigError(f"{what}; {how}, and name it with --server or {VARIABLE}")
+    return Path(found).absolute()
+
+
+@contextmanager
+def serving(words: Sequence[object], log: Path) -> Iterator[httpx.Client]:
+    """Run the server while the block runs, on a free port of the loopback.  words: the program and its arguments.
+
+    log: gets its output; complete once the block has ended.  Raises DataError, with the server's last lines, where it
+    does not start, and where it ends or is silent while it is asked.
+    """
+    port = sweep.free_port()
+    command = [*map(str, words), "--host", "127.0.0.1", "--port", str(port), "--log-colors", "off"]
+    try:
+        with (
+            sweep.served(command, f"http://127.0.0.1:{port}", "/health", log, env={"LLAMA_TRACE": "1"}) as url,
+            httpx.Client(base_url=url, timeout=ANSWERS_S, trust_env=False) as client,
+        ):
+            yield client
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        silent = f"llama-server did not answer a request ({reason})"
+        raise DataError(f"{silent}; see {log}, its last lines: {sweep.last_lines(log)}{_errors(log)}") from None
+    except DataError as error:
+        raise DataError(f"{error}{_errors(log)}") from None
+
+
+def _errors(log: Path) -> str:
+    """The messages that the server marked as errors, each once, as the end of a sentence; empty where there is none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    found = dict.fromkeys(match[1].strip() for line in lines if (match := ERROR.search(line)))
+    return f"; its errors: {' | '.join(list(found)[:MOST_ERRORS])}" if found else ""
+
+
+def continued(client: httpx.Client, prompt: Sequence[int], new: int) -> Answer:
+    """The greedy continuation of token ids, at most `new` tokens.  Raises DataError where the server refuses it."""
+    asked = {
+        "prompt": list(prompt), "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True,
+    }  # fmt: skip
+    answer = client.post("/completion", json=asked)
+    if answer.status_code != 200:
+        raise DataError(f"llama-server refused a prompt of {len(prompt)} tokens: {answer.text[:300]}")
+    found = answer.json()
+    times = found["timings"]
+    return Answer(list(found["tokens"]), times.get("draft_n", 0), times.get("draft_n_accepted", 0))
+
+
+def steps_of(log: Path, answers: Sequence[Answer]) -> list[list[Step]]:
+    """The verified steps of each answer, from the log of a server that was asked one request after the other.
+
+    Raises DataError where the log and the answers' own counts differ.
+    """
+    by_task: dict[str, list[Step]] = {}
+    tasks: list[str] = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        if step := STEP.search(line):
+            by_task.setdefault(step[1], []).append(Step(int(step[3]), int(step[2])))
+        elif end := ENDED.search(line):
+            tasks.append(end[1])
+    found = [by_task.get(task, []) for task in tasks]
+    counts = [(sum(step.drafted for step in steps), sum(step.accepted for step in steps)) for steps in found]
+    if counts != [(answer.drafted, answer.accepted) for answer in answers]:
+        logged = f"{sum(drafted for drafted, _ in counts)} drafted tokens in {len(found)} requests"
+        answered = f"{sum(answer.drafted for answer in answers)} in {len(answers)}"
+        raise DataError(
+            f"llama-server logged {logged}, but its answers tell of {answered}; this version logs its steps otherwise: "
+            "use one near 0c1e570"
+        )
+    return found

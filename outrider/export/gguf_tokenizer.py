@@ -1,0 +1,103 @@
+"""A tokenizer as a GGUF file has it: tokens, merges and special tokens, and a name for how texts are split.
+
+A tokenizer that splits texts otherwise than llama.cpp would is refused.  llama.cpp normalises no text (NFC), so texts
+that are not normalised may come out as other tokens there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from outrider.errors import ExportError
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    (QWEN2, False): "qwen2",
+    (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), True): "llama-bpe",
+    (None, False): "gpt-2",
+}
+"""(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's
+own."""
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Kinds of token in GGUF."""
+
+
+def keys(tokenizer: Any, size: int, lm: Any) -> dict[str, Any]:
+    """The keys of a tokenizer for a head of `size` tokens.  lm: whose generation settings name the ends of a text."""
+    return {**_vocabulary(tokenizer, size), **_specials(lm, tokenizer)}
+
+
+def refused(tokenizer: Any) -> str | None:
+    """Why a tokenizer can't be written as GGUF here; None where it can."""
+    if tokenizer is None:
+        return "its target has no tokenizer, and the file needs one; load the target from a folder that has it"
+    return split(tokenizer)[1]
+
+
+def split(tokenizer: Any) -> tuple[str, str | None]:
+    """llama.cpp's name for how a tokenizer splits texts; and why it has none, or None."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return "", "its tokenizer is not of the tokenizers library; only byte-level BPE can be written"
+    tokenizer_json = json.loads(backend.to_str())
+    model, normalizer = tokenizer_json["model"], tokenizer_json["normalizer"]
+    before = tokenizer_json["pre_tokenizer"] or {}
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        return "", f"its tokenizer is {model['type']}; only byte-level BPE can be written"
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        return "", f"its tokenizer normalises texts by {normalizer.get('type')}, which llama.cpp would not do"
+    steps = before.get("pretokenizers", [before])
+    last = steps[-1]
+    patterns = [step.get("pattern", {}).get("Regex") for step in steps[:-1] if step.get("type") == "Split"]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(patterns) != len(steps) - 1:
+        found = [step.get("type") for step in steps]
+        return "", f"its tokenizer splits texts by {found}; only byte-level BPE can be written"
+    known = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
+    if not model["merges"]:
+        return "", "its tokenizer has no merges, which llama.cpp needs"
+    if known is None or len(patterns) > 1 or bool(last.get("use_regex")) != (not patterns):
+        supported = ", ".join(SPLITS.values())
+        return "", f"its tokenizer splits texts in a way that is not supported; supported are {supported}"
+    return known, None
+
+
+def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
+    """Tokens, kinds and merges.  Ids without a token, up to the `size` of the head, are unused ones."""
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {one["id"]: one for one in tokenizer_json["added_tokens"]}
+    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for token, i in tokenizer.get_vocab().items():
+        if i >= size:
+            raise ExportError(
+                f"the tokenizer has token id {i}, but the model has {size} tokens; use the tokenizer that belongs to "
+                "this model"
+            )
+        tokens[i] = token
+        kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tokenizer_json["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split(tokenizer)[0], "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges,
+    }  # fmt: skip
+
+
+def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
+    """Tokens that begin and end a text, from tokenizer and generation settings, and the chat template."""
+    ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
+    ends = list(ends) if isinstance(ends, list | tuple) else [ends]
+    ids = {
+        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
+        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None),
+        "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id, "mask": tokenizer.mask_token_id,
+    }  # fmt: skip
+    begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+    template = tokenizer.chat_template
+    return {
+        **{f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items() if i is not None},
+        "tokenizer.ggml.add_bos_token": begins,
+        "tokenizer.ggml.add_eos_token": False,
+        **({"tokenizer.chat_template": template} if isinstance(template, str) else {}),
+    }

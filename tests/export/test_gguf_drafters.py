@@ -1,0 +1,234 @@
+"""Drafters as GGUF: names and keys, what comes back, what is left out and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import llama_graphs
+import pytest
+import torch
+from gguf_targets import BLOCK, LAYER, SETTINGS, Made, fresh, make_target, rewritten
+
+from outrider import generate
+from outrider.checkpoint import load_model, manifest_of, save
+from outrider.errors import ExportError
+from outrider.export import gguf, gguf_drafters
+from outrider.export.reading import import_folder
+from outrider.export.writing import export_folder
+from outrider.loading import load_drafter
+from outrider.weights import weights_of
+
+library = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(target, tmp_path_factory.mktemp("made"))
+
+
+# ── there and back ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_what_is_written_reads_back_and_drafts_the_same(case, target, made, tmp_path):
+    """Catches a lost key, a row that is turned one way only, a layer number that is shifted one way only."""
+    import_folder(made.folder(case), tmp_path / "back", target)
+    assert manifest_of(tmp_path / "back")["config"] == manifest_of(made.checkpoint(case))["config"]
+    before, after = load_model(made.checkpoint(case), target), load_model(tmp_path / "back", target)
+    assert before.taps == after.taps
+    old, new = weights_of(before), weights_of(after)
+    assert old.keys() == new.keys()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == []
+    prompts = [target.tokenizer.encode("a text of some words"), target.tokenizer.encode("and one more")]
+    texts = [
+        [(g.tokens, g.accepted) for g in generate(target, prompts, load_drafter(path, target), max_new_tokens=12)]
+        for path in (made.checkpoint(case), made.file(case))
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_file_from_elsewhere_needs_nothing_of_ours(case, target, made, tmp_path):
+    """Catches a reader that leans on outrider.json; the published files have neither it nor our keys."""
+    kind = SETTINGS[case][0]
+    path = tmp_path / "theirs.gguf"
+    if kind == "mtp" or "stretched" in case or "slot" in case:  # what only ours has
+        path.write_bytes(made.file(case).read_bytes())
+    else:
+        rewritten(made.file(case), path)
+    import_folder(path, tmp_path / "back", target)
+    before, after = load_model(made.checkpoint(case), target), load_model(tmp_path / "back", target)
+    assert before.taps == after.taps and after.config.kind == kind
+    old, new = weights_of(before), weights_of(after)
+    assert old.keys() == new.keys()
+    unmapped = {"confidence_head.temperatures", "confidence_head.shifts"}
+    assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
+
+
+@pytest.mark.parametrize("precision", ["f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("case", ["dspark", "eagle3, 40 tokens", "mtp"])
+def test_rounded_weights_come_back_as_they_were_rounded(precision, case, target, made, tmp_path):
+    """Catches a scale of q8_0 that belongs to another block, and a file that is not what its name says."""
+    export_folder(made.checkpoint(case), "gguf", tmp_path / "there", target, precision)
+    after = weights_of(load_drafter(tmp_path / "there", target).model)
+    before = weights_of(load_model(made.checkpoint(case), target))
+    worst = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2}[precision]
+    for name, weight in before.items():
+        if weight.is_floating_point():
+            assert (weight - after[name]).abs().max() <= worst * weight.abs().max().clamp(min=1e-9), name
+    types = {one.name: one.tensor_type.name for one in library.GGUFReader(tmp_path / "there" / "model.gguf").tensors}
+    wanted = precision.upper()
+    assert types["blk.0.ffn_up.weight"] == wanted and types["output_norm.weight"] == "F32"
+    assert wanted in set(types.values()) <= {wanted, "F32", "F16", "I64"}
+
+
+# ── names and keys ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+ATTENTION = {"attn_q", "attn_k", "attn_v", "attn_output"}
+REST = {"attn_norm", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"}
+NORMS = {"attn_q_norm", "attn_k_norm"}
+FUSED = {f"blk.{i}.{name}.weight" for i in (0, 1) for name in ATTENTION | REST | NORMS}
+FUSED |= {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
+MARKOV = {"markov_w1.weight", "markov_w2.weight"}
+EAGLE3 = {f"blk.0.{name}.weight" for name in ATTENTION | REST | {"attn_norm_2"}} | {"fc.weight", "output_norm.weight"}
+DENSE = {f"blk.{i}.{name}.weight" for i in range(4) for name in ATTENTION | NORMS | REST - {"ffn_norm"}}
+DENSE |= {f"blk.{i}.post_attention_norm.weight" for i in range(5)}
+DENSE |= {"token_embd.weight", "output_norm.weight", "output.weight"}
+MODULE = {f"blk.4.{name}.weight" for name in ATTENTION | {"attn_norm", "ffn_gate_inp"}} | {"blk.4.exp_probs_b.bias"}
+MODULE |= {f"blk.4.ffn_{part}_{whose}.weight" for part in ("gate", "up", "down") for whose in ("exps", "shexp")}
+MODULE |= {f"blk.4.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
+NAMES = {
+    "dspark": FUSED | MARKOV | {"conf_proj.weight", "conf_proj.bias"}, "dspark, no confidence": FUSED | MARKOV,
+    "dflash": FUSED, "dflash, in the anchor's slot": FUSED | MARKOV,
+    "dflash, stretched": FUSED | MARKOV | {"rope_freqs.weight"}, "eagle3": EAGLE3,
+    "eagle3, 40 tokens": EAGLE3 | {"output.weight", "d2t"}, "mtp": DENSE | MODULE,
+}  # fmt: skip
+"""What llama.cpp creates tensors for, written out by hand."""
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_file_holds_llama_cpps_names_and_no_others(case, made):
+    """Catches a weight that is skipped, of which llama.cpp says nothing where it is optional."""
+    assert {one.name for one in library.GGUFReader(made.file(case)).tensors} == NAMES[case]
+
+
+def keys_of(file: Any) -> dict[str, Any]:
+    return {name: field.contents() for name, field in library.GGUFReader(file).fields.items()}
+
+
+def test_what_a_block_drafters_file_says(target, made):
+    """Catches taps that are one off, a block without its anchor, and a mask of another token."""
+    said = keys_of(made.file("dspark"))
+    wanted = {
+        "general.architecture": "dflash", "dflash.block_count": 2, "dflash.block_size": 3,
+        "dflash.target_layers": [1, 3], "dflash.sample_from_anchor": True, "dflash.has_confidence_head": True,
+        "dflash.embedding_length": 32, "dflash.feed_forward_length": 32, "dflash.attention.head_count": 2,
+        "dflash.attention.head_count_kv": 1, "dflash.attention.key_length": 8, "dflash.rope.freq_base": 10_000.0,
+        "dflash.rope.dimension_count": 8, "dflash.context_length": 256, "tokenizer.ggml.mask_token_id": 5,
+        "tokenizer.ggml.pre": "qwen2",
+    }  # fmt: skip
+    assert {name: said[name] for name in wanted} == wanted
+    assert len(said["tokenizer.ggml.tokens"]) == target.spec.vocabulary
+    assert "dflash.attention.causal" not in said, "llama.cpp's blocks attend both ways unless the key is there"
+
+
+def test_a_block_with_a_bonus_anchor_is_one_slot_longer(made):
+    """Catches a draft that is one token too short: llama.cpp counts the anchor's slot."""
+    assert keys_of(made.file("dspark, a bonus anchor"))["dflash.block_size"] == 4
+    plain = keys_of(made.file("dflash"))
+    assert plain["dflash.block_size"] == 4 and "dflash.sample_from_anchor" not in plain
+    slot = keys_of(made.file("dflash, in the anchor's slot"))
+    assert slot["dflash.block_size"] == 3 and slot["dflash.sample_from_anchor"] is True
+    assert slot["dflash.rope.dimension_count"] == 4
+
+
+def test_what_an_eagle3s_file_says(made):
+    said = keys_of(made.file("eagle3, 40 tokens"))
+    wanted = {
+        "general.architecture": "eagle3", "eagle3.block_count": 1, "eagle3.target_layers": [1, 2, 3],
+        "eagle3.target_hidden_size": 32, "eagle3.norm_before_residual": True, "eagle3.norm_before_fc": False,
+        "eagle3.rope.scaling.type": "linear", "eagle3.rope.scaling.factor": 2.0,
+    }  # fmt: skip
+    assert {name: said[name] for name in wanted} == wanted
+
+
+def test_a_map_has_the_targets_own_ids(target, made):
+    """Catches offsets, as safetensors have them, where llama.cpp wants ids: it would scatter over the first tokens."""
+    stored = llama_graphs.File(made.file("eagle3, 40 tokens")).tensors["d2t"]
+    assert stored.tolist() == load_model(made.checkpoint("eagle3, 40 tokens"), target).head.ids.tolist()
+
+
+# ── what is left out, and what is refused ────────────────────────────────────────────────────────────────────────────
+
+LEFT_OUT = {
+    "siblings": ("dspark", {**BLOCK, "rank": 8, "siblings": [2, 1]}, r"siblings \[2, 1\] are left out.*2.50 tokens"),
+    "a tree": ("eagle3", {**LAYER, "taps": [0, 1, 2], "width": 2}, "its tree of width 2 is left out.*2.50 tokens"),
+    "a zero head": ("dflash", BLOCK, "it is a draft-dspark to llama.cpp, whose Markov head is zero"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_llama_cpp_cant_do_is_left_out_with_what_it_brought(case, target, tmp_path, caplog):
+    """Catches a tree that goes in silence: the engine then drafts less than the report says."""
+    kind, settings, said = LEFT_OUT[case]
+    with caplog.at_level(logging.WARNING):
+        export_folder(fresh(kind, settings, target, tmp_path / "mine"), "gguf", tmp_path / "there", target)
+    assert any(re.search(said, line) for line in caplog.messages), caplog.messages
+
+
+def test_a_calibration_is_left_out_and_comes_back(target, made, tmp_path, caplog):
+    """Catches temperatures that are lost: outrider.json has them."""
+    model = load_model(made.checkpoint("dspark"), target)
+    model.confidence_head.temperatures.fill_(2.0)
+    save(tmp_path / "mine", model, {})
+    with caplog.at_level(logging.WARNING):
+        export_folder(tmp_path / "mine", "gguf", tmp_path / "there", target)
+    assert any("calibration of its confidences is left out" in line for line in caplog.messages)
+    assert load_drafter(tmp_path / "there", target).model.confidence_head.temperatures.tolist() == [2.0] * 3
+
+
+REFUSED = {
+    "a learnt mask": ("dspark", {**BLOCK, "rank": 8, "mask_token": "learnt"}, "mask is a trained vector"),
+    "a gated head": ("dspark", {**BLOCK, "rank": 8, "markov": "gated"}, "no Markov head that is gated"),
+    "the last layer": ("dflash", {**BLOCK, "taps": [0, 3]}, "what comes out of the last layer, 3"),
+    "two taps": ("eagle3", {**LAYER, "taps": [0, 1]}, "reads three layers, and this one reads 2"),
+    "query norms": ("eagle3", {**LAYER, "taps": [0, 1, 2], "qk_norm": True}, "no norms of queries and keys"),
+    "norms of taps": ("eagle3", {**LAYER, "taps": [0, 1, 2], "fc_norm": True}, "no norm of each tap"),
+    "the norm fed back": ("eagle3", {**LAYER, "taps": [0, 1, 2], "norm_output": True}, "feeds back"),
+    "a gate": ("eagle3", {**LAYER, "taps": [0, 1, 2], "gated": True}, "gated attention has no key"),
+    "a part rotated": ("eagle3", {**LAYER, "taps": [0, 1, 2], "partial_rotary_factor": 0.5}, "rotates a part"),
+    "yarn": ("dflash", {**BLOCK, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                                  "original_max_position_embeddings": 64}}, "scaled by yarn"),
+    "two modules": ("mtp", {"native": False, "modules": 2}, "it has 2 modules, llama.cpp's one"),
+    "other heads": ("mtp", {"native": False, "heads": 2, "kv_heads": 2}, "its heads is 2, its target's 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(case, target, tmp_path):
+    """Catches a setting without a key that would be left out in silence."""
+    kind, settings, said = REFUSED[case]
+    checkpoint = fresh(kind, settings, target, tmp_path / "mine")
+    with pytest.raises(ExportError, match=said):
+        export_folder(checkpoint, "gguf", tmp_path / "there", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_parts_of_a_layer_have_the_names_of_llama_cpps_library():
+    """Catches a name of ours that its map does not have."""
+    known = library.get_tensor_name_map(library.MODEL_ARCH.QWEN3, 1)
+    for ours, theirs in gguf_drafters.PARTS.items():
+        assert known.get_name(f"model.layers.0.{ours}.weight", (".weight",)) == f"blk.0.{theirs}.weight"
+
+
+def test_every_kind_goes_both_ways():
+    assert {kind for kind, layout in gguf.FORMAT.layouts.items() if layout.config and layout.settings} == {
+        "small_model", "dflash", "dspark", "eagle3", "mtp",
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+"""Published GGUF files: what our drafters don't compute is refused, and a spoilt file ends in one sentence."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import llama_graphs
+import pytest
+import torch
+from gguf_targets import Made, make_target, rewritten
+from tiny import make_folder
+
+from outrider import load_target
+from outrider.errors import CheckpointError, ExportError
+from outrider.export import gguf_read
+from outrider.export.reading import import_folder
+from outrider.export.writing import export_folder
+from outrider.loading import load_drafter
+
+library = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(target, tmp_path_factory.mktemp("made"))
+
+
+def _no_change(found: dict[str, Any]) -> None:
+    pass
+
+
+THEIRS: dict[str, tuple[str, Callable[[dict[str, Any]], None], dict[str, Any], str]] = {
+    "sliding windows": ("dflash", _no_change, {"dflash__attention__sliding_window": 64}, "sliding_window is 64"),
+    "causal blocks": ("dspark", _no_change, {"dflash__attention__causal": True}, "attention.causal is True"),
+    "GELU": ("dspark", _no_change, {"dflash__hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "one norm of all taps": ("eagle3", _no_change, {"eagle3__norm_before_fc": True}, "norm_before_fc is True"),
+    "another width": ("eagle3", _no_change, {"eagle3__target_hidden_size": 64}, "target_hidden_size is 64"),
+    "another vocabulary": ("dspark", _no_change, {"tokenizer__ggml__tokens": ["a", "b"]}, "the file has 2 tokens"),
+    "no layers": ("dspark", _no_change, {"dflash__target_layers": []}, "dflash.target_layers is missing"),
+    "sinks": ("dspark", lambda found: found.update({"blk.0.attn_sinks.weight": torch.ones(2)}), {}, "attn_sinks"),
+    "DFlash 2": ("dflash", lambda found: found.update({"selector_hidden.weight": torch.ones(2, 2)}), {}, "a DFlash 2"),
+    "its own embedding": ("dflash", lambda found: found.update({"token_embd.weight": torch.ones(271, 32)}), {},
+                          "its own embedding|has shape"),
+    "a foreign map": ("eagle3, 40 tokens", lambda found: found.update({"d2t": found["d2t"] + 10**6}), {}, "d2t names"),
+    "no weights of a layer": ("dspark", lambda found: found.pop("blk.1.attn_q.weight"), {}, "lacks the weights blk.1"),
+    "no number": ("dspark", lambda found: found["fc.weight"].fill_(torch.nan), {}, "not finite"),
+    "yarn": ("dflash", _no_change, {"dflash__rope__scaling__type": "yarn"}, "rope.scaling.type yarn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_a_published_file_that_computes_otherwise_is_refused(case, target, made, tmp_path, monkeypatch):
+    """Catches a draft that loads and drafts worse than in the engine that it was made for."""
+    own, tensors, keys, said = THEIRS[case]
+    if case == "no number":  # the writer refuses it too
+        monkeypatch.setattr(torch.Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
+    path = rewritten(made.file(own), tmp_path / "theirs.gguf", tensors, **keys)
+    monkeypatch.undo()
+    with pytest.raises(ExportError, match=said):
+        import_folder(path, tmp_path / "back", target)
+    assert not (tmp_path / "back").exists()
+
+
+# ── files that are torn or made to break the reader ──────────────────────────────────────────────────────────────────
+
+
+def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(target, made, tmp_path):
+    """Catches four-bit numbers that are read as eight."""
+    export_folder(made.checkpoint("dspark"), "gguf", tmp_path / "there", target, "q8_0")
+    path = tmp_path / "there" / "model.gguf"
+    header = gguf_read.read_header(path)
+    name = next(name for name, info in header.tensors.items() if info.type == 8)
+    raw = path.read_bytes()
+    at = raw.index(name.encode()) + len(name) + 4 + 8 * len(header.tensors[name].shape)
+    path.write_bytes(raw[:at] + (12).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(ExportError, match=f"has {name} in q4_K; use a file in q8_0, f16, bf16 or f32"):
+        import_folder(path.parent, tmp_path / "back", target)
+
+
+def _huge(raw: bytes) -> bytes:
+    return raw[:8] + (2**62).to_bytes(8, "little") + raw[16:]
+
+
+SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut in its keys": (lambda raw: raw[:200], "within a value|more than it has bytes"),
+    "cut in a tensor": (lambda raw: raw[:-4000], "ends within"),
+    "empty": (lambda raw: b"", "it is empty"),
+    "no GGUF": (lambda raw: b"GGML" + raw[4:], "not a GGUF file"),
+    "a version to come": (lambda raw: raw[:4] + (9).to_bytes(4, "little") + raw[8:], "its version is 9"),
+    "endless tensors": (_huge, "announces"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_file_is_refused_in_one_sentence(case, target, made, tmp_path):
+    """Catches a reader that takes memory for what a header claims, or loops over it."""
+    spoil, said = SPOILT[case]
+    shutil.copytree(made.folder("dspark"), tmp_path / "there")
+    path = tmp_path / "there" / "model.gguf"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(ExportError, match=said):
+        import_folder(path.parent, tmp_path / "back", target)
+
+
+def test_our_reader_reads_what_llama_cpps_library_reads(target, made, tmp_path):
+    """The fast reader beside the library's: equal keys, names, shapes and numbers."""
+    export_folder(made.checkpoint("eagle3, 40 tokens"), "gguf", tmp_path / "there", target, "q8_0")
+    path = tmp_path / "there" / "model.gguf"
+    reader, header = library.GGUFReader(path), gguf_read.read_header(path)
+    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.keys == theirs
+    ours = gguf_read.read_tensors(path)
+    assert ours.keys() == {one.name for one in reader.tensors}
+    file = llama_graphs.File(path)
+    assert all(torch.equal(ours[name].to(weight.dtype), weight) for name, weight in file.tensors.items())
+
+
+def test_several_files_are_no_draft(target, made, tmp_path):
+    """Catches a folder of many quantisations, of which the first would be taken in silence."""
+    raw = made.file("dspark").read_bytes()
+    (tmp_path / "hub").mkdir()
+    for name in ("a-q8_0.gguf", "a-f16.gguf"):
+        (tmp_path / "hub" / name).write_bytes(raw)
+    with pytest.raises(ExportError, match=r"has 2 GGUF files: a-f16.gguf, a-q8_0.gguf; name one"):
+        load_drafter(tmp_path / "hub", target)
+    assert load_drafter(tmp_path / "hub" / "a-f16.gguf", target).model.config.kind == "dspark"
+
+
+def test_a_file_made_for_another_target_is_refused(made, tmp_path):
+    with pytest.raises((CheckpointError, ExportError), match=r"target|tokens"):
+        load_drafter(made.folder("dspark"), load_target(make_folder(tmp_path / "other")))
