@@ -137,7 +137,7 @@ class Server:
         Raises ClientError where it does not answer, DataError where it refuses the request.
         """
         messages = [{"role": "user", "content": "a"}]
-        tokens = prompt_tokens(self._tokenizer, messages)
+        tokens = prompt_tokens(self._tokenizer, messages, self._config.enable_thinking)
         sampling = Sampling(self._config.temperature, self._config.top_k, self._config.top_p, self._config.seed)
         question, refusal = Question(Request(tokens, 1, sampling), messages), ""
         for way in WAYS[self._config.ask]:
