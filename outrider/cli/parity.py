@@ -26,7 +26,7 @@ from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.kept import chosen
+from outrider.training.checkpoints import chosen
 
 if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun

@@ -43,7 +43,7 @@ from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.kept import chosen
+from outrider.training.checkpoints import chosen
 
 RUN_FILES = (".yaml", ".yml")
 

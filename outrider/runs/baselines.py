@@ -17,7 +17,7 @@ from outrider.measure.tasks import PromptSet, task_name
 from outrider.report.schema import Training
 from outrider.runs.reporter import Reporter
 from outrider.targets.transformers import TransformersTarget
-from outrider.training import kept
+from outrider.training import checkpoints
 
 Choice = str | Mapping[str, Any]
 """A kind, a kind with its settings, a folder of a trained drafter, or its Hugging Face id."""
@@ -90,7 +90,7 @@ def _training(kind: str, source: Source | None, target: TransformersTarget) -> T
 
 def metrics_of(checkpoint: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl next to a checkpoint; empty where there is no such file."""
-    above = checkpoint.parent.parent if checkpoint.parent.name == kept.FOLDER else checkpoint.parent
+    above = checkpoint.parent.parent if checkpoint.parent.name == checkpoints.FOLDER else checkpoint.parent
     path = above / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -40,7 +40,7 @@ from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.kept import chosen
+from outrider.training.checkpoints import chosen
 
 log = logging.getLogger(__name__)
 

@@ -32,16 +32,16 @@ class Guard:
             for key in ("skipped", "restored"):
                 facts.pop(key, None)
             return
-        said = f"step {facts['step']}: {found['bad']}"
+        problem = f"step {facts['step']}: {found['bad']}"
         facts["skipped"] = facts.get("skipped", 0) + 1
         if facts["skipped"] <= self.most:
-            log.warning("%s; the step is skipped", said)
+            log.warning("%s; the step is skipped", problem)
         elif self.most and "restored" not in facts and self._restore():
             facts["restored"], facts["skipped"] = facts["step"], 0
-            log.warning("%s, and %d before it; the weights of the last checkpoint are taken again", said, self.most)
+            log.warning("%s, and %d before it; the weights of the last checkpoint are taken again", problem, self.most)
         else:
             rate = f"lower train.lr (now {facts['config']['lr']}) or look at that tensor"
-            raise TrainingError(f"{said}. The last checkpoint is intact; {rate}")
+            raise TrainingError(f"{problem}. The last checkpoint is intact; {rate}")
 
     def _restore(self) -> bool:
         """Take the last checkpoint's weights and moments; whether there was one with both."""

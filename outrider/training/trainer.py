@@ -16,9 +16,9 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
+from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import FREE, Config
 from outrider.training.guard import Guard
-from outrider.training.kept import Probe, Probes, chosen, keep
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack, unpack
 from outrider.training.step import Joined, optimise, rate

@@ -17,8 +17,8 @@ from outrider.config import build
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
+from outrider.training.checkpoints import BEST, FOLDER, chosen, tokens_per_step
 from outrider.training.config import Config
-from outrider.training.kept import BEST, FOLDER, chosen, tokens_per_step
 from training.bench import fit
 from training.test_trainer import Stop, interrupt, same_training, stopper
 

@@ -27,9 +27,9 @@ def keep(folder: Path, step: int, most: int) -> None:
     """Keep the run's newest checkpoint as that of this step, and the last `most` of them."""
     if not most:
         return
-    kept = folder / FOLDER
-    checkpoint.copy(folder / "checkpoint", kept / f"step-{step}")
-    by_step = {int(path.name[5:]): path for path in kept.glob("step-*") if path.name[5:].isdigit()}
+    place = folder / FOLDER
+    checkpoint.copy(folder / "checkpoint", place / f"step-{step}")
+    by_step = {int(path.name[5:]): path for path in place.glob("step-*") if path.name[5:].isdigit()}
     for old in sorted(by_step)[:-most]:
         checkpoint.discard(by_step[old])
 
