@@ -106,11 +106,12 @@ class Made:
 
 
 def rewritten(
-    ours: Path, theirs: Path, tensors: Callable[[dict[str, Any]], Any] = lambda found: None, **keys: Any
+    ours: Path, theirs: Path, tensors: Callable[[dict[str, Any]], Any] = lambda found: None, precision: str = "f32",
+    **keys: Any,
 ) -> Path:  # fmt: skip
     """A file without our keys, and with other tensors or keys (`dflash__block_size` is dflash.block_size)."""
     said = {name: value for name, value in gguf_read.read_header(ours).keys.items() if not name.startswith("outrider.")}
     found = gguf_read.read_tensors(ours)
     tensors(found)
-    gguf_file.write(theirs, said | {name.replace("__", "."): value for name, value in keys.items()}, found, "f32")
+    gguf_file.write(theirs, said | {name.replace("__", "."): value for name, value in keys.items()}, found, precision)
     return theirs

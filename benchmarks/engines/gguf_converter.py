@@ -79,7 +79,10 @@ def main() -> int:
 
     source = wanted.source or server().parents[2] / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
     if not (source / SCRIPT).exists():
-        print(f"skipped: no {source / SCRIPT}; run benchmarks/engines/build_llama.py, or name it: --source")
+        print(
+            f"skipped: no {source / SCRIPT}; run benchmarks/engines/build_llama.py, or name it: --source",
+            file=sys.stderr,
+        )
         return CANNOT
     began, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as place:

@@ -51,6 +51,12 @@ def read_names(folder: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def rounded_heads(folder: Path) -> set[str]:
+    """Which of embedding and head a folder has in 8 bits; safetensors have none here."""
+    path = None if (folder / CONFIG).exists() else gguf_read.find(folder)
+    return set() if path is None else gguf_read.rounded_heads(path)
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder, on the CPU.  Raises ExportError for pickles and for what is torn, quantised or not
     finite."""

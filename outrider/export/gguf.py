@@ -6,7 +6,7 @@ says so.  Draft models that others publish as GGUF are read, in f32, f16, bf16 a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,6 @@ def _refused(source: Source) -> str | None:
     return refused(source.model.lm, source.target.tokenizer)
 
 
-def _kind(config: Config, names: Collection[str]) -> str | None:
-    return gguf_settings.kind_of(config, names)
-
-
 LAYOUTS = {
     "small_model": Layout(
         [("lm.*", "*")], _small_model, gguf_settings.small_model, refuses=(_refused,), notes=(gguf_refusals.trees,)
@@ -100,4 +96,4 @@ LAYOUTS = {
         notes=(gguf_refusals.trees, gguf_mtp.whole_target),
     ),
 }  # fmt: skip
-FORMAT = Format(LAYOUTS, _kind, writes=write, reads=read, precisions=tuple(PRECISIONS), rounded=rounded)
+FORMAT = Format(LAYOUTS, gguf_settings.kind_of, writes=write, reads=read, precisions=tuple(PRECISIONS), rounded=rounded)

@@ -44,8 +44,6 @@ EAGLE3 = [
     ("norm.weight", "output_norm.weight"), ("head.lm_head.weight", "lm_head.weight"), ("head.d2t", "d2t"),
     ("head.t2d", "t2d"),
 ]  # fmt: skip
-HEADS = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-"""llama.cpp's names of embedding and head, and those that every format here knows them by."""
 INTERLEAVED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
 """Weights of an EAGLE-3 whose rows are interleaved, and the key of their number of heads."""
 
@@ -98,7 +96,7 @@ def eagle3(source: Source) -> dict[str, Any]:
 
 def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict[str, Tensor]:
     """A drafter's weights by the names of its layout, as the file has them."""
-    theirs = {name: file_name for file_name, name in HEADS.items()}
+    theirs = {name: file_name for file_name, name in gguf_read.HEADS.items()}
     # which tokens a draft may hold follows from d2t and is not stored
     found = {theirs.get(name, name): weight for name, weight in weights.items() if name != "t2d"}
     if keys["general.architecture"] == "eagle3":
@@ -121,7 +119,7 @@ def read(path: Path) -> dict[str, Tensor]:
         found = {name: weight for name, weight in found.items() if name not in MARKOV}
     if "d2t" in found:
         _set_map(found, len(keys["tokenizer.ggml.tokens"]))
-    return {HEADS.get(name, name): weight for name, weight in found.items()}
+    return {gguf_read.HEADS.get(name, name): weight for name, weight in found.items()}
 
 
 def _restore_rows(found: dict[str, Tensor], keys: Config) -> None:

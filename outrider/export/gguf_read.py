@@ -38,6 +38,8 @@ DTYPES = {
     "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64,
 }  # fmt: skip
 MOST_DIMENSIONS = 4
+HEADS = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+"""llama.cpp's names of embedding and head, and those that every format here knows them by."""
 SHAPES = "outrider.shapes"
 """A key that `read_config` adds: the shape of every tensor, by its name, rows first."""
 
@@ -106,6 +108,12 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, 
     header = read_header(path)
     wanted = {name: info for name, info in header.tensors.items() if names is None or name in names}
     return {name: _tensor(path, name, info) for name, info in wanted.items()}
+
+
+def rounded_heads(path: Path) -> set[str]:
+    """Which of embedding and head a file has in q8_0, which is only close to the matrix that was rounded."""
+    found = read_header(path).tensors
+    return {name for theirs, name in HEADS.items() if theirs in found and TYPES.get(found[theirs].type) == "q8_0"}
 
 
 def _tensor(path: Path, name: str, info: Info) -> Tensor:

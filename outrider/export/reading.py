@@ -195,11 +195,18 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
             f"{folder}: {name} has shape {tuple(weight.shape)}, the target's has {tuple(theirs.shape)}; "
             "load the target it was trained for"
         )
-    if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
+    in_8_bits = name in folders.rounded_heads(folder) and _is_within_a_step(weight, theirs)
+    if not in_8_bits and not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
             f"{folder} has its own {kind} in {name}, but Outrider uses the target's; use a draft that shares the "
             f"target's {kind}"
         )
+
+
+def _is_within_a_step(weight: Tensor, theirs: Tensor) -> bool:
+    """Whether no number is further off than a step of 8 bits, of which the largest of its row has 127."""
+    step = theirs.float().abs().amax(-1, keepdim=True) / 127
+    return bool(((weight.float() - theirs.float()).abs() <= step).all())
 
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp's converter: what it lets pass and what it does not.  The converter itself is not run."""
+"""The comparison with llama.cpp's converter: what it lets pass and what not.  The converter itself is not run."""
 
 from __future__ import annotations
 

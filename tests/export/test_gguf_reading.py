@@ -136,3 +136,21 @@ def test_several_files_are_no_draft(target, made, tmp_path):
 def test_a_file_made_for_another_target_is_refused(made, tmp_path):
     with pytest.raises((CheckpointError, ExportError), match=r"target|tokens"):
         load_drafter(made.folder("dspark"), load_target(make_folder(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("precision", ["f16", "q8_0"])
+def test_a_rounded_copy_of_the_targets_embedding_is_the_targets(precision, made, target, tmp_path):
+    """Catches a published file of eight bits that is refused for its copy, as llama.cpp's converter writes it."""
+    own = target.model.get_input_embeddings().weight.detach()
+
+    def with_copy(found: dict[str, Any]) -> None:
+        found["token_embd.weight"] = own
+
+    def with_other(found: dict[str, Any]) -> None:
+        found["token_embd.weight"] = own.flip(0)
+
+    theirs = rewritten(made.file("dspark"), tmp_path / "theirs.gguf", with_copy, precision=precision)
+    assert load_drafter(theirs, target).model.config.kind == "dspark"
+    other = rewritten(made.file("dspark"), tmp_path / "other.gguf", with_other, precision=precision)
+    with pytest.raises(ExportError, match="its own embedding"):
+        load_drafter(other, target)
