@@ -71,9 +71,9 @@ def row(name: str, fault: str | None, found: Parity) -> dict[str, Any]:
 
 
 def caught(fault: str, found: Parity) -> bool:
-    """Whether a planted fault was found and named: by the reader, or by the server that refuses the file."""
+    """Whether the fault has its name: from the reader, or as an error of the server, which refuses the file."""
     cause = FAULTS[fault].cause
-    return found.error is not None if not cause else not found.is_equal and cause in [one.name for one in found.causes]
+    return cause in [one.name for one in found.causes] if cause else found.error is not None
 
 
 def promises(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
