@@ -152,6 +152,13 @@ def _instead_of(folder: Path) -> Iterator[Path]:
         raise
 
 
+def tidy(folder: Path) -> None:
+    """Delete what a crash left beside a checkpoint that is whole: the one before it, and one that was not finished."""
+    if (folder / MANIFEST).exists():
+        for end in (".old", ".part"):
+            discard(folder.with_name(folder.name + end))
+
+
 def discard(folder: Path) -> None:
     """Delete a folder, its manifest first: the rest after a crash is then not a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)

@@ -81,6 +81,7 @@ def train(
         if origin is not None:  # the texts that it was trained on are not known
             facts |= {"from": origin, "ngram_hashes": [None]}
         facts |= _resume(place, model, optimizer, facts["config"])
+        checkpoint.tidy(place)
         given = _name_texts(facts, source)
         if not facts["step"] and origin is None:
             model.begin(source.counts)

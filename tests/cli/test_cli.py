@@ -101,8 +101,8 @@ def test_a_run_leaves_what_the_design_promises(made: Path) -> None:
     """Catches a stage that is skipped, or writes elsewhere."""
     place = made / "runs/tiny"
     assert {path.name for path in place.iterdir()} == {
-        "config.yaml", "provenance.json", "metrics.jsonl", "answers", "checkpoint", "report.json", "report.html",
-        "prompts.jsonl",
+        "config.yaml", "provenance.json", "metrics.jsonl", "answers", "checkpoint", "checkpoints", "report.json",
+        "report.html", "prompts.jsonl",
     }  # fmt: skip
     assert {answer.id for answer in read_answers(place / "answers/answers.jsonl")} == {f"p{i}" for i in range(6)}
     assert [row["step"] for row in metrics(made) if "loss" in row] == [1, 2, 3, 4]

@@ -101,7 +101,7 @@ def result(place: Path) -> dict[str, Any]:
             assert json.loads(content)
         elif name.endswith(".sqlite"):  # its pages differ with the moments at which they were written
             found[name] = _entries(path)
-        elif name in ("metrics.jsonl", "checkpoint/outrider.json"):
+        elif name == "metrics.jsonl" or name.endswith("outrider.json"):
             rows = content.splitlines() if path.suffix == ".jsonl" else [content]
             found[name] = [_without_clocks(json.loads(row)) for row in rows]
         else:

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -460,6 +461,18 @@ def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> Non
 
 
 # ── no place to save ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_crash_left_beside_a_whole_checkpoint_is_deleted(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a run that was killed in its last save, and has an old checkpoint beside the new one for ever."""
+    fit(tmp_path, talker)
+    for end in (".old", ".part"):
+        shutil.copytree(tmp_path / "checkpoint", tmp_path / f"checkpoint{end}")
+    fit(tmp_path, talker)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint", "checkpoints"]
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # the last whole one: it stays until there is another
+    fit(tmp_path, talker)
+    assert step_of(tmp_path) == 6 if (tmp_path / "checkpoint").exists() else (tmp_path / "checkpoint.old").exists()
 
 
 def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
