@@ -515,7 +515,8 @@ def quantised(found: dict[str, Any]) -> str:
 
 def features(found: dict[str, Any]) -> str:
     reading = {row["way"]: row for row in found["reading"]}
-    lost = {row["way"]: row for row in found["training"]["ways"]}
+    trained = found.get("training")  # the longest part, which may not have been run
+    lost = {row["way"]: row for row in trained["ways"]} if trained else {}
 
     def line(row: dict[str, Any]) -> list[str]:
         read, less = reading.get(row["way"]), lost.get(row["way"])
@@ -526,12 +527,16 @@ def features(found: dict[str, Any]) -> str:
         ]  # fmt: skip
 
     heads = ["stored as", "bytes a token", "times less than 30,726", "read, MB/s of bfloat16", "of float32", "lost, %"]
-    one, each = found["writing"], found["training"]["rows"][0]
+    one = found["writing"]
     said = (
         f"Writing {one['tokens']:,} tokens of the demo target: passes {one['passes_s']:.1f} s, encoding and writing "
-        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. Trained for "
-        f"{found['training']['steps']} steps; lost over {each['positions']:,} held-out positions, {each['rows']:,} "
-        "rows."
+        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. "
+    )
+    said += (
+        f"Trained for {trained['steps']} steps; lost over {trained['rows'][0]['positions']:,} held-out positions, "
+        f"{trained['rows'][0]['rows']:,} rows."
+        if trained
+        else "What is lost was not measured with this file's other parts."
     )
     table = _table(heads, [line(row) for row in found["sizes"]], slice(1, 6))
     return "\n\n".join([_machine(found), table, said, _promises(found)])
