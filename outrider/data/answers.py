@@ -12,11 +12,12 @@ of the prompt's content, `settings_hash` that of answers.json's target, template
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, overload
 
 import numpy as np
 
@@ -67,21 +68,29 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
 
 def _placed(path: Path, vocabulary: int | None) -> Iterator[tuple[int, int, Answer]]:
     """(first byte, bytes) of each line, and the answer there."""
-    begin = 0
+    with _opened(path) as file:
+        yield from _placed_in(file, path, vocabulary)
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    answer = _from_line(line.decode("utf-8"), vocabulary)
-                except (ValueError, KeyError, TypeError) as error:
-                    what = f"{path}, line {number} is not an answer ({error})"
-                    raise DataError(
-                        f"{what}; delete the line, or run `outrider prepare`, which removes an incomplete last line"
-                    ) from None
-                yield begin, len(line), answer
-                begin += len(line)
+        return path.open("rb")
     except OSError as error:
         raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
+
+
+def _placed_in(file: BinaryIO, path: Path, vocabulary: int | None) -> Iterator[tuple[int, int, Answer]]:
+    begin = 0
+    for number, line in enumerate(file, 1):
+        try:
+            answer = _from_line(line.decode("utf-8"), vocabulary)
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"{path}, line {number} is not an answer ({error})"
+            raise DataError(
+                f"{what}; delete the line, or run `outrider prepare`, which removes an incomplete last line"
+            ) from None
+        yield begin, len(line), answer
+        begin += len(line)
 
 
 def _from_line(line: str, vocabulary: int | None = None) -> Answer:
@@ -110,12 +119,13 @@ def check_tokens(tokens: Any, vocabulary: int | None) -> None:
 class StoredAnswers(Sequence[Answer]):
     """Answers of a file, each read when it is asked for: 24 bytes of memory an answer, whatever its length.
 
-    Their tokens are arrays of int32.
+    Their tokens are arrays of int32.  The file stays open: another run may add answers, and put a sorted file in its
+    place.
     """
 
-    def __init__(self, path: Path, begins: np.ndarray, sizes: np.ndarray, hashes: np.ndarray):
+    def __init__(self, file: BinaryIO, begins: np.ndarray, sizes: np.ndarray, hashes: np.ndarray):
         """begins, sizes [n] int64: bytes of each line.  hashes [n] uint64: of the prompts."""
-        self.path, self.begins, self.sizes, self.hashes = path, begins, sizes, hashes
+        self._file, self.begins, self.sizes, self.hashes = file, begins, sizes, hashes
 
     @classmethod
     def read(
@@ -125,13 +135,13 @@ class StoredAnswers(Sequence[Answer]):
 
         Raises DataError as `iterate_answers` does.
         """
-        begins, sizes, hashes = array("q"), array("q"), array("Q")
-        for number, (begin, size, answer) in enumerate(_placed(path, vocabulary), 1):
+        begins, sizes, hashes, file = array("q"), array("q"), array("Q"), _opened(path)
+        for number, (begin, size, answer) in enumerate(_placed_in(file, path, vocabulary), 1):
             check(number, answer)
             begins.append(begin)
             sizes.append(size)
             hashes.append(hash_number(answer.prompt_hash))
-        return cls(path, np.array(begins, np.int64), np.array(sizes, np.int64), np.array(hashes, np.uint64))
+        return cls(file, np.array(begins, np.int64), np.array(sizes, np.int64), np.array(hashes, np.uint64))
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -143,19 +153,15 @@ class StoredAnswers(Sequence[Answer]):
     def __getitem__(self, index: int | slice) -> "Answer | StoredAnswers":
         if isinstance(index, slice):
             return self.select(np.arange(len(self))[index])
-        with self.path.open("rb") as file:
-            file.seek(int(self.begins[index]))
-            return compact(_from_line(file.read(int(self.sizes[index])).decode("utf-8")))
+        line = os.pread(self._file.fileno(), int(self.sizes[index]), int(self.begins[index]))
+        return compact(_from_line(line.decode("utf-8")))
 
     def __iter__(self) -> Iterator[Answer]:
-        with self.path.open("rb") as file:
-            for begin, size in zip(self.begins.tolist(), self.sizes.tolist(), strict=True):
-                file.seek(begin)
-                yield compact(_from_line(file.read(size).decode("utf-8")))
+        return (self[i] for i in range(len(self)))
 
     def select(self, chosen: np.ndarray) -> "StoredAnswers":
         """These of them: indices [m], or [n] bool."""
-        return StoredAnswers(self.path, self.begins[chosen], self.sizes[chosen], self.hashes[chosen])
+        return StoredAnswers(self._file, self.begins[chosen], self.sizes[chosen], self.hashes[chosen])
 
     def to_prompts(self, hashes: Iterable[str]) -> "StoredAnswers":
         """The answers to prompts with these hashes."""

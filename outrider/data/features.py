@@ -47,8 +47,11 @@ class LiveFeatures:
         """What the features of all texts take."""
         self.is_cached = self.bytes <= cache_bytes
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
-        # a text is always read in one batch with the same others, so that its states don't depend on the step
-        self._group = {i: group for group in self.order.by_length for i in group}
+
+    @functools.cached_property
+    def _group(self) -> dict[int, list[int]]:
+        """A text is always read in one batch with the same others, so that its states don't depend on the step."""
+        return {i: group for group in self.order.by_length for i in group}
 
     @property
     def place(self) -> str:

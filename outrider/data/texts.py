@@ -1,8 +1,11 @@
 """The texts of a training, and the order in which its batches read them: it depends on seed and step alone."""
 
 import functools
+from array import array
 from collections.abc import Sequence
+from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +29,7 @@ class Texts:
         if not self.answers:
             wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
             raise DataError(f"none of the {len(answers)} answers has {wanted}; prepare longer answers")
-        self.tokens = sum(len(answer.tokens) for answer in self.answers)
+        self.tokens = int(self.answers.lengths.sum(dtype=np.int64))
         self._shards: list[list[int]] = [list(range(len(self.answers)))]
         self._order: dict[int, list[int]] = {}
         """Of the last pass over the texts."""
@@ -72,7 +75,7 @@ class Texts:
     @functools.cached_property
     def by_length(self) -> list[list[int]]:
         """All texts in groups of a batch, each of similar lengths."""
-        order = sorted(range(len(self.answers)), key=lambda i: len(self.answers[i].tokens))
+        order = np.argsort(self.answers.lengths, kind="stable").tolist()
         return [order[i : i + self.size] for i in range(0, len(order), self.size)]
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -81,14 +84,14 @@ class Texts:
         Where there are many shards this is done with a few of them after the other, so that few are open at a time.
         """
         noise = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        shards, found, rest = self._shards, list[int](), list[int]()
+        shards, lengths, found, rest = self._shards, self.answers.lengths, list[int](), list[int]()
         if len(shards) > 1:
             shards = [shards[i] for i in torch.randperm(len(shards), generator=noise).tolist()]
         for first in range(0, len(shards), BUFFER):
             pool = rest + [i for shard in shards[first : first + BUFFER] for i in shard]
             order = [pool[i] for i in torch.randperm(len(pool), generator=noise).tolist()]
             groups = [order[start : start + 16 * self.size] for start in range(0, len(order), 16 * self.size)]
-            near = [i for group in groups for i in sorted(group, key=lambda i: len(self.answers[i].tokens))]
+            near = [i for group in groups for i in sorted(group, key=lengths.__getitem__)]
             full = len(near) // self.size
             batches = torch.randperm(full, generator=noise).tolist()
             found += [i for batch in batches for i in near[batch * self.size : (batch + 1) * self.size]]
@@ -97,10 +100,41 @@ class Texts:
         return found + rest
 
 
-def usable(answers: Sequence[Answer], length: int) -> list[Answer]:
+class CutAnswers(Sequence[Answer]):
+    """Answers cut to a length, without those that have too little to learn; each is cut when it is asked for.
+
+    12 bytes an answer are held, so answers may stay in their file (`StoredAnswers`).
+    """
+
+    def __init__(self, answers: Sequence[Answer], length: int):
+        self._answers, self._length = answers, length
+        at, lengths = array("q"), array("i")
+        for number, answer in enumerate(answers):
+            cut = cut_to(answer, length)
+            if sum(end - start for start, end in cut.learn) >= MIN_LEARNT:
+                at.append(number)
+                lengths.append(len(cut.tokens))
+        self._at = np.array(at, np.int64)
+        self.lengths = np.array(lengths, np.int32)
+        """[n], tokens of each."""
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answer]: ...
+
+    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return cut_to(self._answers[int(self._at[index])], self._length)
+
+
+def usable(answers: Sequence[Answer], length: int) -> CutAnswers:
     """Answers cut to `length` tokens, without those that have too little to learn."""
-    cut = [cut_to(answer, length) for answer in answers]
-    return [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]
+    return CutAnswers(answers, length)
 
 
 def cut_to(answer: Answer, length: int) -> Answer:
