@@ -359,7 +359,7 @@ def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
         load("gsm8k", tmp_path, OLD)
     with pytest.raises(DataError, match="alpaca is pinned to sha256:0123, .* and no folder holds alpaca"):
         load("alpaca", tmp_path, "sha256:0123")
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="no such file: .*none.jsonl"):
         load(str(tmp_path / "none.jsonl"), None, "sha256:0123")
 
 
