@@ -156,9 +156,6 @@ class StoredAnswers(Sequence[Answer]):
         line = os.pread(self._file.fileno(), int(self.sizes[index]), int(self.begins[index]))
         return compact(_from_line(line.decode("utf-8")))
 
-    def __iter__(self) -> Iterator[Answer]:
-        return (self[i] for i in range(len(self)))
-
     def select(self, chosen: np.ndarray) -> "StoredAnswers":
         """These of them: indices [m], or [n] bool."""
         return StoredAnswers(self._file, self.begins[chosen], self.sizes[chosen], self.hashes[chosen])

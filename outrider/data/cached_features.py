@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from outrider.data.feature_cache import Binding, States
 from outrider.data.feature_shards import Shard, Stored, key_of
 from outrider.data.features import states_of
 from outrider.data.hash_files import Named
-from outrider.data.texts import BUFFER, Texts, usable
+from outrider.data.texts import BUFFER, OfTexts, Texts, usable
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.nn.top_logprobs import TopLogprobs
@@ -37,7 +36,7 @@ UNRELATED = 0.9
 """Relative error from which rotated states are not those of this text; what a rotation leaves out is less."""
 
 
-class CachedFeatures:
+class CachedFeatures(OfTexts):
     """Batches from a feature cache, in the order of `LiveFeatures`, or where there are many shards a few at a time."""
 
     def __init__(
@@ -86,30 +85,20 @@ class CachedFeatures:
         self.waited_s = 0.0
         """Seconds that training stood still for batches."""
 
-    def _known(self, answers: Sequence[Answer], length: int) -> tuple[list[Answer], list[str]]:
+    def _known(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
         """Answers whose states are there, or that have too little to learn; and the ids of the others."""
-        there, lacks = list[Answer](), list[str]()
-        for answer in answers:
+
+        def lacks(answer: Answer) -> bool:
             found = usable([answer], length)
-            if not found or key_of(found[0], self.cache.only_learnt) in self._shard_of:
-                there.append(answer)
-            else:
-                lacks.append(answer.id)
-        return there, lacks
+            return bool(found) and key_of(found[0], self.cache.only_learnt) not in self._shard_of
+
+        ids = [answer.id for answer in answers if lacks(answer)]
+        return [answer for answer in answers if not lacks(answer)] if ids else answers, ids
 
     @property
     def disk_bytes(self) -> int:
         """What the cache takes on disk."""
         return self._folder.size_bytes
-
-    @functools.cached_property
-    def counts(self) -> Tensor:
-        """[V] int64, how often each token is one to learn."""
-        return self.order.counts(self.target.spec.vocabulary)
-
-    @property
-    def steps_per_pass(self) -> int:
-        return self.order.steps_per_pass
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`; the next one is read meanwhile."""

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider import machine
 from outrider.data.answers import Answer
 from outrider.data.hash_files import Named
-from outrider.data.texts import MIN_LEARNT, Texts
+from outrider.data.texts import MIN_LEARNT, OfTexts, Texts
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
 
@@ -24,7 +24,7 @@ CACHE_BYTES = 2**30
 """Features of all texts are cached where they take no more than this."""
 
 
-class LiveFeatures:
+class LiveFeatures(OfTexts):
     """Batches whose order depends on seed and step alone; texts of similar length share a batch."""
 
     def __init__(
@@ -60,15 +60,6 @@ class LiveFeatures:
 
     disk_bytes = 0
     """What they take there."""
-
-    @functools.cached_property
-    def counts(self) -> Tensor:
-        """[V] int64, how often each token is one to learn."""
-        return self.order.counts(self.target.spec.vocabulary)
-
-    @property
-    def steps_per_pass(self) -> int:
-        return self.order.steps_per_pass
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: tokens, taps and hidden states of its texts."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.data.answers import Answer
 from outrider.decoding.draft import padded
 from outrider.errors import DataError
+from outrider.targets.protocol import Target
 
 MIN_LEARNT = 4
 """Texts with fewer tokens to learn are left out and counted."""
@@ -98,6 +99,22 @@ class Texts:
             rest = near[full * self.size :]
         # an incomplete batch comes last
         return found + rest
+
+
+class OfTexts:
+    """What all features have of their texts."""
+
+    order: Texts
+    target: Target
+
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """[V] int64, how often each token is one to learn."""
+        return self.order.counts(self.target.spec.vocabulary)
+
+    @property
+    def steps_per_pass(self) -> int:
+        return self.order.steps_per_pass
 
 
 class CutAnswers(Sequence[Answer]):

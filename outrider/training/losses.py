@@ -83,7 +83,8 @@ def _logs(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(p: Tensor, q: Tensor) -> Tensor:
     """Forward KL, generalised, of log p and log q."""
     probs = p.exp()
-    if bool(q.detach().amin() > -torch.inf):  # all can be drafted, and three more passes over [m, V] change nothing
+    # where all can be drafted, three more passes over [m, V] change nothing; another device would be waited for
+    if q.device.type == "cpu" and bool(q.detach().amin() > -torch.inf):
         return (probs * (p - q)).sum(-1)
     beyond = q == -torch.inf
     inside = (probs * (p - q)).masked_fill(beyond, 0.0)

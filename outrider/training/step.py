@@ -43,8 +43,8 @@ class Sums:
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
-        self.weight = torch.zeros(())
-        """Weight of all rows: of the first batch, and of every batch so far.  On the device, read once a step."""
+        self.weight: Tensor | None = None
+        """Weight of all rows: of the first batch, and of every batch so far.  On the device."""
         self.terms: dict[str, float] = {}
         """The loss and its terms, weighted; not yet divided."""
         self.shares, self.rows = torch.zeros(0), torch.zeros(0)
@@ -53,11 +53,14 @@ class Sums:
     @property
     def scale(self) -> float:
         """What the gradients must be multiplied by, so that each row of all batches weighs the same."""
-        return 1.0 if self.first is None else float(self.first / self.weight)
+        if self.first is None or self.weight is None or self.first is self.weight:
+            return 1.0
+        return float(self.first / self.weight)
 
     def add(self, weight: Tensor, terms: Mapping[str, float], shares: Tensor, rows: Tensor) -> None:
         """A batch whose loss was divided by `self.first`, or by its own weight where it is the first."""
-        self.first, self.weight = weight if self.first is None else self.first, self.weight.to(weight.device) + weight
+        self.weight = weight if self.weight is None else self.weight + weight
+        self.first = weight if self.first is None else self.first
         for name, term in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + term
         depths = max(len(self.shares), len(shares))
