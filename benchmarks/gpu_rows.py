@@ -26,7 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
-from outrider.compiled import BUILDS, HOLDS_WEIGHTS, NotCompiled, build_package, flat
+from outrider.compiled import NotCompiled, flat
 from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.decoding.draft import Draft
@@ -52,7 +52,7 @@ SHAPES = {
 """Qwen3: hidden size, intermediate size, layers, heads of queries; 8 of keys and values, of 128 numbers each."""
 SMALL_SHAPE = 128, 256, 2, 4
 KV_HEADS, HEAD, VOCABULARY = 8, 128, 151_936
-WIDTHS, BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64), (1, 4, 16, 64), (1024, 8192)
+WIDTHS, BATCHES, CONTEXTS = (1, 8, 16, 4, 32, 64), (1, 4, 16, 64), (1024, 8192)
 POINT_S = 0.06
 """Seconds in which a point is measured again and again, after its warm-up."""
 
@@ -221,7 +221,7 @@ def measure_passes(shape: str, device: str, small: bool, known: Known) -> dict[s
     widths, batches, contexts = ((1, 8), (1, 2), (64,)) if small else (WIDTHS, BATCHES, CONTEXTS)
     found = Points()
     with captured(target, True) as why:
-        pass
+        graphs = ways_of(target)
     for context, batch in itertools.product(contexts, batches):
         floor = Floor(target, batch, context, speeds)
         cost = batch * (context + 2 * 64) * floor.column
@@ -229,25 +229,35 @@ def measure_passes(shape: str, device: str, small: bool, known: Known) -> dict[s
             found.append({"batch": batch, "context": context, "error": f"{cost / 2**30:.0f} GiB of cache do not fit"})
             continue
         cache = filled(target, batch, context, 128)
-        for is_captured, width in itertools.product((False, True), widths):
-            if is_captured and target.step.graph is None:
+        for way, width in itertools.product(graphs, widths):
+            few = {"plain": (1, 8) if context <= 1024 else (), "captured": (1, 8, 16), "kernels": widths}[way]
+            if width not in (few if context <= 1024 else few[:3]):
                 continue
-            if context > 1024 and (not is_captured or width not in (1, 8, 16)):
-                continue
-            point = {"batch": batch, "context": context, "width": width, "captured": is_captured}
+            point = {"batch": batch, "context": context, "width": width, "way": way}
+            target.step.graph = graphs[way]
             try:
-                with captured(target, is_captured):
-                    point["ms"] = median_ms(verifying(target, cache, width), device)
+                point["ms"] = median_ms(verifying(target, cache, width), device)
                 found.append(point | floor.beside(width, point["ms"]))
             except (RuntimeError, AssertionError) as error:
                 found.append(point | {"error": first_line(error)[:300]})
         del cache
-        if target.step.graph is not None:
-            target.step.graph.captures.clear()
+        for graph in filter(None, graphs.values()):
+            graph.captures.clear()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
     return {"points": found, "not_captured": why, "weights_gib": floor.weights / 2**30, "ratios": ratios(found)}
+
+
+def ways_of(target: TransformersTarget) -> dict[str, Any]:
+    """Graphs by how the pass runs: plainly, captured as transformers writes it, captured with our kernels."""
+    graph = target.step.graph
+    if graph is None:
+        return {"plain": None}
+    written = getattr(graph.traced, "written", None)
+    if written is None:
+        return {"plain": None, "captured": graph}
+    return {"plain": None, "captured": CudaGraphs(written, graph.recorder), "kernels": graph}
 
 
 def verifying(target: TransformersTarget, cache: SlotCache, width: int) -> Callable[[], object]:
@@ -306,7 +316,7 @@ def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str
     target = load_target(model_of(shape, device, small), compile=False)
     prompt = torch.randint(target.spec.vocabulary, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     new, found = 16 if small else 64, Points()
-    text = written(target, [prompt], new)[0]
+    text, bits = written(target, [prompt], new)[0], dict[int, bool]()
     known_texts = [[*prompt, *text]]
     for is_captured in (False, True):
         with captured(target, is_captured) as why:
@@ -318,7 +328,26 @@ def measure_loop(shape: str, device: str, small: bool, known: Known) -> dict[str
                 point = timed_steps(target, prompt, new, drafter, device)
                 point |= {"captured": is_captured, "way": name, "differs": point.pop("text") != text}
                 found.append(point)
-    return {"points": found}
+            if is_captured:
+                bits = same_bits(target, device)
+    return {"points": found, "same_bits": bits}
+
+
+def same_bits(target: TransformersTarget, device: str) -> dict[int, bool]:
+    """By tokens of a pass: whether a text's logits are those of one pass over sixteen, to the last bit."""
+    cache, noise = filled(target, 1, 60, 64), torch.Generator().manual_seed(2)
+    tokens, begin = torch.randint(target.spec.vocabulary, (1, 16), generator=noise).to(device), cache.lengths[0]
+
+    def read(at: int, width: int) -> torch.Tensor:
+        cache.lengths = [begin + at]
+        draft = Draft.chain(tokens[:, at + 1 : at + width], torch.full((1,), width - 1))
+        return target.verify(cache, [0], tokens[:, at], draft).logits
+
+    whole = read(0, 16)
+    return {
+        width: torch.equal(torch.cat([read(at, width) for at in range(0, 16, width)], 1), whole)
+        for width in (1, 2, 4, 8)
+    }
 
 
 def replaying(target: TransformersTarget, texts: list[list[int]], right: float = 0.85, width: int = 1) -> Drafter:
@@ -355,16 +384,24 @@ def timed_steps(
     if device == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
-            count: list[int] = []
-            written(target, [prompt], 8, drafter, on_step=lambda: count.append(1))
+            written(target, [prompt], 8, drafter)
             synchronize(device)
-        kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         name = f"{'drafted' if drafter else 'plain'}-{'captured' if target.step.graph else 'eager'}"
         profiler.export_chrome_trace(str(Points.place.with_name(f"{name}.trace.json.gz")))
-        point["kernel_ms"] = sum(event.device_time for event in kernels) / len(count) / 1e3
-        point["kernels_per_step"] = len(kernels) / len(count)
+        point |= last_step(sorted((one.time_range.start, one.time_range.end, one.name) for one in events))
         point["outside_kernels"] = 1 - point["kernel_ms"] / point["ms"]
     return point
+
+
+def last_step(kernels: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
+    """How many kernels ran between the last two choices of tokens, and for how long at least one did; they overlap."""
+    choices = [start for start, _, name in kernels if "MaxOps" in name]
+    own = [(start, end) for start, end, _ in kernels if choices[-2] <= start < choices[-1]]
+    busy, until = 0.0, 0.0
+    for start, end in own:
+        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
+    return {"kernel_ms": busy / 1e3, "kernels_per_step": len(own)}
 
 
 # ── exactness ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -378,12 +415,12 @@ def measure_exactness(device: str, small: bool, known: Known) -> dict[str, Any]:
     for dtype, is_captured in itertools.product(("bfloat16", "float32", "float64"), (True, False)):
         target = load_target("demo", device=device, dtype=dtype, compile=False)
         prompts = [target.encode(text) for _, text in demo.prompts("held_out", count)]
-        plain = written(target, prompts, new, slots=4)
-        texts = [[*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)]
         with captured(target, is_captured) as why:
             if is_captured and target.step.graph is None:
                 found.append({"dtype": dtype, "captured": True, "error": why})
                 continue
+            plain = written(target, prompts, new, slots=4)
+            texts = [[*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)]
             for width in (1, 2):
                 drafter = Replay(texts, target.spec.vocabulary, depth=6, width=width, right=0.8)
                 drafted = written(target, prompts, new, drafter, slots=4)
@@ -526,59 +563,6 @@ def measure_compiled(shape: str, device: str, small: bool, known: Known) -> dict
     return measure_training(shape, device, small, known, compiled=True)
 
 
-# ── one pass, fused ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def measure_fused(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
-    """Captured passes of one row that inductor compiled ahead of time, all sizes in one package, beside those that are
-    as transformers writes them."""
-    # compiling every layer takes minutes; twelve layers say as much
-    target, found = load_target(model_of(shape, device, small, 12), compile=False), Points()
-    contexts = (64,) if small else (1024, 8192)
-    with captured(target, True) as why:
-        if target.step.graph is None:
-            return {"error": why}
-        as_written = target.step.graph
-        try:
-            with gpu_attention.sizes_are_few():
-                packaged, seconds = package_of(target)
-        except NotCompiled as error:
-            found.append({"by": "cudnn", "error": str(error)[:300]})
-            packaged, seconds = package_of(target)
-        for context, width in itertools.product(contexts, (1, 8)):
-            floor = Floor(target, 1, context, known.get("machine", {}))
-            cache = filled(target, 1, context, 128)
-            run, wanted = verifying(target, cache, width), None
-            for is_fused, graph in ((False, as_written), (True, CudaGraphs(packaged, as_written.recorder))):
-                target.step.graph = graph
-                point: dict[str, Any] = {"context": context, "width": width, "fused": is_fused}
-                try:
-                    logits = run().logits.float()
-                    wanted = logits if wanted is None else wanted
-                    point |= {"differs": float((logits - wanted).abs().max()), "ms": median_ms(run, device)}
-                    found.append(point | floor.beside(width, point["ms"]))
-                except RuntimeError as error:
-                    found.append(point | {"error": first_line(error)[:300]})
-    return {"points": found, "compiled_s": seconds, "layers": target.spec.layers}
-
-
-def package_of(target: TransformersTarget) -> tuple[Callable[..., list[torch.Tensor]], float]:
-    """The target's pass from a package that holds no weights, and the seconds that compiling took."""
-    traced, arguments, dims = target.step.example()
-    is_outside = target.device.type == "cuda"
-    options = {"freezing": False, HOLDS_WEIGHTS: False} if is_outside else BUILDS["libraries"]
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "pass.pt2"
-        seconds = build_package(path, traced, arguments, dims, options)
-        # a capture allows no waiting among several threads
-        loaded = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
-    if is_outside:
-        known = {**dict(traced.named_parameters(remove_duplicate=False)), **dict(traced.named_buffers())}
-        weights = {name: known[name].detach() for name in loaded.get_constant_fqns()}
-        loaded.load_constants(weights, check_full_update=True, user_managed=True)
-    return lambda *given: loaded.loader.boxed_run(flat(given)), seconds
-
-
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -676,12 +660,12 @@ WAYS: dict[str, tuple[Callable[..., Any], SDPBackend | None]] = {
 
 # ── tests and the demo ────────────────────────────────────────────────────────────────────────────────────────────────
 
-TESTS = ["tests/targets/test_cuda_graphs.py", "tests/contracts/test_exactness.py"]
+TESTS = ["tests/targets/test_cuda_graphs.py", "tests/targets/test_gpu_pass.py", "tests/contracts/test_exactness.py"]
 
 
 def measure_tests(device: str, small: bool, known: Known) -> dict[str, Any]:
     """The contract suite with its target on the device, and the tests that are marked `gpu`."""
-    tests = TESTS[:1] if small else TESTS
+    tests = TESTS[:2] if small else TESTS
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--no-header", "-p", "no:cacheprovider"]
     workers = [] if small else ["-n", "10"]
     done = subprocess.run(
@@ -720,5 +704,5 @@ def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": measure_machine, "passes": measure_passes, "loop": measure_loop, "exact": measure_exactness,
     "syncs": measure_syncs, "training": measure_training, "compiled": measure_compiled, "tests": measure_tests,
-    "demo": measure_demo, "fused": measure_fused, "attention": measure_attention,
+    "demo": measure_demo, "attention": measure_attention,
 }  # fmt: skip

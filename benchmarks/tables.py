@@ -315,6 +315,9 @@ def _within(found: dict[str, Any]) -> str:
     return f"{found['figure']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
 
 
+PASSES = ["plain", "captured", "kernels"]
+
+
 def gpu(found: dict[str, Any]) -> str:
     """The device, passes, attention, waits, training, exactness."""
     rows = found["rows"]
@@ -325,15 +328,15 @@ def gpu(found: dict[str, Any]) -> str:
         f"{found['transformers']}, {found['made'][:10]}."
     )
     points = {
-        (one["batch"], one["context"], one["width"], one["captured"]): one
+        (one["batch"], one["context"], one["way"], one["width"]): one
         for one in rows["passes-8b"]["points"]
         if "ms" in one
     }
     passes = []
-    for batch, context, is_captured in sorted({(batch, context, kind) for batch, context, _, kind in points}):
-        cells = [points.get((batch, context, width, is_captured)) for width in (1, 8, 16, 64)]
+    for batch, context, way in sorted({at[:3] for at in points}, key=lambda at: (at[:2], PASSES.index(at[2]))):
+        cells = [points.get((batch, context, way, width)) for width in (1, 8, 16, 64)]
         times = ["" if one is None else f"{one['ms']:.1f} ({one['floor_ms']:.1f})" for one in cells]
-        passes.append([str(batch), f"{context:,}", "captured" if is_captured else "plain", *times])
+        passes.append([str(batch), f"{context:,}", way, *times])
     heads = ["texts", "tokens before", "passes", *(f"{width} rows each: ms (floor)" for width in (1, 8, 16, 64))]
     attention = [
         [str(one["batch"]), f"{one['context']:,}", str(one["width"]),
@@ -341,6 +344,11 @@ def gpu(found: dict[str, Any]) -> str:
         for one in rows["attention"]["points"]
     ]  # fmt: skip
     ways = ["texts", "tokens before", "rows", "copied keys, ms", "grouped", "two products", "enable_gqa"]
+    loop = [
+        [one["way"], "kernels" if one["captured"] else "plain", f"{one['ms']:.2f}", f"{one['kernel_ms']:.2f}",
+         str(one["kernels_per_step"]), f"{one['tokens_per_step']:.2f}", f"{one['tokens_per_s']:,.0f}"]
+        for one in rows["loop-8b"]["points"]
+    ]  # fmt: skip
     earlier = {(one["drafter"], one["captured"]): one["ms"] for one in rows["syncs"].get("before", [])}
     waits: dict[str, dict[bool, Any]] = {}
     for one in rows["syncs"]["points"]:
@@ -366,7 +374,10 @@ def gpu(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     return "\n\n".join([
         said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _table(heads, passes, slice(3, 7)),
-        "**Attention** of one layer of it, captured.", _table(ways, attention, slice(0, 7)),
+        "**Steps** of one text of it, plain and with drafts of seven replayed tokens, each right by a chance of 0.85.",
+        _table(["drafts", "passes", "ms a step", "kernels, ms", "kernels a step", "tokens a step", "tokens/s"], loop,
+               slice(2, 7)),
+        "**Attention** of one layer of it, captured, by torch's kernels.", _table(ways, attention, slice(0, 7)),
         "**Steps** of one text of the demo target, drafters untrained.",
         _table(["drafter", "waits a step", "plain, ms", "captured, ms", "plain, before", "captured, before"], steps,
                slice(1, 6)),

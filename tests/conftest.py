@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+if os.environ.setdefault("OUTRIDER_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which others do too
+
 import pytest
 import torch
 from hypothesis import settings
@@ -39,7 +42,7 @@ torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("tests")
 
-DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
+DEVICE = os.environ["OUTRIDER_TEST_DEVICE"]
 """Where the shared target of the contract suite lives; see `benchmarks/gpu.py`."""
 
 SMALL = {

@@ -32,8 +32,11 @@ def lint(path: Path) -> int:
 COMES_WITH = {"markupsafe": "jinja2", "tokenizers": "transformers", "starlette": "fastapi", "pydantic_core": "pydantic",
               "fsspec": "datasets"}  # fmt: skip
 """Another's part, which is there where the other is."""
-OPTIONAL = {"lm_eval": ("gate/harness.py", "gate/language_model.py")}
-"""The only files that need an extra; only the verb that the extra is for loads them."""
+OPTIONAL = {
+    "lm_eval": ("gate/harness.py", "gate/language_model.py"),
+    "triton": ("kernels/gpu.py", "kernels/decoder_layer.py"),
+}
+"""The only files that need an extra, or what comes with torch for a GPU; only what these are for loads them."""
 
 
 def imported(file: Path) -> set[str]:

@@ -58,8 +58,8 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
 
 
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-_Key = tuple[int, int, int, int, tuple[_Layout, ...]]
-"""Rows, tokens a row, columns, taps, and the layout of every buffer."""
+_Key = tuple[int, int, int, int, int]
+"""Rows, tokens a row, columns, taps, and the number of the buffers' layouts."""
 
 
 class _Capture(NamedTuple):
@@ -79,6 +79,11 @@ class CudaGraphs:
         values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
+        self._numbers: dict[tuple[_Layout, ...], int] = {}
+        """A number for the layouts of all buffers of a pass."""
+        self._ends: Callable[[], tuple[Tensor | None, Tensor | None]] = lambda: (None, None)
+        """First and last of the buffers that came last, as long as they are there; `_number` is theirs."""
+        self._number = -1
 
     def padded(self, width: int) -> int:
         """Tokens a row that a pass of `width` tokens writes."""
@@ -91,25 +96,27 @@ class CudaGraphs:
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = (
-            pad(tokens, (0, wide - width)),
-            pad(depths, (0, wide - width)),
-            _wide_mask(tree_mask, wide),
-            starts,
-            taps,
-        )
+        given = _wide(tokens, wide), _wide(depths, wide), _wide_mask(tree_mask, wide), starts, taps
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
-        key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
+        key = rows, wide, end, len(taps), self._number_of(buffers)
         if key not in self.captures:
             if len(self.captures) >= MAX_CAPTURES:
                 self.captures.clear()
             self.captures[key] = self._recorded(given, end, buffers)
         capture = self.captures[key]
-        for there, here in zip(capture.given, given, strict=True):
-            there.copy_(here)
+        torch._foreach_copy_(capture.given, given)  # a launch for each type of number
         capture.replay()
         # the next replay overwrites them, and drafters hold on to what they were given
         return [output[:, :width].clone() for output in capture.outputs]
+
+    def _number_of(self, buffers: Sequence[Tensor]) -> int:
+        """The number of their layouts; a step's are mostly those of the step before."""
+        first, last = self._ends()
+        if first is not buffers[0] or last is not buffers[-1]:
+            ends = weakref.ref(buffers[0]), weakref.ref(buffers[-1])
+            self._ends = lambda: (ends[0](), ends[1]())
+            self._number = self._numbers.setdefault(tuple(map(_layout, buffers)), len(self._numbers))
+        return self._number
 
     def _recorded(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         there = tuple(argument.clone() for argument in given)
@@ -125,6 +132,11 @@ class CudaGraphs:
 def _layout(buffer: Tensor) -> _Layout:
     """A buffer's address and shape.  An allocator may give a cache of another shape the same address."""
     return buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype
+
+
+def _wide(tokens: Tensor, wide: int) -> Tensor:
+    """tokens [R, n] with zeros up to `wide` a row."""
+    return tokens if tokens.shape[1] == wide else pad(tokens, (0, wide - tokens.shape[1]))
 
 
 def _wide_mask(tree_mask: Tensor, wide: int) -> Tensor:

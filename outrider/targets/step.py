@@ -10,6 +10,7 @@ R rows of a pass, n tokens a row, K of them whose logits are asked for, h heads,
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,11 +26,14 @@ from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, dense
 from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
+from outrider.errors import first_line
 from outrider.targets import attention_mask, family, gpu_attention
 from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.selftest import chain_of, tree_of
+
+log = logging.getLogger(__name__)
 
 WIDEST = 1024
 """Most tokens a row of a pass."""
@@ -133,7 +137,27 @@ class CompiledStep(Compiled):
             raise NotCompiled(
                 f"compiled steps are for CPUs and CUDA GPUs, not for {self.target.device.type!r}; steps stay plain"
             )
-        return CudaGraphs(_Traced(self.target, self._pass(1, 1)[0].layers))
+        written = _Traced(self.target, self._pass(1, 1)[0].layers)
+        return self._by_kernels(written) or CudaGraphs(written)
+
+    def _by_kernels(self, written: nn.Module) -> Runnable | None:
+        """Passes by our kernels, where they know the model and say what its own modules say."""
+        name = self.target.spec.name
+        try:
+            from outrider.targets.gpu_pass import GpuPass  # Triton comes with torch for GPUs alone
+
+            graph = CudaGraphs(GpuPass(self.target, written))
+            difference, allowed = self.compare(graph)
+        except Exception as error:  # another kind of model, no Triton, no C compiler for it, too little shared memory
+            log.info("passes of %s run as transformers writes them: %s", name, first_line(error))
+            return None
+        if difference <= allowed:
+            return graph
+        log.warning(
+            "passes of %s run as transformers writes them: logits of our kernels differ by %.1e, more than %.1e", name,
+            difference, allowed,
+        )  # fmt: skip
+        return None
 
     @torch.inference_mode()
     def _pass(self, rows: int, width: int) -> tuple[SlotCache, Tensor]:

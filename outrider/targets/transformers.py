@@ -30,6 +30,7 @@ from outrider.targets import chunks, gpu_attention, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, final_norm, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited
 from outrider.targets.cache import SlotCache
+from outrider.targets.cuda_graphs import COLUMNS
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
 from outrider.targets.generation import ends_of, greedy_sampling
@@ -171,6 +172,10 @@ class TransformersTarget:
         """
         if self.family.past is not None:
             return OwnCache(self.model, self.family.past, slots, length)
+        if (
+            self.device.type == "cuda"
+        ):  # a cache of the same size often gets the same memory, whose captures serve again
+            length = -(-length // COLUMNS) * COLUMNS
         cache = SlotCache(slots, length, self.device, self.spec.layers, undo)
         return cache if self.step.shapes is None else cache.shaped_as(self.step.shapes)
 
