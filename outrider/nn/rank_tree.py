@@ -84,7 +84,13 @@ class Offers:
 
     def __init__(self, slot: Tensor, width: Tensor, tokens: Tensor, scores: Tensor):
         """slot, width [B, W] as `doubt` gives them; tokens and log probabilities [B, W, K, n], the best first."""
-        self.slot, self.width, self.tokens, self.scores = (x.tolist() for x in (slot, width, tokens, scores))
+        # one tensor: a device is waited for once
+        bits = scores.float().view(torch.int32).flatten(2)
+        read = torch.cat([slot[..., None], width[..., None], tokens.flatten(2), bits], -1).cpu()
+        end = read.shape[-1] - bits.shape[-1]
+        self.slot, self.width = read[..., 0].tolist(), read[..., 1].tolist()
+        self.tokens = read[..., 2:end].reshape(tokens.shape).tolist()
+        self.scores = read[..., end:].int().view(torch.float32).reshape(scores.shape).tolist()
 
     def chains(self, stems: Sequence[Sequence[Path]]) -> list[list[Path]]:
         """Each stem with its block's likeliest tokens."""

@@ -1,0 +1,109 @@
+"""A step waits once for the device: what came from the device's weights is read by the host in one place.
+
+On a CPU everything is in the host's memory, so tensors that would be on a device are marked, results of marked ones are
+marked, and reading one is a wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import cases
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import outrider
+from outrider import generation
+from outrider.decoding.state import Request
+from outrider.sampling.settings import Sampling
+
+MORE = {"jacobi": 2, "recycle": 2, "graft": 2, "mix": 2, "specblock": 3, "layer_skip": 5}
+"""Waits a step of drafters that learn from what was verified, or go on as far as they are sure."""
+BORN = (F.linear, F.embedding)
+"""What weights are multiplied by or looked up with: its results are on the device."""
+READS = {
+    "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "nonzero", "argwhere", "unique",
+    "masked_select", "equal", "allclose", "is_nonzero", "repeat_interleave", "bincount", "__contains__",
+}  # fmt: skip
+"""Functions whose results the host needs to go on."""
+
+
+class OnDevice(Tensor):
+    """A tensor that would be on a device."""
+
+
+class Waits(TorchFunctionMode):
+    """Counts, by line of ours, where the host reads a marked tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        is_masked = name in ("__getitem__", "__setitem__") and any(
+            isinstance(leaf, OnDevice) and leaf.dtype == torch.bool for leaf in pytree.arg_tree_leaves(args[1])
+        )
+        if is_masked or (name in READS and any(isinstance(leaf, OnDevice) for leaf in leaves)):
+            self.lines[line_of_ours()] += 1
+        found = function(*args, **(kwargs or {}))
+        if function in BORN:
+            return found.as_subclass(OnDevice)
+        return found.as_subclass(Tensor) if name == "cpu" else found
+
+
+def line_of_ours() -> str:
+    """The file and line of the package that called."""
+    frame, folder = sys._getframe(2), str(Path(outrider.__file__).parent)
+    while frame.f_back and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def waits_of(target, prompts, drafter, sampling=None) -> tuple[int, Counter[str]]:
+    """Steps of two texts after their first, and where they waited."""
+    state = generation.batch(target, 2, ends=frozenset())
+    requests = [Request(prompt, 40, sampling or Sampling()) for prompt in prompts[:2]]
+    steps, last, found = 0, None, Waits()
+    progress = generation.serve(target, requests, drafter, policy="fixed", state=state)
+    with found:
+        for _ in progress:
+            if state.timing is not last:
+                last, steps = state.timing, steps + 1
+                if steps == 1:  # prompts are read in it
+                    found.lines.clear()
+    return steps - 1, found.lines
+
+
+CASES = {case.kind: case for case in cases() if not case.is_variant}
+
+
+@pytest.mark.parametrize("name", ["none", *CASES])
+def test_a_step_waits_once(name, target, prompts, drafter_of):
+    """Or as often as `MORE` says: catches a drafter, a rule or a cache that asks the device for a number of its own."""
+    drafter = None if name == "none" else drafter_of(CASES[name])
+    steps, lines = waits_of(target, prompts, drafter)
+    assert steps > 3
+    assert lines.total() <= MORE.get(name, 1) * steps, f"{steps} steps wait at {dict(lines)}"
+
+
+def test_a_wait_that_is_planted_is_found(target, prompts, drafter_of, monkeypatch):
+    """The test above, with a drafter that looks at its tokens."""
+    drafter = drafter_of(CASES["dspark"])
+    propose = type(drafter).propose
+
+    def looks(self, memory, state, budget):
+        draft = propose(self, memory, state, budget)
+        assert bool((draft.tokens >= 0).all())
+        return draft
+
+    monkeypatch.setattr(type(drafter), "propose", looks)
+    steps, lines = waits_of(target, prompts, drafter)
+    assert lines.total() > steps
