@@ -62,8 +62,9 @@ class GpuPass(nn.Module):
         is_odd = self.head.bias is not None or size not in (64, 128) or any(each % 64 for each in inner)
         if is_odd or len(self.head.weight) % 16 or any(target.family.limits.values()):
             raise TypeError(f"{target.spec.name} has sizes or limits that the kernels do not take")
-        if self.head.weight.dtype not in TYPES:
-            raise TypeError(f"the kernels are not for {self.head.weight.dtype}")
+        for name, weight in target.model.named_parameters():
+            if weight.dtype not in TYPES or weight.device != target.device or not weight.is_contiguous():
+                raise TypeError(f"the kernels do not take {name}, {weight.dtype} on {weight.device}")
 
     def forward(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,

@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,9 @@ WIDEST = 1024
 """Most tokens a row of a pass."""
 EXAMPLE, BEFORE = (3, 8), 300
 """Rows and tokens a row of the pass that is traced, and columns before it."""
+ALLOWED = 0.1
+"""Share of the size of logits by which those of our kernels may differ: rounding to bfloat16 explains some hundredths,
+and a part of a layer that the kernels leave out makes several tenths."""
 
 
 class CompiledStep(Compiled):
@@ -147,15 +150,15 @@ class CompiledStep(Compiled):
             from outrider.targets.gpu_pass import GpuPass  # Triton comes with torch for GPUs alone
 
             graph = CudaGraphs(GpuPass(self.target, written))
-            difference, allowed = self.compare(graph)
+            differs = max(_share(plain, fast) for plain, fast in self._both(graph))
         except Exception as error:  # another kind of model, no Triton, no C compiler for it, too little shared memory
             log.info("passes of %s run as transformers writes them: %s", name, first_line(error))
             return None
-        if difference <= allowed:
+        if differs <= ALLOWED:
             return graph
-        log.warning(
-            "passes of %s run as transformers writes them: logits of our kernels differ by %.1e, more than %.1e", name,
-            difference, allowed,
+        log.info(
+            "passes of %s run as transformers writes them: our kernels' logits differ by %.3f of their size, more than "
+            "%.2f", name, differs, ALLOWED,
         )  # fmt: skip
         return None
 
@@ -174,10 +177,14 @@ class CompiledStep(Compiled):
             buffer.copy_(torch.randn(buffer.shape, generator=noise))
         return cache, tokens
 
-    @torch.inference_mode()
     def compare(self, graph: Runnable) -> tuple[float, float]:
         """Over one token, chains and, where the mode has them, a tree; for one slot and for several."""
-        worst = 0.0
+        worst = max(float((plain - fast).abs().max()) for plain, fast in self._both(graph))
+        return worst, self.target.selftest.allowed
+
+    @torch.inference_mode()
+    def _both(self, graph: Runnable) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits of the plain path and of the graph for these passes."""
         for rows in (1, EXAMPLE[0]):
             cache, text = self._pass(rows, EXAMPLE[1])
             drafts = [Draft.empty(rows, text.device), chain_of(text[:, 1:2]), chain_of(text[:, 1:])]
@@ -186,13 +193,10 @@ class CompiledStep(Compiled):
             for draft in drafts:
                 plain = self.target.verify(cache, range(rows), text[:, 0], draft).logits
                 tokens, tree = passed(text[:, 0], draft, self.target.spec.vocabulary)
-                fast = self.run(cache, range(rows), tokens, tree, graph=graph).logits
-                worst = max(worst, float((plain - fast).abs().max()))
+                yield plain, self.run(cache, range(rows), tokens, tree, graph=graph).logits
                 if isinstance(graph, Graph):  # which reads prompts too
                     last = [tokens.shape[1] - 1] * rows
-                    fast = self.run(cache, range(rows), tokens, tree, last=last, graph=graph).logits
-                    worst = max(worst, float((plain[:, -1:] - fast).abs().max()))
-        return worst, self.target.selftest.allowed
+                    yield plain[:, -1:], self.run(cache, range(rows), tokens, tree, last=last, graph=graph).logits
 
     def _arguments(
         self,
@@ -249,6 +253,12 @@ class _Traced(nn.Module):
         positions = layout.positions(depths).clamp(max=target.spec.context - 1)
         logits, hidden, layers = target.pass_through(tokens, cache, masks, positions, asked)
         return logits, hidden, likeliest(logits), torch.stack(layers, 2).index_select(2, taps)
+
+
+def _share(wanted: Tensor, found: Tensor) -> float:
+    """The difference of logits over their deviation from the mean, as root mean squares."""
+    wanted = wanted.double()
+    return float((wanted - found.double()).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
 
 
 @functools.lru_cache(64)

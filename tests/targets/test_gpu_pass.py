@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -145,6 +147,20 @@ def test_logits_do_not_depend_on_the_tokens_of_a_pass(qwen):
         assert all(map(torch.equal, own, whole))
 
 
+@pytest.mark.parametrize("part", ["residual_multiplier", "attention_multiplier", "embedding_multiplier"])
+def test_a_model_whose_layers_only_look_the_same_is_found_out(part, monkeypatch):
+    """Granite has Llama's names, and multiplies what a layer adds: catches a model that is taken by its names."""
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, **{part: 0.4})).to(DEVICE, DTYPE).eval()
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.data.mul_(3)
+    granite = load_target(model, compile=False)
+    monkeypatch.setattr(cuda_graphs.CudaGraphs.__init__, "__defaults__", (Tape(),))
+    found = granite.step._by_kernels(_Traced(granite, range(granite.spec.layers)))
+    assert (found is None) == (part == "residual_multiplier")  # the others are where the kernels read them
+
+
 def test_other_models_are_refused():
     """Catches a layer with parts that the kernels would leave out."""
     small = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512}
@@ -165,7 +181,7 @@ def test_a_pass_runs_as_transformers_writes_it_where_kernels_are_wrong(qwen, mon
     monkeypatch.setattr(cuda_graphs.CudaGraphs.__init__, "__defaults__", (Tape(),))
     assert type(qwen.step._by_kernels(written).traced) is GpuPass
     own = gpu.normed
-    monkeypatch.setattr(gpu, "normed", lambda x, weight, eps: 2 * own(x, weight, eps))
+    monkeypatch.setattr(gpu, "normed", lambda x, weight, eps: own(x, weight, eps).roll(1, -1))
     assert qwen.step._by_kernels(written) is None
     monkeypatch.setattr(gpu, "normed", lambda x, weight, eps: x.no_such_thing)
     assert qwen.step._by_kernels(written) is None
