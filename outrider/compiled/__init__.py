@@ -166,7 +166,7 @@ class Compiled:
             _refuse_large(model)
         path, seconds = self._on_disk() if is_on_cpu else None, 0.0
         if path is None and not build:
-            why = f"none is in {folder()}" if is_on_cpu else "on a GPU passes are captured only where asked for"
+            why = f"none is in {folder()}" if is_on_cpu else "on a GPU it is made where the target is loaded"
             raise NotCompiled(f"there is no compiled {self.name} of this model: {why}")
         if is_on_cpu and path is None:
             path, seconds = self._build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider import demo, machine
+from outrider.compiled import NotCompiled
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import quantised
@@ -45,8 +47,8 @@ def load_target(
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
     handed to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose
     method would round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
-    compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once),
-    False stays plain.
+    compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; True
+    has one made (about a minute, once), False stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
     quantises activations, keys or values; ConfigError for an unknown `quantize`.
     """
@@ -138,6 +140,9 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
 def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
     if compile:
         target.compile()
+    elif compile is None and target.device.type == "cuda":  # seconds, where a compiled step takes minutes
+        with suppress(NotCompiled):
+            target.compile()
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)
