@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-short test test-all lint audit wheel install clean
+.PHONY: demo demo-short test test-all lint audit wheel install kernels clean
 
 demo: install  ## train a drafter for the demo target and prove it
 	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
@@ -17,10 +17,10 @@ demo-short: install  ## the same road for CI: fewer answers, steps and prompts
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
 		'evaluate.baselines=[ngram, small_model]'
 
-test: install lint  ## everything that fits into 10 minutes
+test: install kernels lint  ## everything that fits into 10 minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
-test-all: install lint  ## and what does not; at most an hour
+test-all: install kernels lint  ## and what does not; at most an hour
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: install
@@ -42,6 +42,12 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,grammar]"
+	touch $@
+
+kernels: $(VENV)/.kernels
+
+$(VENV)/.kernels: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[kernels]"
 	touch $@
 
 clean:
