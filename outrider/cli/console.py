@@ -364,7 +364,9 @@ def write_json(to: str | None, value: Any) -> None:
         try:
             Path(to).write_text(json.dumps(value, indent=2) + "\n")
         except OSError as error:
-            raise DataError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
+            raise DataError(
+                f"can't write {to}: {error.strerror}; name a file in a folder that exists and can be written to"
+            ) from None
 
 
 def counted(number: float) -> str:

@@ -95,7 +95,9 @@ def _write(place: Path, text: str) -> None:
         with place.open("x", encoding="utf-8") as out:
             out.write(text)
     except OSError as error:
-        raise ConfigError(f"can't write {place}: {error.strerror}; name a file in a folder that exists") from None
+        raise ConfigError(
+            f"can't write {place}: {error.strerror}; name a file in a folder that exists and can be written to"
+        ) from None
     try:
         load(place)
     except OutriderError:

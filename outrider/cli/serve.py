@@ -126,7 +126,9 @@ def serve(
     if verbose:
         _log_all()
     if (batch_in is None) != (batch_out is None):
-        raise ConfigError("--batch-in and --batch-out belong together: the requests, and the file of the answers")
+        raise ConfigError(
+            "--batch-in and --batch-out must be given together: the file of requests, and the file for the answers"
+        )
     named.check_verification(served.config.verification, served.config.allow_lossy)
     if batch_in is not None and batch_out is not None:
         _answer_file(served, batch_in, batch_out)

@@ -135,7 +135,9 @@ def _opened(log: Path | None) -> AbstractContextManager[IO[str] | None]:
     try:
         return nullcontext() if log is None else log.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise DataError(f"can't write {log}: {error.strerror}; name a file in a folder that exists") from None
+        raise DataError(
+            f"can't write {log}: {error.strerror}; name a file in a folder that exists and can be written to"
+        ) from None
 
 
 def _screen(view: View, promised: Release | None) -> Group:

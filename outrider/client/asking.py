@@ -145,7 +145,9 @@ def locked(to: Path) -> Iterator[None]:
     try:
         to.touch()
     except OSError as error:
-        raise ConfigError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
+        raise ConfigError(
+            f"can't write {to}: {error.strerror}; name a file in a folder that exists and can be written to"
+        ) from None
     with held(to, DataError(f"another process writes answers into {to}; wait for it, or name another file")):
         yield
 

@@ -137,9 +137,13 @@ class Config(Base):
 
     @model_validator(mode="after")
     def _an_engine_has_a_server(self) -> "Config":
-        if (self.features == "engine") != (self.feature_server is not None):
-            given = f"prepare.features {self.features} and prepare.feature_server {self.feature_server}"
-            raise ConfigError(f"{given} don't belong together; set features to engine and name its server, or neither")
+        if self.features == "engine" and self.feature_server is None:
+            raise ConfigError("prepare.features engine needs a vLLM server; give its URL as prepare.feature_server")
+        if self.features != "engine" and self.feature_server is not None:
+            raise ConfigError(
+                f"prepare.feature_server {self.feature_server} has no effect with prepare.features {self.features}; "
+                "set prepare.features to engine, or leave prepare.feature_server out"
+            )
         return self
 
     @model_validator(mode="after")

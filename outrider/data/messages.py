@@ -105,7 +105,10 @@ def _text(row: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
 def _request(row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """The body of the request that a row is about; None for a row that is no request."""
     if "hash_ids" in row or "input_length" in row:
-        raise DataError(f"{name}: this log has lengths and no texts; `outrider replay` reads it, prepare can't")
+        raise DataError(
+            f"{name}: this log has lengths and no texts, but `outrider prepare` needs texts; name a log that has them "
+            "(`outrider replay` can use this one)"
+        )
     asked = row.get("request", row.get("body"))
     if isinstance(asked, str):  # proxies that log the body as it came
         with suppress(ValueError):

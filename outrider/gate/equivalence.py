@@ -59,7 +59,11 @@ def equivalence(
         raise DataError(f"margin and span must be above 0, got {margin:g} and {span:g}")
     gained = np.asarray(new, dtype=np.float64) - np.asarray(old, dtype=np.float64)
     if not np.isfinite(gained).all():
-        raise DataError("a score is not a finite number; leave that prompt out of both lists")
+        wrong = int(np.flatnonzero(~np.isfinite(gained))[0])
+        raise DataError(
+            f"scores must be finite numbers, got {new[wrong]} (new) and {old[wrong]} (old) for the prompt at index "
+            f"{wrong}; leave that prompt out of both lists"
+        )
     values = np.concatenate([gained, [span, -span] * IMAGINED])
     # the imagined prompts widen the interval; they do not move it, since they cancel
     scale = len(values) / len(gained)

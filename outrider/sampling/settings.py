@@ -7,7 +7,8 @@ Settings that depend on the text before a token are applied first, in the order 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -68,19 +69,15 @@ class Sampling:
             object.__setattr__(self, name, value)
             if not is_right(value):
                 raise ConfigError(f"{name} {wanted}, got {value}")
-        try:
+        with _of_form("logit_bias", self.logit_bias, "a mapping {token id: bias}"):
             items = dict(self.logit_bias).items()
             bias = tuple(
                 sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in items)
             )
+        with _of_form("bad_words", self.bad_words, "a list of lists of token ids"):
             words = tuple(tuple(whole("a token of bad_words", token) for token in word) for word in self.bad_words)
+        with _of_form("processors", self.processors, "a list of functions"):
             processors = tuple(self.processors)
-        except TypeError as error:
-            raise ConfigError(
-                f"logit_bias {self.logit_bias!r}, bad_words {self.bad_words!r} or processors {self.processors!r} can't "
-                f"be read "
-                f"({error}); give {{token id: bias}}, lists of token ids, and functions"
-            ) from error
         for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", processors)):
             object.__setattr__(self, name, value)
         for token, value in bias:
@@ -133,6 +130,15 @@ class Sampling:
             )
         if len({word[0] for word in self.bad_words if len(word) == 1}) == vocabulary:
             raise ConfigError(f"bad_words forbids all {vocabulary} tokens of the vocabulary; leave at least one")
+
+
+@contextmanager
+def _of_form(name: str, value: Any, wanted: str) -> Iterator[None]:
+    """A TypeError from inside becomes a ConfigError that says what was given and what is wanted."""
+    try:
+        yield
+    except TypeError as error:
+        raise ConfigError(f"{name} must be {wanted}, got {value!r:.80}") from error
 
 
 def whole(name: str, value: Any) -> int:

@@ -83,7 +83,7 @@ def check(given: Path, to: Path) -> tuple[int, int]:
     if to.exists() and given.exists() and given.samefile(to):
         raise ConfigError(f"answers would overwrite {given}; name another file with --batch-out")
     if not to.parent.is_dir():
-        raise ConfigError(f"there is no folder {to.parent}; make it first")
+        raise ConfigError(f"can't write the answers to {to}: there is no folder {to.parent}; make it first")
     before = answered(to)
     ids = [line.custom_id for line in lines_of(given)]
     return len(ids), len(before.intersection(ids))

@@ -72,7 +72,7 @@ def add(path: Path, name: str, concurrent: int | None = None) -> str:
     }  # fmt: skip
     new = build(Key, values, "key")
     if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}; make it first")
+        raise ConfigError(f"can't write the keys to {path}: there is no folder {path.parent}; make it first")
     with lock.held(path.parent, ConfigError(f"another process writes into {path.parent}; try again")):
         keys = read(path) if path.exists() else ()
         if any(one.name == name for one in keys):

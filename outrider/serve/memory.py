@@ -43,7 +43,7 @@ def slot_length(target: Target, slots: int, length: int | None, budget_bytes: in
     if most < max(length or 0, 2):
         wanted = f"{slots} slots of {length or 2} tokens take {slots * (length or 2) * each:,} bytes"
         raise ConfigError(
-            f"{wanted}, and the budget is {budget:,}; allow fewer slots or shorter ones ({most} tokens), or more memory"
+            f"{wanted}, but the budget is {budget:,}; allow fewer slots or shorter ones ({most} tokens), or more memory"
         )
     return min(length or most, context, most)
 

@@ -81,7 +81,8 @@ class RequestLog:
                 self._open(path)
             except OSError as error:
                 raise ConfigError(
-                    f"can't write a log of requests to {path}: {error.strerror}; name a file in a folder that exists"
+                    f"can't write a log of requests to {path}: {error.strerror}; name a file in a folder that "
+                    "exists and can be written to"
                 ) from None
         self._ended: queue.SimpleQueue[Ended | None] = queue.SimpleQueue()
         self._lost = 0

@@ -156,8 +156,9 @@ class AlignedMember:
             raise TargetError(f"an ensemble of two vocabularies needs both tokenizers: {error}") from error
         if max(target.tokenizer.get_vocab().values()) >= target.spec.vocabulary:
             raise TargetError(
-                f"the tokenizer of {target.spec.name} has ids up to {max(target.tokenizer.get_vocab().values())}, and "
-                f"its model {target.spec.vocabulary} rows; take the tokenizer that belongs to the model"
+                f"the tokenizer of {target.spec.name} has token ids up to "
+                f"{max(target.tokenizer.get_vocab().values())}, but the model's ids end at "
+                f"{target.spec.vocabulary - 1}; use the tokenizer that belongs to the model"
             )
         self.target = target
         self.shared = SharedVocabulary(self.own, self.theirs, target.device)

@@ -150,8 +150,9 @@ def _is_message(item: Any) -> bool:
 def _iterated(given: Any) -> Iterable[Any]:
     if isinstance(given, Mapping):
         raise DataError(
-            f"a prompt is a mapping of {', '.join(map(repr, given)) or 'nothing'}; a message has `role` and `content`"
+            f"a prompt can't be a mapping with the keys {', '.join(map(repr, given)) or '(none)'}; give a text, token "
+            "ids, or a list of chat messages, each with `role` and `content`"
         )
     if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
-        raise DataError(f"a prompt is {given!r}; {WANTED}")
+        raise DataError(f"a prompt can't be {given!r}; {WANTED}")
     return given

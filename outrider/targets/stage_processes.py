@@ -107,7 +107,7 @@ def in_processes(
     """
     check(target, stages)
     if target.device.type != "cpu":
-        raise TargetError(f"stages in processes run on a CPU, not on {target.device}; load the target there")
+        raise TargetError(f"stages in processes run on a CPU, but the target is on {target.device}; load it on the CPU")
     if dist.is_initialized():
         raise TargetError("a process group is open already; close it, or run the stages in one process")
     cuts, spawn = ranges(target.spec.layers, stages), multiprocessing.get_context("spawn")

@@ -318,9 +318,8 @@ class TransformersTarget:
             )
         if self.family.past is not None:
             raise TargetError(
-                f"{self.spec.name} has a cache of its own kind, so none of its sublayers can be left out; "
-                "choose "
-                "another drafter"
+                f"{self.spec.name} uses its own cache class, which layer_skip does not support, so none of its "
+                "sublayers can be left out; choose another drafter"
             )
         return self._sublayers.all
 

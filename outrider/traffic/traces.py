@@ -223,7 +223,9 @@ def write(path: Path, calls: Iterable[Call], redact: bool = False) -> int:
                 file.write(json.dumps(_row(redacted(call, key) if redact else call)) + "\n")
                 count += 1
     except OSError as error:
-        raise DataError(f"can't write {path}: {error.strerror}; name a file in a folder that exists") from None
+        raise DataError(
+            f"can't write {path}: {error.strerror}; name a file in a folder that exists and can be written to"
+        ) from None
     return count
 
 

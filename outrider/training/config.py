@@ -111,7 +111,14 @@ class Config(Base):
 
     @model_validator(mode="after")
     def _select_needs_a_reference(self) -> Config:
-        if (self.select < 1) != (self.reference is not None):
-            given = f"train.select {self.select} and train.reference {self.reference}"
-            raise ConfigError(f"{given} belong together: rows are selected by comparing with it; set both, or neither")
+        if self.select < 1 and self.reference is None:
+            raise ConfigError(
+                f"train.select {self.select} needs a reference to compare rows with; name its checkpoint as "
+                "train.reference, or leave train.select out"
+            )
+        if self.select >= 1 and self.reference is not None:
+            raise ConfigError(
+                f"train.reference {self.reference} has no effect with train.select {self.select}, which trains on all "
+                "rows; set train.select below 1, or leave train.reference out"
+            )
         return self

@@ -139,7 +139,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (("train.lr=1",), "settings begin with serve. or target."),
         (("demo",), "'demo' is no run file (.yaml) and no setting"),
         (("--set", "length=3"), "--set length=3 needs a drafter"),
-        (("--batch-in", "x.jsonl"), "--batch-in and --batch-out belong together"),
+        (("--batch-in", "x.jsonl"), "--batch-in and --batch-out must be given together"),
         (("--batch-in", "none.jsonl", "--batch-out", "out.jsonl"), "can't read none.jsonl"),
         (("--request-log", "none/log.jsonl"), "can't write a log of requests"),
         (("--drafter", "ngrm"), "neither a checkpoint folder nor a drafter; did you mean 'ngram'"),

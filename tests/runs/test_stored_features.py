@@ -51,8 +51,8 @@ def test_a_run_trains_on_stored_features(folder: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("overrides", "wrong"),
     [
-        (["prepare.features=engine"], "prepare.features engine and prepare.feature_server None don't belong together"),
-        (["prepare.feature_server=http://x"], "prepare.features live and prepare.feature_server http://x don't belong"),
+        (["prepare.features=engine"], "prepare.features engine needs a vLLM server; give its URL"),
+        (["prepare.feature_server=http://x"], "prepare.feature_server http://x has no effect with prepare.features"),
         ([*CACHED, "prepare.top_logprobs=900"], "prepare.top_logprobs 900 must be below the target's vocabulary of"),
     ],
 )

@@ -146,6 +146,13 @@ def test_tokens_and_biases_are_not_rounded(wrong):
         Sampling(**wrong)
 
 
+@pytest.mark.parametrize("name", ["logit_bias", "bad_words", "processors"])
+def test_a_setting_of_another_form_is_refused_by_its_own_name(name):
+    """Catches a message that names three settings where one is wrong."""
+    with pytest.raises(ConfigError, match=f"^{name} must be a .*, got 5$"):
+        Sampling(**{name: 5})
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0, seed=1), Sampling(0.8, top_k=3)], ids=["greedy", "seed", "top_k"]

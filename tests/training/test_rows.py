@@ -171,10 +171,16 @@ def test_the_reference_sees_the_same_rows_and_is_not_trained(talker: Transformer
     )
 
 
-@pytest.mark.parametrize("settings", [{"select": 0.4}, {"reference": "runs/x/checkpoint"}])
-def test_a_selection_and_its_reference_belong_together(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"select": 0.4}, "train.select 0.4 needs a reference"),
+        ({"reference": "runs/x/checkpoint"}, "train.reference runs/x/checkpoint has no effect with train.select 1.0"),
+    ],
+)
+def test_a_selection_and_its_reference_belong_together(settings: dict[str, Any], wrong: str) -> None:
     """Catches a setting that has no effect."""
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match=wrong):
         build(Config, settings)
 
 

@@ -136,6 +136,6 @@ def check(texts: Sequence[Text], vocabulary: int, where: Path) -> None:
     for text in texts:
         if wrong := [token for token in (*text.prompt, *text.answer) if not 0 <= token < vocabulary]:
             raise DataError(
-                f"{where} has token id {wrong[0]}, and this target's ids go to {vocabulary - 1}; "
-                "its texts are another target's: name another folder"
+                f"{where} has token id {wrong[0]}, but this target's ids end at {vocabulary - 1}, so its texts belong "
+                "to another target; name another folder"
             )
