@@ -206,7 +206,8 @@ def _number(answer: Answer) -> int:
 
 def answers_for(folder: Path, target: Target, tokenizer: Any) -> StoredAnswers:
     """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
-    mine, theirs = whose(target, tokenizer, Config()), manifest_of(folder)
+    theirs = manifest_of(folder)
+    mine = agreed(whose(target, tokenizer, Config()), theirs)
     del mine["config"]  # a text may be cut, and prompts may be added, without changing an answer
     is_theirs = checker(folder, mine, theirs)
 
@@ -234,6 +235,15 @@ def whose(target: Target, tokenizer: Any, config: Config) -> dict[str, Any]:
             if (key, value) != ("thinking", "keep")
         },
     }
+
+
+def agreed(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """`mine`, with the weights of answers.json where one of both does not know them: a target whose weights are on a
+    server alone is told by its config and tokenizer."""
+    target = theirs.get("target")
+    if not isinstance(target, dict) or "" not in (mine["target"]["weights_hash"], target.get("weights_hash")):
+        return mine
+    return mine | {"target": mine["target"] | {"weights_hash": target.get("weights_hash")}}
 
 
 def content_hash(value: Any) -> str:

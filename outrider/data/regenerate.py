@@ -15,6 +15,7 @@ from outrider.data import servers
 from outrider.data.answers import (
     ANSWERS,
     Answer,
+    agreed,
     checker,
     content_hash,
     iterate_answers,
@@ -58,7 +59,7 @@ def prepare(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with held(folder, busy), Ledger(folder) as ledger, ledger.reported():
-            mine = whose(target, tokenizer, config)
+            mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
             _enter(ledger, folder, tokenizer, target, conversations, config, mine, skipped)
             with path.open("a", encoding="utf-8") as file:
                 done = ledger.counts()["answered"]
