@@ -151,7 +151,7 @@ def _take_given(tokenizer: Any, unanswered: Iterable[Asked], config: Config, rec
         try:
             with at_place(one.conversation):
                 tokens, learn, unstable = render(
-                    tokenizer, one.conversation.messages, config.length, config.enable_thinking
+                    tokenizer, one.conversation.messages, config.length, config.enable_thinking, one.conversation.tools
                 )
         except DataError as error:
             if not config.skip_bad:

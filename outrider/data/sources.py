@@ -11,7 +11,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -161,19 +161,14 @@ def shuffled(conversations: Iterator[Conversation], seed: int) -> Iterator[Conve
     draw, window, characters = random.Random(seed), list[Conversation](), 0
     for conversation in conversations:
         window.append(conversation)
-        characters += size(conversation)
+        characters += conversation.characters
         while characters > WINDOW_CHARACTERS or len(window) > WINDOW:
             at = draw.randrange(len(window))
             window[at], window[-1] = window[-1], window[at]
-            characters -= size(window[-1])
+            characters -= window[-1].characters
             yield window.pop()
     draw.shuffle(window)
     yield from window
-
-
-def size(conversation: Conversation) -> int:
-    """Characters of all its texts."""
-    return sum(len(message["content"]) for message in conversation.messages)
 
 
 # ── the first reading ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -226,7 +221,7 @@ def _read(
         columns["keys"].append(_key(conversation, config))
         columns["ids"].append(content_key(conversation.id))
         columns["openings"].append(content_key(opening(conversation)))
-        columns["characters"].append(min(size(conversation), 2**32 - 1))
+        columns["characters"].append(min(conversation.characters, 2**32 - 1))
         columns["num_questions"].append(min(len(conversation.questions), 2**16 - 1))
         why = _refused(conversation, config)
         if not why and evaluated is not None:
@@ -254,14 +249,14 @@ def _refused(conversation: Conversation, config: Config) -> str:
     """Why a conversation's length leaves it out; empty where it does not."""
     if config.min_characters and sum(map(len, conversation.questions)) < config.min_characters:
         return "too short"
-    if config.max_characters is not None and size(conversation) > config.max_characters:
+    if config.max_characters is not None and conversation.characters > config.max_characters:
         return "too long"
     return ""
 
 
 def _key(conversation: Conversation, config: Config) -> int:
     """A hash of what is asked, and of the answers where those of the source train."""
-    return content_key([m for m in conversation.messages if not config.regenerate or m["role"] != "assistant"])
+    return content_key(conversation.content(answered=not config.regenerate))
 
 
 def asked(conversation: Conversation, config: Config) -> list[str]:
@@ -270,10 +265,11 @@ def asked(conversation: Conversation, config: Config) -> list[str]:
     return [message["content"] for message in conversation.messages if message["role"] in wanted]
 
 
-def opening(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages up to the first turn of the user: those that a conversation shares with its own beginnings."""
+def opening(conversation: Conversation) -> list[Any]:
+    """The messages up to the first turn of the user, and the tools: what a conversation shares with its own
+    beginnings."""
     first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "user")
-    return conversation.messages[: first + 1]
+    return replace(conversation, messages=conversation.messages[: first + 1]).content(answered=True)
 
 
 def _leave_out_duplicates(parts: Sequence[Part], signatures: Signatures | None) -> None:

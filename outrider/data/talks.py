@@ -31,16 +31,16 @@ class Asked:
 
 
 def iterate_asked(conversations: Iterable[Conversation], config: Config) -> Iterator[Asked]:
-    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the
-    noise.
+    """Each conversation with the hash of what its answer depends on: its messages and tools, and its own id, which
+    seeds the noise.
 
     Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
     hashed.
     """
     counts = Counter[str]()
     for one in conversations:
-        messages = [m for m in one.messages if not config.regenerate or m["role"] != "assistant"]
-        content = content_hash([one.id if one.has_own_id else None, messages])
+        own = one.content(answered=not config.regenerate)
+        content = content_hash([one.id if one.has_own_id else None, own])
         counts[content] += 1
         yield Asked(one, content if counts[content] == 1 else content_hash([content, counts[content]]))
 
@@ -66,7 +66,7 @@ class Talk:
         while self._left and (not self.messages or self.messages[-1]["role"] != "user"):
             self.messages.append(self._left.pop(0))
         with at_place(self.asked.conversation):
-            tokens = prompt_tokens(tokenizer, self.messages, config.enable_thinking)
+            tokens = prompt_tokens(tokenizer, self.messages, config.enable_thinking, self.asked.conversation.tools)
         if not 0 < len(tokens) < min(config.length, context):
             return False
         self.read(tokens)
