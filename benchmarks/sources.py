@@ -102,7 +102,7 @@ def split(path: Path) -> dict[str, Any]:
     """The openings of all conversations, and a split by them; a conversation's key stands for its prompt's hash."""
     found = select(Config(sources=[{"path": str(path)}]))
     keys, openings = found.parts[0].keys, found.parts[0].openings
-    known = Openings((f"{int(key):016x}", int(own)) for key, own in zip(keys, openings, strict=True))
+    known = Openings(keys, openings)
     is_out = held_out(keys, known.of(keys), len(keys) // 16)
     return {"count": len(keys), "held_out": int(is_out.sum())}
 

@@ -10,7 +10,6 @@ An answer belongs to the content of its prompt and to the target, never to a lin
 of the prompt's content, `settings_hash` that of answers.json's target, template and settings.
 """
 
-import hashlib
 import json
 import os
 from array import array
@@ -24,6 +23,7 @@ import numpy as np
 from outrider.atomic import replacing
 from outrider.data import hash_files
 from outrider.data.config import Config
+from outrider.data.duplicates import content_hash
 from outrider.data.rendering import template_hash
 from outrider.data.split import Openings, held_out
 from outrider.errors import DataError
@@ -160,10 +160,9 @@ class StoredAnswers(Sequence[Answer]):
         """These of them: indices [m], or [n] bool."""
         return StoredAnswers(self._file, self.begins[chosen], self.sizes[chosen], self.hashes[chosen])
 
-    def to_prompts(self, hashes: Iterable[str]) -> "StoredAnswers":
-        """The answers to prompts with these hashes."""
-        wanted = np.fromiter(map(hash_number, hashes), np.uint64)
-        return self.select(np.isin(self.hashes, wanted))
+    def to_prompts(self, hashes: np.ndarray) -> "StoredAnswers":
+        """The answers to prompts with these hashes, [m] uint64."""
+        return self.select(np.isin(self.hashes, hashes))
 
 
 def hash_number(prompt_hash: str | None) -> int:
@@ -244,11 +243,6 @@ def agreed(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(target, dict) or "" not in (mine["target"]["weights_hash"], target.get("weights_hash")):
         return mine
     return mine | {"target": mine["target"] | {"weights_hash": target.get("weights_hash")}}
-
-
-def content_hash(value: Any) -> str:
-    """16 hex digits that tell two values apart."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def checker(folder: Path, mine: dict[str, Any], theirs: dict[str, Any]) -> Callable[[int, Answer], None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.data.batch_answers import BatchAnswers
 from outrider.data.config import Config, Source
+from outrider.data.duplicates import content_hash
 from outrider.data.messages import Message, Tool, messages_of, texts_of, tools_of
 from outrider.data.readers import Row, Skipped, rows
 from outrider.errors import DataError
@@ -56,6 +57,11 @@ class Conversation:
         """What tells it from others: its messages, those of the assistant only with `answered`, and its tools."""
         messages = [message for message in self.messages if answered or message["role"] != "assistant"]
         return [*messages, {"tools": list(self.tools)}] if self.tools else messages
+
+    def prompt_hash(self, answered: bool) -> str:
+        """Hash of what its answer depends on: its content, as `content` has it, and its own id, which seeds the
+        noise."""
+        return content_hash([self.id if self.has_own_id else None, self.content(answered)])
 
     @property
     def numbered(self) -> "Conversation":

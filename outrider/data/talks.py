@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.data.answers import Answer, content_hash
+from outrider.data.answers import Answer
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, at_place
 from outrider.data.rendering import prompt_tokens
+from outrider.data.sources import hash_of_repeat
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import common_prefix
@@ -39,10 +40,9 @@ def iterate_asked(conversations: Iterable[Conversation], config: Config) -> Iter
     """
     counts = Counter[str]()
     for one in conversations:
-        own = one.content(answered=not config.regenerate)
-        content = content_hash([one.id if one.has_own_id else None, own])
+        content = one.prompt_hash(answered=not config.regenerate)
         counts[content] += 1
-        yield Asked(one, content if counts[content] == 1 else content_hash([content, counts[content]]))
+        yield Asked(one, hash_of_repeat(content, counts[content]))
 
 
 class Talk:

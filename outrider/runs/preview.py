@@ -68,7 +68,7 @@ def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
 def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
     of = "" if there is None or there == used else f" of {there:,}"
-    done = regenerate.answered(settings.answers, inputs.asked, config)
+    done = regenerate.answered(settings.answers, inputs.asked.prompt_hashes)
     tokens = inputs.asked.most_tokens if done < used else 0
     yield Line("prepare", f"from {config.label}", f"{used:,}{of} prompts")
     for reason, count in inputs.asked.left_out.items():

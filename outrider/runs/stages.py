@@ -136,7 +136,7 @@ def prepare(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: 
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
     most = asked.most_tokens
     plan = events.Preparing(
-        total=len(asked), done=regenerate.answered(settings.answers, asked, config),
+        total=len(asked), done=regenerate.answered(settings.answers, asked.prompt_hashes),
         tokens=most, size_bytes=answers_bytes(settings, inputs),
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.label,
         folder=settings.answers,
@@ -189,7 +189,7 @@ def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: In
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-    learnt, held_out = hold_out(answers, config.held_out, inputs.openings(settings))
+    learnt, held_out = hold_out(answers, config.held_out, inputs.openings)
     store_features(settings, config, target, model, answers, reporter)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))
