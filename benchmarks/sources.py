@@ -113,6 +113,11 @@ def again(path: Path) -> dict[str, Any]:
     return {"count": sum(content_key(opening(one)) >= 0 for one in found)}
 
 
+def prompts_of(path: Path) -> dict[str, Any]:
+    """`select`, and the hashes that answers are stored under."""
+    return {"count": len(select(Config(sources=[{"path": str(path)}])).prompt_hashes)}
+
+
 STAGES = {
     "read": read,
     "exact": lambda path: chosen(path, deduplicate="exact"),
@@ -120,6 +125,7 @@ STAGES = {
     "near": lambda path: chosen(path, deduplicate="near"),
     "select": lambda path: chosen(path, deduplicate="near", is_checked=True, min_characters=10, count=10**9),
     "split": split,
+    "prompts": prompts_of,
     "again": again,
 }
 

@@ -29,9 +29,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 RETRIES = Retries(attempts=3, base_s=0.25, cap_s=2.0, share=1.0)
 """Of one request: more is the pool's matter, which has other servers."""
 COMPLETE = frozenset({"stop", "tool_calls", "function_call"})
+SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+"""The order in which settings cut a distribution here, and in vLLM and SGLang; llama.cpp's own has temperature last."""
 WAYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "tokens": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": 1}, {}),
-    "chat": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": True}, {}),
+    "tokens": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": 1, "samplers": SAMPLERS}, {}),
+    "chat": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": True, "samplers": SAMPLERS}, {}),
 }
 """How servers are asked for the ids of their answers: vLLM, SGLang and outrider serve; others; llama.cpp; and not at
 all."""
