@@ -38,11 +38,12 @@ def iterate_asked(conversations: Iterable[Conversation], config: Config) -> Iter
     Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
     hashed.
     """
-    counts = Counter[str]()
+    counts = Counter[int]()
     for one in conversations:
         content = one.prompt_hash(answered=not config.regenerate)
-        counts[content] += 1
-        yield Asked(one, hash_of_repeat(content, counts[content]))
+        number = int(content, 16)  # half of a text's memory
+        counts[number] += 1
+        yield Asked(one, hash_of_repeat(content, counts[number]))
 
 
 class Talk:

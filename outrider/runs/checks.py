@@ -24,6 +24,7 @@ from outrider.measure.tasks import FILES, PromptSet
 from outrider.retrieval import corpora
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import OnPaper, on_paper
+from outrider.runs.weights import refuse_missing_weights
 from outrider.targets.quantised import library
 from outrider.targets.sketch import Sketch, sketch
 
@@ -61,6 +62,7 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
     if settings.target.name != "demo":
         _refuse_missing("target.name", settings.target.name, "`demo`, a folder, or a Hugging Face id")
+    refuse_missing_weights(settings, stages)
     for mode in (settings.target.quantize, settings.drafter.get("quantize")):
         if mode is not None:
             library(mode)

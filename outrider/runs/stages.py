@@ -18,7 +18,7 @@ from outrider.data.hash_files import named
 from outrider.data.ledger import Ledger
 from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
-from outrider.errors import ConfigError, DataError, TargetError
+from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
 from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
@@ -37,7 +37,7 @@ from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
 from outrider.runs.weights import why_weights
 from outrider.targets.load import load_target
-from outrider.targets.served import RunTarget, ServedTarget, load_served, stores_weights
+from outrider.targets.served import RunTarget, ServedTarget, load_served
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
@@ -123,8 +123,6 @@ def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] |
     how = section.model_dump(exclude={"name"})
     if why is None:
         target: Any = load_served(section.name, **{key: how[key] for key in how if key != "compile"})
-    elif not stores_weights(section.name):
-        raise TargetError(f"{section.name} holds no weights, but {why}; copy them there, or let servers do it")
     else:
         target = load_target(section.name, **how)
     reporter.loaded(target)

@@ -3,8 +3,10 @@
 from collections.abc import Collection
 
 from outrider.drafters import trained, trains_target
+from outrider.errors import TargetError
 from outrider.runs.file import RunConfig
 from outrider.targets.ensemble_folder import described
+from outrider.targets.served import stores_weights
 
 
 def why_weights(settings: RunConfig, stages: Collection[str]) -> str | None:
@@ -29,3 +31,10 @@ def why_weights(settings: RunConfig, stages: Collection[str]) -> str | None:
     if training.calibrate and settings.evaluate is not None:
         return "train.calibrate drafts for the target here"
     return None
+
+
+def refuse_missing_weights(settings: RunConfig, stages: Collection[str]) -> None:
+    """Raises TargetError for a folder without weights where these stages need them."""
+    why, name = why_weights(settings, stages), settings.target.name
+    if why is not None and not stores_weights(name):
+        raise TargetError(f"{name} holds no weights, but {why}; copy them there, or let servers do it")

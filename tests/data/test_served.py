@@ -21,7 +21,7 @@ from outrider.data.answers import ANSWERS, MANIFEST, read_answers
 from outrider.data.engine_states import engine_layers
 from outrider.errors import DataError, TargetError
 from outrider.runs import features, stages
-from outrider.runs.reporter import Reporter
+from outrider.runs.checks import check
 from outrider.targets.load import load_target
 from outrider.targets.served import load_served
 from outrider.targets.transformers import TransformersTarget
@@ -142,7 +142,7 @@ def test_what_needs_weights_says_so(
     """Catches a file name of transformers as the answer to a folder without weights."""
     settings, _ = stages.load(write_run_file(tmp_path / "run.yaml", hollow, evaluate=None), overrides)
     with pytest.raises(TargetError, match=f"{hollow} holds no weights, but {why}"):
-        stages.target_of(settings, Reporter(), chosen)  # type: ignore[arg-type]
+        check(settings, chosen)
 
 
 def test_an_engine_needs_the_ends_alone(
