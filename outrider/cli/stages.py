@@ -41,10 +41,10 @@ class Printer(Reporter):
 
     def loaded(self, target: RunTarget) -> None:
         spec = target.spec
-        where = "not loaded: servers have it" if isinstance(target, ServedTarget) else f"on {target.device}"
+        where = "; not loaded, servers have it" if isinstance(target, ServedTarget) else f" on {target.device}"
         say(
             f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.parameters)} "
-            f"parameters, {spec.precision} {where}"
+            f"parameters, {spec.precision}{where}"
         )
 
     def not_compiled(self, reason: NotCompiled) -> None:

@@ -22,6 +22,7 @@ from outrider.data.engine_states import engine_layers
 from outrider.errors import DataError, TargetError
 from outrider.runs import features, stages
 from outrider.runs.checks import check
+from outrider.targets import served
 from outrider.targets.load import load_target
 from outrider.targets.served import load_served
 from outrider.targets.transformers import TransformersTarget
@@ -165,10 +166,14 @@ def test_an_engine_needs_the_ends_alone(
         load_served(str(hollow)).read(torch.zeros(1, 2), (1,))
 
 
+@pytest.mark.parametrize("is_known", [True, False])
 def test_a_drafter_learns_from_an_engine_without_the_targets_layers(
-    talker: TransformersTarget, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_known: bool, talker: TransformersTarget, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches weights that are loaded by prepare or train, and a checkpoint that the loaded target refuses."""
+    """Catches weights that are loaded by prepare or train, and a checkpoint that the loaded target refuses, also where
+    the hash of the weights could not be told from their files."""
+    if not is_known:
+        monkeypatch.setattr(served, "hash_stored", lambda *_: "")
     files = tmp_path / "files"
     files.mkdir()
     engine = Server(talker, files, engine_layers((1,), talker.spec.layers))
