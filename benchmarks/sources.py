@@ -102,7 +102,7 @@ def split(path: Path) -> dict[str, Any]:
     """The openings of all conversations, and a split by them; a conversation's key stands for its prompt's hash."""
     found = select(Config(sources=[{"path": str(path)}]))
     keys, openings = found.parts[0].keys, found.parts[0].openings
-    known = Openings((f"{int(key):016x}", int(own)) for key, own in zip(keys, openings, strict=True))
+    known = Openings(keys, openings)
     is_out = held_out(keys, known.of(keys), len(keys) // 16)
     return {"count": len(keys), "held_out": int(is_out.sum())}
 
@@ -113,6 +113,11 @@ def again(path: Path) -> dict[str, Any]:
     return {"count": sum(content_key(opening(one)) >= 0 for one in found)}
 
 
+def prompts_of(path: Path) -> dict[str, Any]:
+    """`select`, and the hashes that answers are stored under."""
+    return {"count": len(select(Config(sources=[{"path": str(path)}])).prompt_hashes)}
+
+
 STAGES = {
     "read": read,
     "exact": lambda path: chosen(path, deduplicate="exact"),
@@ -120,6 +125,7 @@ STAGES = {
     "near": lambda path: chosen(path, deduplicate="near"),
     "select": lambda path: chosen(path, deduplicate="near", is_checked=True, min_characters=10, count=10**9),
     "split": split,
+    "prompts": prompts_of,
     "again": again,
 }
 

@@ -215,6 +215,8 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
     free = set()
     if None in (mine["tokenizer_hash"], theirs.get("tokenizer_hash")):  # one that is not there can't disagree
         free.add("tokenizer_hash")
+    if "" in (mine["weights_hash"], theirs.get("weights_hash")):  # trained while a server had the weights
+        free.add("weights_hash")
     if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
         free.add("weights_hash")
     if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:

@@ -17,7 +17,7 @@ from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import Plan, Reporter, Result, Update
 from outrider.targets.load import default_device
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.served import RunTarget, ServedTarget
 from outrider.training.calibrate import Calibration
 
 MUCH_BYTES = 10_000_000_000
@@ -39,11 +39,12 @@ class Printer(Reporter):
         say(f"machine   {machine.describe(default_device(target.device))}")
         tell_compiling(target.compile)
 
-    def loaded(self, target: TransformersTarget) -> None:
+    def loaded(self, target: RunTarget) -> None:
         spec = target.spec
+        where = "; not loaded, servers have it" if isinstance(target, ServedTarget) else f" on {target.device}"
         say(
             f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.parameters)} "
-            f"parameters, {spec.precision} on {target.device}"
+            f"parameters, {spec.precision}{where}"
         )
 
     def not_compiled(self, reason: NotCompiled) -> None:

@@ -10,7 +10,6 @@ An answer belongs to the content of its prompt and to the target, never to a lin
 of the prompt's content, `settings_hash` that of answers.json's target, template and settings.
 """
 
-import hashlib
 import json
 import os
 from array import array
@@ -24,6 +23,7 @@ import numpy as np
 from outrider.atomic import replacing
 from outrider.data import hash_files
 from outrider.data.config import Config
+from outrider.data.duplicates import content_hash
 from outrider.data.rendering import template_hash
 from outrider.data.split import Openings, held_out
 from outrider.errors import DataError
@@ -160,10 +160,9 @@ class StoredAnswers(Sequence[Answer]):
         """These of them: indices [m], or [n] bool."""
         return StoredAnswers(self._file, self.begins[chosen], self.sizes[chosen], self.hashes[chosen])
 
-    def to_prompts(self, hashes: Iterable[str]) -> "StoredAnswers":
-        """The answers to prompts with these hashes."""
-        wanted = np.fromiter(map(hash_number, hashes), np.uint64)
-        return self.select(np.isin(self.hashes, wanted))
+    def to_prompts(self, hashes: np.ndarray) -> "StoredAnswers":
+        """The answers to prompts with these hashes, [m] uint64."""
+        return self.select(np.isin(self.hashes, hashes))
 
 
 def hash_number(prompt_hash: str | None) -> int:
@@ -206,7 +205,8 @@ def _number(answer: Answer) -> int:
 
 def answers_for(folder: Path, target: Target, tokenizer: Any) -> StoredAnswers:
     """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
-    mine, theirs = whose(target, tokenizer, Config()), manifest_of(folder)
+    theirs = manifest_of(folder)
+    mine = agreed(whose(target, tokenizer, Config()), theirs)
     del mine["config"]  # a text may be cut, and prompts may be added, without changing an answer
     is_theirs = checker(folder, mine, theirs)
 
@@ -236,9 +236,13 @@ def whose(target: Target, tokenizer: Any, config: Config) -> dict[str, Any]:
     }
 
 
-def content_hash(value: Any) -> str:
-    """16 hex digits that tell two values apart."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def agreed(mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """`mine`, with the weights of answers.json where one of both does not know them: a target whose weights are on a
+    server alone is told by its config and tokenizer."""
+    target = theirs.get("target")
+    if not isinstance(target, dict) or "" not in (mine["target"]["weights_hash"], target.get("weights_hash")):
+        return mine
+    return mine | {"target": mine["target"] | {"weights_hash": target.get("weights_hash")}}
 
 
 def checker(folder: Path, mine: dict[str, Any], theirs: dict[str, Any]) -> Callable[[int, Answer], None]:

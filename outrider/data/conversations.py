@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -10,7 +10,8 @@ from typing import Any
 
 from outrider.data.batch_answers import BatchAnswers
 from outrider.data.config import Config, Source
-from outrider.data.messages import Message, messages_of, texts_of
+from outrider.data.duplicates import content_hash
+from outrider.data.messages import Message, Tool, messages_of, texts_of, tools_of
 from outrider.data.readers import Row, Skipped, rows
 from outrider.errors import DataError
 
@@ -34,6 +35,8 @@ class Conversation:
     """File and line, for errors."""
     group: str = ""
     """Its language or category; empty where its row names none."""
+    tools: Sequence[Tool] = ()
+    """Tools that the model is offered, which the chat template shows it."""
 
     @property
     def has_own_id(self) -> bool:
@@ -43,6 +46,22 @@ class Conversation:
     def questions(self) -> list[str]:
         """What the user writes, one text a turn."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
+
+    @property
+    def characters(self) -> int:
+        """Of all its texts and its tools."""
+        of_tools = sum(map(len, texts_of(self.tools))) if self.tools else 0
+        return of_tools + sum(len(message["content"]) for message in self.messages)
+
+    def content(self, answered: bool) -> list[Any]:
+        """What tells it from others: its messages, those of the assistant only with `answered`, and its tools."""
+        messages = [message for message in self.messages if answered or message["role"] != "assistant"]
+        return [*messages, {"tools": list(self.tools)}] if self.tools else messages
+
+    def prompt_hash(self, answered: bool) -> str:
+        """Hash of what its answer depends on: its content, as `content` has it, and its own id, which seeds the
+        noise."""
+        return content_hash([self.id if self.has_own_id else None, self.content(answered)])
 
     @property
     def numbered(self) -> "Conversation":
@@ -89,7 +108,7 @@ def parse(row: Any, name: str) -> Conversation:
     """One row in any of the known layouts.  `name`: file and line, for its id and for errors."""
     if not isinstance(row, Mapping):
         raise DataError(f'{name}: a row must be a mapping such as {{"prompt": "..."}}, got {type(row).__name__}')
-    messages = messages_of(row, name)
+    messages, tools = messages_of(row, name), tools_of(row, name)
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(
             f"{name}: the conversation has no user turn with text; add one, or skip such rows with --skip-bad"
@@ -98,8 +117,8 @@ def parse(row: Any, name: str) -> Conversation:
     own = next((row[key] for key in IDS if row.get(key) is not None), None)
     own = meta.get("id") if own is None and isinstance(meta, Mapping) else own
     group = next((row[key] for key in GROUPS if isinstance(row.get(key), str)), "")
-    conversation = Conversation(name if own is None else str(own), messages, name, group)
-    for text in (conversation.id, group, *texts_of(messages)):
+    conversation = Conversation(name if own is None else str(own), messages, name, group, tools)
+    for text in (conversation.id, group, *texts_of(messages), *texts_of(tools)):
         if broken := SURROGATE.search(text):
             raise DataError(
                 f"{name}: the text holds {broken[0]!a}, half of a surrogate pair; write the whole character"

@@ -37,6 +37,11 @@ def content_key(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def content_hash(value: Any) -> str:
+    """16 hex digits that tell two values of JSON apart, for files."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def repeated(keys: np.ndarray) -> np.ndarray:
     """[n] bool: whether a key was there before."""
     found = np.ones(len(keys), dtype=bool)

@@ -2,7 +2,9 @@
 
 States have a few channels, and a few tokens, that are a thousand times larger than the rest.  So int8 and int4 divide
 every channel by its mean size over the shard first; what is left of a row is rounded by a scale of its own, or of 64
-channels each.  Encoded rows are a few tensors by name: `channel` is the shard's, all others have one row per row.
+channels each.  A Hadamard matrix, which would spread them over all channels, has little left to win: int4's error
+on the demo target is 0.093 with it, and 0.094 to 0.099 without.  Encoded rows are a few tensors by name: `channel` is
+the shard's, all others have one row per row.
 
 n rows, H channels, G groups.
 """

@@ -80,10 +80,11 @@ def differences(mine: Binding, theirs: Binding) -> list[str]:
     """What keeps a cache of `theirs` from serving a reader of `mine`, with both values; it may have more taps, and
     more final states."""
     free = {"taps", "only_learnt", "target"}
-    # a folder may be moved, a revision named otherwise: the weights decide
+    # a folder may be moved, a revision named otherwise: the weights decide, where both know them
     found = {f"target.{key}": (mine.target[key], theirs.target.get(key)) for key in mine.target if key != "name"}
     found |= {key: (getattr(mine, key), getattr(theirs, key)) for key in Binding.__slots__ if key not in free}
-    is_unnamed = None in (mine.target["revision"], theirs.target.get("revision"))
+    blanks = (("revision", None), ("weights_hash", ""))
+    unknown = {f"target.{key}" for key, blank in blanks if blank in (mine.target.get(key), theirs.target.get(key))}
     if not set(mine.taps) <= set(theirs.taps):
         found["taps"] = (list(mine.taps), list(theirs.taps))
     if theirs.only_learnt and not mine.only_learnt:
@@ -91,7 +92,7 @@ def differences(mine: Binding, theirs: Binding) -> list[str]:
     return [
         f"{key} {there!r}, wanted {here!r}"
         for key, (here, there) in found.items()
-        if here != there and not (key == "target.revision" and is_unnamed)
+        if here != there and key not in unknown
     ]
 
 

@@ -14,6 +14,8 @@ from outrider.errors import DataError
 
 Message = dict[str, Any]
 """`role` and `content` (a text), and those of EXTRAS that it has."""
+Tool = dict[str, Any]
+"""The definition of a tool, as OpenAI's `tools` and chat templates have it."""
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "assistant": "assistant", "model": "assistant", "system": "system", "developer": "system",
@@ -48,6 +50,25 @@ def messages_of(row: Mapping[str, Any], name: str) -> list[Message]:
     return messages
 
 
+def tools_of(row: Mapping[str, Any], name: str) -> tuple[Tool, ...]:
+    """The tools that a row's request or the row itself offers the model; none where its `tool_choice` is none.
+
+    Raises DataError for what are no definitions.
+    """
+    asked = _request(row, name) or row
+    given = asked.get("tools")
+    if isinstance(given, str):  # data sets with one type a column
+        with suppress(ValueError):
+            given = json.loads(given)
+    if not given and isinstance(asked.get("functions"), list):  # OpenAI's older word
+        given = [{"type": "function", "function": one} for one in asked["functions"]]
+    if not given or asked.get("tool_choice") == "none":
+        return ()
+    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
+        raise DataError(f"{name}: tools must be a list of definitions, got {given!r:.80}; {SKIP}")
+    return tuple(dict(one) for one in given)
+
+
 def message_of(message: Any, name: str) -> Message:
     """One message with its role's usual name and its content as a text.
 
@@ -74,7 +95,7 @@ def texts_of(value: Any) -> Iterator[str]:
         for key, one in value.items():
             yield str(key)
             yield from texts_of(one)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for one in value:
             yield from texts_of(one)
 

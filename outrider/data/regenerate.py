@@ -5,18 +5,22 @@ A crash loses only unfinished answers, and none is written twice; a torn last li
 """
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from outrider.atomic import whole_lines
 from outrider.data import servers
 from outrider.data.answers import (
     ANSWERS,
     Answer,
+    agreed,
     checker,
-    content_hash,
+    hash_number,
     iterate_answers,
     keep_hashes,
     manifest_of,
@@ -26,9 +30,11 @@ from outrider.data.answers import (
 )
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, at_place
+from outrider.data.duplicates import content_hash
 from outrider.data.ledger import Ledger
 from outrider.data.record import OnAnswer, Record
 from outrider.data.rendering import check_template, render
+from outrider.data.spool import Spool
 from outrider.data.talks import Asked, Talk, iterate_asked
 from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
@@ -46,7 +52,7 @@ def prepare(
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
-    conversations: read several times (a list, or a `sources.Selection`), and never held as a whole.
+    conversations: read once, and never held as a whole: a file in the folder has them meanwhile.
     drafter: changes the speed, not the text.
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.
@@ -57,16 +63,16 @@ def prepare(
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder, busy), Ledger(folder) as ledger, ledger.reported():
-            mine = whose(target, tokenizer, config)
-            _enter(ledger, folder, tokenizer, target, conversations, config, mine, skipped)
+        with held(folder, busy), Ledger(folder) as ledger, ledger.reported(), Spool(folder) as spool:
+            mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
+            _enter(ledger, spool, folder, tokenizer, target, conversations, config, mine, skipped)
             with path.open("a", encoding="utf-8") as file:
                 done = ledger.counts()["answered"]
                 record = Record(file, ledger, content_hash(mine), done, on_answer or (lambda *_: None), skipped)
-                _answer_all(target, tokenizer, _open(conversations, config, ledger), config, drafter, record)
+                _answer_all(target, tokenizer, _open(spool, ledger), config, drafter, record)
             put_in_order(path, ledger.position)
             if config.ngram_hashes:
-                keep_hashes(folder, target, _prompts(conversations, config, ledger))
+                keep_hashes(folder, target, _prompts(spool, ledger))
     except OSError as error:
         why = f"{error.strerror or error}; what is written stays; make room and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
@@ -77,10 +83,10 @@ def prepare(
 
 
 def _enter(
-    ledger: Ledger, folder: Path, tokenizer: Any, target: Target, conversations: Iterable[Conversation], config: Config,
-    mine: dict[str, Any], skipped: Skipped,
+    ledger: Ledger, spool: Spool, folder: Path, tokenizer: Any, target: Target, conversations: Iterable[Conversation],
+    config: Config, mine: dict[str, Any], skipped: Skipped,
 ) -> None:  # fmt: skip
-    """Bring the ledger up to date: the lines that there are, and this run's prompts.
+    """Bring the ledger up to date: the lines that there are, and this run's prompts, which the spool gets too.
 
     Raises DataError for a prompt that the chat template refuses, unless `config.skip_bad`.
     """
@@ -91,6 +97,7 @@ def _enter(
         # where answers.json is lost, the answers' settings_hash is compared
         ledger.reconcile(_lines(folder, target.spec.vocabulary, checker(folder, mine, theirs or mine)))
         for position, one in enumerate(iterate_asked(conversations, config)):
+            spool.add(one)
             status = ledger.ask(one.prompt_hash, one.conversation.id, position)
             if status == "open" and config.regenerate:  # given answers are checked when they are rendered
                 _check(tokenizer, one, config, ledger, skipped)
@@ -116,14 +123,14 @@ def _check(tokenizer: Any, one: Asked, config: Config, ledger: Ledger, skipped: 
         ledger.skip(one.prompt_hash, str(error))
 
 
-def _open(conversations: Iterable[Conversation], config: Config, ledger: Ledger) -> Iterator[Asked]:
+def _open(asked: Iterable[Asked], ledger: Ledger) -> Iterator[Asked]:
     """Prompts that have no answer yet and were not skipped."""
-    return (one for one in iterate_asked(conversations, config) if ledger.status(one.prompt_hash) == "open")
+    return (one for one in asked if ledger.status(one.prompt_hash) == "open")
 
 
-def _prompts(conversations: Iterable[Conversation], config: Config, ledger: Ledger) -> Iterator[list[str]]:
+def _prompts(asked: Iterable[Asked], ledger: Ledger) -> Iterator[list[str]]:
     """The texts of each prompt that has an answer."""
-    for one in iterate_asked(conversations, config):
+    for one in asked:
         if ledger.status(one.prompt_hash) == "answered":
             yield [message["content"] for message in one.questions]
 
@@ -150,7 +157,7 @@ def _take_given(tokenizer: Any, unanswered: Iterable[Asked], config: Config, rec
         try:
             with at_place(one.conversation):
                 tokens, learn, unstable = render(
-                    tokenizer, one.conversation.messages, config.length, config.enable_thinking
+                    tokenizer, one.conversation.messages, config.length, config.enable_thinking, one.conversation.tools
                 )
         except DataError as error:
             if not config.skip_bad:
@@ -191,12 +198,12 @@ def _answers(
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
-    """How many of these conversations have an answer in the folder; another process may be writing more."""
-    known = set[str]()
+def answered(folder: Path, hashes: np.ndarray) -> int:
+    """How many of these prompts, [n] uint64, have an answer in the folder; another process may be writing more."""
+    known = array("Q")
     try:
         with (folder / ANSWERS).open("rb") as file:
-            known.update(json.loads(line).get("prompt_hash") for line in file if line.endswith(b"\n"))
+            known.extend(hash_number(json.loads(line).get("prompt_hash")) for line in file if line.endswith(b"\n"))
     except (FileNotFoundError, ValueError, AttributeError):  # `prepare` names the damaged line
         return 0
-    return sum(one.prompt_hash in known for one in iterate_asked(conversations, config))
+    return int(np.isin(hashes, np.array(known, np.uint64)).sum())

@@ -19,6 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from outrider.data.conversations import Conversation, at_place
 from outrider.errors import DataError
 
+Tools = Sequence[Mapping[str, Any]]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -37,18 +38,21 @@ def template_hash(tokenizer: Any) -> str | None:
     return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
 
-def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None) -> list[int]:
+def prompt_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools = ()
+) -> list[int]:
     """The tokens of a prompt: rendered by the chat template, or the plain texts one after the other.
 
-    thinking: handed to the template as `enable_thinking`, unless None.
+    thinking: handed to the template as `enable_thinking`, unless None.  tools: handed to it where there are some.
     Raises DataError where the template refuses the messages.
     """
-    return _tokens(tokenizer, messages, thinking, is_prompt=True)
+    return _tokens(tokenizer, messages, _choices(thinking, tools), is_prompt=True)
 
 
 def check_template(tokenizer: Any, conversation: Conversation, thinking: bool | None = None) -> None:
     """Raises DataError with file and line where the chat template refuses a prompt of this conversation."""
     messages: list[Mapping[str, Any]] = []
+    choices = _choices(thinking, conversation.tools)
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
@@ -57,11 +61,11 @@ def check_template(tokenizer: Any, conversation: Conversation, thinking: bool | 
         messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
             with at_place(conversation):
-                _templated(tokenizer, messages, thinking, add_generation_prompt=True, tokenize=False)
+                _templated(tokenizer, messages, choices, add_generation_prompt=True, tokenize=False)
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], length: int, thinking: bool | None = None, tools: Tools = ()
 ) -> Rendered:
     """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at
     `length`."""
@@ -71,19 +75,20 @@ def render(
     messages = messages[: last + 1]
     template = getattr(tokenizer, "chat_template", None)
     is_marked = isinstance(template, str) and MARKS.search(template) is not None
-    whole = _by_marks(tokenizer, messages, thinking) if is_marked else _by_prompts(tokenizer, messages, thinking)
+    choices = _choices(thinking, tools)
+    whole = _by_marks(tokenizer, messages, choices) if is_marked else _by_prompts(tokenizer, messages, choices)
     cut = [(start, min(end, length)) for start, end in whole.learn if start < length]
     return Rendered(whole.tokens[:length], cut, whole.unstable)
 
 
-def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None) -> Rendered:
+def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> Rendered:
     """What the template marks as generated; a mark inside a token is not sure."""
-    choices = {**tokenizer.special_tokens_map, **_choices(thinking)}
+    variables = {**tokenizer.special_tokens_map, **choices}
     draw: Any = render_jinja_template  # its annotation says that it returns one text
     with _as_data_error():
         texts, marks = draw(
             conversations=[list(messages)], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
-            **choices,
+            **variables,
         )  # fmt: skip
     made = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     offsets, learn, unstable = np.asarray(made["offset_mapping"]).reshape(-1, 2), [], 0
@@ -100,16 +105,16 @@ def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: b
     return Rendered(made["input_ids"], learn, unstable)
 
 
-def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None) -> Rendered:
+def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> Rendered:
     """What follows each prompt, where the prompt and its answer are a beginning of the whole."""
-    tokens = _tokens(tokenizer, messages, thinking, is_prompt=False)
+    tokens = _tokens(tokenizer, messages, choices, is_prompt=False)
     learn, unstable = [], 0
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not i:
             continue
         is_last = i == len(messages) - 1
-        prompt = prompt_tokens(tokenizer, messages[:i], thinking)
-        answered = tokens if is_last else _tokens(tokenizer, messages[: i + 1], thinking, is_prompt=False, is_open=True)
+        prompt = _tokens(tokenizer, messages[:i], choices, is_prompt=True)
+        answered = tokens if is_last else _tokens(tokenizer, messages[: i + 1], choices, is_prompt=False, is_open=True)
         if tokens[: len(answered)] != answered or answered[: len(prompt)] != prompt:
             unstable += 1
         elif len(prompt) < len(answered):
@@ -118,32 +123,35 @@ def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking:
 
 
 def _tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None, is_prompt: bool, is_open: bool = False
-) -> list[int]:
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any], *, is_prompt: bool,
+    is_open: bool = False,
+) -> list[int]:  # fmt: skip
     """The messages' tokens, followed by the start of an answer or by the end of the last message.
 
     is_open: where there is no template, more follows, so nothing ends.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
-        tokens: list[int] = _templated(tokenizer, messages, thinking, add_generation_prompt=is_prompt)
+        tokens: list[int] = _templated(tokenizer, messages, choices, add_generation_prompt=is_prompt)
         return tokens
     end = [] if is_prompt or is_open or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     text = "".join(message["content"] for message in messages)
     return list(tokenizer.encode(text)) + end
 
 
-def _choices(thinking: bool | None) -> dict[str, bool]:
-    return {} if thinking is None else {"enable_thinking": thinking}
+def _choices(thinking: bool | None, tools: Tools) -> dict[str, Any]:
+    """What a template is handed beside the messages."""
+    found: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    return found | {"tools": list(tools)} if tools else found
 
 
 def _templated(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], thinking: bool | None, *, tokenize: bool = True,
-    **choices: bool,
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any], *, tokenize: bool = True,
+    add_generation_prompt: bool,
 ) -> Any:  # fmt: skip
     """The chat template's rendering of these messages: token ids, or with `tokenize=False` the text."""
     with _as_data_error():
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=tokenize, return_dict=False, **choices, **_choices(thinking)
+            list(messages), tokenize=tokenize, return_dict=False, add_generation_prompt=add_generation_prompt, **choices
         )
 
 

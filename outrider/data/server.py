@@ -29,9 +29,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 RETRIES = Retries(attempts=3, base_s=0.25, cap_s=2.0, share=1.0)
 """Of one request: more is the pool's matter, which has other servers."""
 COMPLETE = frozenset({"stop", "tool_calls", "function_call"})
+SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+"""The order in which settings cut a distribution here, and in vLLM and SGLang; llama.cpp's own has temperature last."""
 WAYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "tokens": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": 1}, {}),
-    "chat": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": True}, {}),
+    "tokens": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": 1, "samplers": SAMPLERS}, {}),
+    "chat": ({"return_token_ids": True}, {"return_tokens": True}, {"logprobs": True, "samplers": SAMPLERS}, {}),
 }
 """How servers are asked for the ids of their answers: vLLM, SGLang and outrider serve; others; llama.cpp; and not at
 all."""
@@ -50,10 +52,11 @@ class Question:
 
     request: Request
     messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of(cls, talk: Talk, config: Config) -> Question:
-        return cls(talk.request(config), list(talk.messages))
+        return cls(talk.request(config), list(talk.messages), talk.asked.conversation.tools)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -163,6 +166,8 @@ class Server:
         reason, text = choice.get("finish_reason"), _text_of(choice)
         if reason not in COMPLETE and reason != "length":
             raise Unusable(f"an answer that ended with {reason!r}, not with stop or length")
+        if ids is None and _calls_tools(choice):
+            raise Unusable("a call of a tool without its text or token ids; set prepare.ask: tokens")
         tokens = self._tokenizer.encode(text, add_special_tokens=False) if ids is None else ids
         try:
             check_tokens(tokens, self._target.spec.vocabulary)
@@ -186,6 +191,8 @@ class Server:
             return (await self._client.complete(question.request.prompt, **settings)).raw
         if (thinking := self._config.enable_thinking) is not None:
             settings["chat_template_kwargs"] = {"enable_thinking": thinking}
+        if question.tools:
+            settings["tools"] = list(question.tools)
         return (await self._client.chat(question.messages, **settings)).raw
 
     @property
@@ -254,6 +261,12 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, Mapping) else choice.get("text")
     return text if isinstance(text, str) else ""
+
+
+def _calls_tools(choice: Mapping[str, Any]) -> bool:
+    """Whether the server took calls of tools out of the text."""
+    message = choice.get("message")
+    return isinstance(message, Mapping) and bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def ids_in(raw: Mapping[str, Any]) -> list[Any] | None:

@@ -1,17 +1,18 @@
 """The conversations of a run: of several sources, filtered, chosen by weight and seed, and read as often as needed.
 
-All sources are read once, and of each conversation 32 bytes are held: hashes of what it asks, of its id and of how it
-begins, and its sizes.  From these follows which are used; a second reading gives those, mixed.  Texts are never held:
-two million conversations take hardly more memory than two thousand.
+All sources are read once, and of each conversation 40 bytes are held: hashes of what it asks, of its id, of both and of
+how it begins, and its sizes.  From these follows which are used, and which answers are theirs; a second reading gives
+their texts, mixed.  Texts are never held: two million conversations take hardly more memory than two thousand.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,18 @@ import numpy as np
 from outrider.data.config import Config, Source
 from outrider.data.conversations import Conversation, available, from_source, nothing_in
 from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import Signatures, content_key, repeated
+from outrider.data.duplicates import Signatures, content_hash, content_key, repeated
 from outrider.data.readers import Skipped
 from outrider.errors import DataError
 
 WINDOW_CHARACTERS, WINDOW = 1 << 25, 1 << 14
 """Characters, and conversations, among which the next one is drawn where sources are shuffled."""
-COLUMNS = {"keys": "Q", "ids": "Q", "openings": "Q", "characters": "I", "num_questions": "H"}
+COLUMNS = {"keys": "Q", "ids": "Q", "openings": "Q", "prompts": "Q", "characters": "I", "num_questions": "H"}
 """What is held of each conversation, and as what."""
 NOT_CHOSEN = "not chosen"
 """Why a conversation is not used that nothing is wrong with."""
+SAMPLE, SAMPLE_CHARACTERS = 32, 4096
+"""Texts of a source, and characters of each, that are held to estimate tokens by."""
 EXAMPLES = 1000
 """Conversations left out for contamination that are named in the report."""
 
@@ -47,6 +50,8 @@ class Part:
     ids: np.ndarray
     openings: np.ndarray
     """[n] uint64: hash of all up to the first turn of the user."""
+    prompts: np.ndarray
+    """[n] uint64: the hash that its answer is stored under, were its id and content the only ones of their kind."""
     characters: np.ndarray
     """[n] uint32, of all its texts."""
     num_questions: np.ndarray
@@ -58,6 +63,8 @@ class Part:
     left_out: Counter[str]
     """How many were left out, by reason."""
     unreadable: int = 0
+    sample: list[str] = field(default_factory=list)
+    """Beginnings of its first texts, to estimate tokens by."""
 
     @property
     def is_library(self) -> bool:
@@ -126,6 +133,24 @@ class Selection:
             found += int(most.sum())
         return found
 
+    @functools.cached_property
+    def prompt_hashes(self) -> np.ndarray:
+        """[n] uint64, the hashes that answers to the used conversations are stored under, source by source.  Sources
+        are read again only where ids come twice."""
+        found = np.concatenate([np.empty(0, np.uint64), *(_prompts(part, self.config) for part in self.parts)])
+        _, group, counts = np.unique(found, return_inverse=True, return_counts=True)
+        done = Counter[int]()
+        for at in np.flatnonzero(counts[group] > 1):
+            content = int(found[at])
+            done[content] += 1
+            found[at] = int(hash_of_repeat(f"{content:016x}", done[content]), 16)
+        return found
+
+    @property
+    def openings(self) -> np.ndarray:
+        """[n] uint64, how the used conversations begin, in the order of `prompt_hashes`."""
+        return np.concatenate([np.empty(0, np.uint64), *(part.openings[part.is_used] for part in self.parts)])
+
     def _mixed(self) -> Iterator[Conversation]:
         """The sources' conversations, each source's spread evenly over the whole."""
         counts = [part.count for part in self.parts]
@@ -136,6 +161,21 @@ class Selection:
             at = shares.index(min(shares))
             taken[at] += 1
             yield next(readers[at])
+
+
+def _prompts(part: Part, config: Config) -> np.ndarray:
+    """[n] uint64: `Part.prompts` of the used conversations, with the ids that they are numbered to."""
+    found, is_numbered = part.prompts[part.is_used], part.is_numbered[part.is_used]
+    if is_numbered.any():
+        for at, conversation in enumerate(_again(part, config)):
+            if is_numbered[at]:
+                found[at] = int(conversation.prompt_hash(answered=not config.regenerate), 16)
+    return found
+
+
+def hash_of_repeat(content: str, number: int) -> str:
+    """The hash that the answer to the first, second, … prompt of one content is stored under."""
+    return content if number == 1 else content_hash([content, number])
 
 
 def _again(part: Part, config: Config) -> Iterator[Conversation]:
@@ -161,19 +201,14 @@ def shuffled(conversations: Iterator[Conversation], seed: int) -> Iterator[Conve
     draw, window, characters = random.Random(seed), list[Conversation](), 0
     for conversation in conversations:
         window.append(conversation)
-        characters += size(conversation)
+        characters += conversation.characters
         while characters > WINDOW_CHARACTERS or len(window) > WINDOW:
             at = draw.randrange(len(window))
             window[at], window[-1] = window[-1], window[at]
-            characters -= size(window[-1])
+            characters -= window[-1].characters
             yield window.pop()
     draw.shuffle(window)
     yield from window
-
-
-def size(conversation: Conversation) -> int:
-    """Characters of all its texts."""
-    return sum(len(message["content"]) for message in conversation.messages)
 
 
 # ── the first reading ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,15 +254,18 @@ def _read(
     contaminated: list[dict[str, Any]],
 ) -> Part:  # fmt: skip
     columns = {name: array(code) for name, code in COLUMNS.items()}
-    used = bytearray()
+    used, sample = bytearray(), list[str]()
     left_out, before, taken = Counter[str](), len(skipped.reasons), 0
     is_endless = source.name is not None
     for conversation in from_source(source, config, skipped):
         columns["keys"].append(_key(conversation, config))
         columns["ids"].append(content_key(conversation.id))
         columns["openings"].append(content_key(opening(conversation)))
-        columns["characters"].append(min(size(conversation), 2**32 - 1))
+        columns["prompts"].append(int(conversation.prompt_hash(answered=not config.regenerate), 16))
+        columns["characters"].append(min(conversation.characters, 2**32 - 1))
         columns["num_questions"].append(min(len(conversation.questions), 2**16 - 1))
+        if len(sample) < SAMPLE:
+            sample.append("".join(message["content"] for message in conversation.messages)[:SAMPLE_CHARACTERS])
         why = _refused(conversation, config)
         if not why and evaluated is not None:
             overlap = evaluated.overlap(conversation.questions)
@@ -247,6 +285,7 @@ def _read(
     return Part(
         source, **{name: np.array(column, column.typecode) for name, column in columns.items()}, is_used=is_used,
         is_numbered=np.zeros(len(is_used), bool), left_out=left_out, unreadable=len(skipped.reasons) - before,
+        sample=sample,
     )  # fmt: skip
 
 
@@ -254,14 +293,14 @@ def _refused(conversation: Conversation, config: Config) -> str:
     """Why a conversation's length leaves it out; empty where it does not."""
     if config.min_characters and sum(map(len, conversation.questions)) < config.min_characters:
         return "too short"
-    if config.max_characters is not None and size(conversation) > config.max_characters:
+    if config.max_characters is not None and conversation.characters > config.max_characters:
         return "too long"
     return ""
 
 
 def _key(conversation: Conversation, config: Config) -> int:
     """A hash of what is asked, and of the answers where those of the source train."""
-    return content_key([m for m in conversation.messages if not config.regenerate or m["role"] != "assistant"])
+    return content_key(conversation.content(answered=not config.regenerate))
 
 
 def asked(conversation: Conversation, config: Config) -> list[str]:
@@ -270,10 +309,11 @@ def asked(conversation: Conversation, config: Config) -> list[str]:
     return [message["content"] for message in conversation.messages if message["role"] in wanted]
 
 
-def opening(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages up to the first turn of the user: those that a conversation shares with its own beginnings."""
+def opening(conversation: Conversation) -> list[Any]:
+    """The messages up to the first turn of the user, and the tools: what a conversation shares with its own
+    beginnings."""
     first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "user")
-    return conversation.messages[: first + 1]
+    return replace(conversation, messages=conversation.messages[: first + 1]).content(answered=True)
 
 
 def _leave_out_duplicates(parts: Sequence[Part], signatures: Signatures | None) -> None:

@@ -3,19 +3,16 @@
 A log of requests has a talk of five turns five times, each time with one more turn.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 
 
 class Openings:
     """How each conversation begins, by the hash of its prompt; 16 bytes each."""
 
-    def __init__(self, found: Iterable[tuple[str, int]]):
-        """found: prompt hash (16 hex digits) and opening, a hash of 64 bits, of each conversation."""
-        both = np.fromiter(((int(name, 16), opening) for name, opening in found), np.dtype("u8,u8"))
-        both = both[np.argsort(both["f0"], kind="stable")]
-        self._hashes, self._openings = both["f0"].copy(), both["f1"].copy()
+    def __init__(self, hashes: np.ndarray, openings: np.ndarray):
+        """hashes, openings [n] uint64: of each conversation's prompt, and of how it begins."""
+        order = np.argsort(hashes, kind="stable")
+        self._hashes, self._openings = hashes[order], openings[order]
 
     def of(self, prompt_hashes: np.ndarray) -> np.ndarray:
         """[n] uint64 to [n] uint64: the opening of each prompt; its own hash where it is unknown."""

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.data.answers import Answer, content_hash
+from outrider.data.answers import Answer
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, at_place
 from outrider.data.rendering import prompt_tokens
+from outrider.data.sources import hash_of_repeat
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import common_prefix
@@ -31,18 +32,18 @@ class Asked:
 
 
 def iterate_asked(conversations: Iterable[Conversation], config: Config) -> Iterator[Asked]:
-    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which seeds the
-    noise.
+    """Each conversation with the hash of what its answer depends on: its messages and tools, and its own id, which
+    seeds the noise.
 
     Of equal texts the second, third, … are hashed with their number.  Answers that the target will replace are not
     hashed.
     """
-    counts = Counter[str]()
+    counts = Counter[int]()
     for one in conversations:
-        messages = [m for m in one.messages if not config.regenerate or m["role"] != "assistant"]
-        content = content_hash([one.id if one.has_own_id else None, messages])
-        counts[content] += 1
-        yield Asked(one, content if counts[content] == 1 else content_hash([content, counts[content]]))
+        content = one.prompt_hash(answered=not config.regenerate)
+        number = int(content, 16)  # half of a text's memory
+        counts[number] += 1
+        yield Asked(one, hash_of_repeat(content, counts[number]))
 
 
 class Talk:
@@ -66,7 +67,7 @@ class Talk:
         while self._left and (not self.messages or self.messages[-1]["role"] != "user"):
             self.messages.append(self._left.pop(0))
         with at_place(self.asked.conversation):
-            tokens = prompt_tokens(tokenizer, self.messages, config.enable_thinking)
+            tokens = prompt_tokens(tokenizer, self.messages, config.enable_thinking, self.asked.conversation.tools)
         if not 0 < len(tokens) < min(config.length, context):
             return False
         self.read(tokens)

@@ -12,10 +12,8 @@ from outrider.client.resources import base_of
 from outrider.data.answers import ANSWERS, StoredAnswers
 from outrider.data.conversations import Skipped
 from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import content_key
-from outrider.data.sources import NothingLeft, Selection, opening, select
+from outrider.data.sources import NothingLeft, Selection, select
 from outrider.data.split import Openings
-from outrider.data.talks import iterate_asked
 from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
@@ -26,6 +24,7 @@ from outrider.measure.tasks import FILES, PromptSet
 from outrider.retrieval import corpora
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import OnPaper, on_paper
+from outrider.runs.weights import refuse_missing_weights
 from outrider.targets.quantised import library
 from outrider.targets.sketch import Sketch, sketch
 
@@ -51,18 +50,19 @@ class Inputs:
             source = settings.prepare.label
             log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
             return answers
-        return answers.to_prompts(one.prompt_hash for one in iterate_asked(self.asked, settings.prepare))
+        return answers.to_prompts(self.asked.prompt_hashes)
 
-    def openings(self, settings: RunConfig) -> Openings:
+    @property
+    def openings(self) -> Openings:
         """How the conversations begin, to split them."""
-        asked = iterate_asked(self.asked, settings.prepare)
-        return Openings((one.prompt_hash, content_key(opening(one.conversation))) for one in asked)
+        return Openings(self.asked.prompt_hashes, self.asked.openings)
 
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
     if settings.target.name != "demo":
         _refuse_missing("target.name", settings.target.name, "`demo`, a folder, or a Hugging Face id")
+    refuse_missing_weights(settings, stages)
     for mode in (settings.target.quantize, settings.drafter.get("quantize")):
         if mode is not None:
             library(mode)

@@ -7,7 +7,6 @@ its states are stored.  engine: an engine that has the target reads them once, e
 from __future__ import annotations
 
 import shutil
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +55,7 @@ class Way(NamedTuple):
 def tokens_of(settings: RunConfig, inputs: Inputs) -> Tokens:
     """How many tokens there are, from a few conversations and the target's tokenizer."""
     config = settings.prepare
-    texts = ["".join(message["content"] for message in one.messages) for one in islice(iter(inputs.asked), 32)]
+    texts = [text for part in inputs.asked.parts for text in part.sample]
     try:
         encoded = tokenizer_of(settings.target.name)(texts, add_special_tokens=False)["input_ids"]
         share = sum(map(len, encoded)) / max(1, sum(map(len, texts)))

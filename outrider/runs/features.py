@@ -1,5 +1,6 @@
 """The features that a run trains on: live, from a cache that is filled first, or from an engine's files."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from outrider.data.texts import usable
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.served import RunTarget, ServedTarget
 from outrider.training.config import Config as TrainConfig
 
+log = logging.getLogger(__name__)
 Source = LiveFeatures | CachedFeatures
 Sourced = Callable[..., Source]
 """From answers, and `ngram_hashes` where they have some, to their features."""
@@ -30,7 +32,7 @@ def folder_of(settings: RunConfig) -> str:
     return settings.prepare.feature_folder or str(settings.answers / "features")
 
 
-def sourced(settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel) -> Sourced:
+def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel) -> Sourced:
     """What makes features of answers, as the run file asks for them.  config: with its dtype chosen."""
     prepare = settings.prepare
     common: dict[str, Any] = {"batch": config.batch, "length": prepare.length, "seed": config.seed}
@@ -43,14 +45,26 @@ def sourced(settings: RunConfig, config: TrainConfig, target: TransformersTarget
             )  # fmt: skip
         return CachedFeatures(
             target, answers, bound_to(settings, config.dtype, target, model), folder_of(settings),
-            recheck_every=prepare.recheck_every, skip_bad=prepare.skip_bad, ngram_hashes=ngram_hashes,
+            recheck_every=_recheck_every(settings, target), skip_bad=prepare.skip_bad, ngram_hashes=ngram_hashes,
             copy_to=settings.folder / "features", **common,
         )  # fmt: skip
 
     return source
 
 
-def bound_to(settings: RunConfig, dtype: str, target: TransformersTarget, model: DraftModel) -> Binding:
+def _recheck_every(settings: RunConfig, target: RunTarget) -> int:
+    """`prepare.recheck_every`; 0 where no pass of the target can be compared with."""
+    every = settings.prepare.recheck_every
+    if every and isinstance(target, ServedTarget):
+        log.warning(
+            "stored states are not compared with passes of %s, which is not loaded here (prepare.recheck_every); the "
+            "engine's log-probabilities were compared when they were written", target.spec.name,
+        )  # fmt: skip
+        return 0
+    return every
+
+
+def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftModel) -> Binding:
     """What the run's cache must be bound to.  Raises ConfigError for what the drafter can't learn from."""
     prepare = settings.prepare
     # a drafter without taps reads the final state of every token
@@ -82,7 +96,7 @@ class Store:
     texts: Sequence[Answer]
     mine: Binding
     states: feature_cache.States
-    target: TransformersTarget
+    target: RunTarget
     shard_tokens: int
     total: int
     """Shards of all texts."""
@@ -116,7 +130,7 @@ class Store:
 
 
 def store(
-    settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel, answers: Sequence[Answer]
+    settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer]
 ) -> Store | None:
     """The run's cache on this machine; None where features are live, or behind a URL.  config: with its dtype chosen.
 

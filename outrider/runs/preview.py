@@ -14,6 +14,7 @@ from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs import cost
 from outrider.runs.checks import Inputs
 from outrider.runs.file import RunConfig
+from outrider.runs.weights import why_weights
 from outrider.targets.load import default_device
 
 
@@ -28,7 +29,7 @@ class Line(NamedTuple):
 
 def preview(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> list[Line]:
     """What these stages will do.  Writes nothing and reads no weights."""
-    found = [*_target(settings, inputs)]
+    found = [*_target(settings, stages, inputs)]
     for stage, lines in (("prepare", _prepare), ("train", _train), ("evaluate", _evaluate)):
         if stage in stages:
             found += lines(settings, inputs)
@@ -37,7 +38,7 @@ def preview(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> lis
     return found
 
 
-def _target(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
+def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Iterator[Line]:
     yield Line("target", "name", settings.target.name)
     if inputs.target is None:
         yield Line("target", "sizes", "unknown: its config can't be reached")
@@ -48,6 +49,9 @@ def _target(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     count = inputs.target.parameters
     size_bytes = 1 if settings.target.quantize else getattr(torch, dtype).itemsize
     yield Line("target", "parameters", count)
+    if why_weights(settings, stages) is None:
+        yield Line("target", "weights", "not loaded here: servers have them")
+        return
     yield Line("target", f"memory of its weights in {settings.target.quantize or dtype}", count * size_bytes, "bytes")
 
 
@@ -68,7 +72,7 @@ def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
 def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
     of = "" if there is None or there == used else f" of {there:,}"
-    done = regenerate.answered(settings.answers, inputs.asked, config)
+    done = regenerate.answered(settings.answers, inputs.asked.prompt_hashes)
     tokens = inputs.asked.most_tokens if done < used else 0
     yield Line("prepare", f"from {config.label}", f"{used:,}{of} prompts")
     for reason, count in inputs.asked.left_out.items():
@@ -84,7 +88,7 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     if config.features != "live" and inputs.target is not None:
         each = cost.bytes_per_token(settings, inputs, config.feature_encoding)
         yield Line("prepare", "disk of a token's features, about", round(each), "bytes")
-    if inputs.target is not None and done < used:
+    if inputs.target is not None and done < used and not config.servers:
         hours = cost.writing_hours(settings, inputs, cost.Tokens(0, tokens))
         yield from _hours("prepare", "time to write them, at most", hours)
 

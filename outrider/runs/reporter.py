@@ -12,7 +12,7 @@ from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
 from outrider.report.schema import Report, Training
 from outrider.runs.file import TargetConfig
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.served import RunTarget
 from outrider.training.calibrate import Calibration
 
 
@@ -170,8 +170,8 @@ class Reporter:
     def loading(self, target: TargetConfig) -> None:
         """The target is about to be loaded; threads and number types of this machine are chosen."""
 
-    def loaded(self, target: TransformersTarget) -> None:
-        """Called when the target is loaded."""
+    def loaded(self, target: RunTarget) -> None:
+        """Called when the target is loaded, or described where servers have its weights."""
 
     def not_compiled(self, reason: NotCompiled) -> None:
         """A drafter's passes can't be compiled; it works without."""

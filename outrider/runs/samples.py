@@ -53,11 +53,11 @@ def _of_sources(tokenizer: Any, asked: Selection, count: int) -> Iterator[Sample
     for one in islice(iter(asked), count):
         with at_place(one):
             if not config.regenerate:
-                rendered = render(tokenizer, one.messages, config.length, config.enable_thinking)
+                rendered = render(tokenizer, one.messages, config.length, config.enable_thinking, one.tools)
                 yield _sample(tokenizer, one.id, rendered)
                 continue
             first = next(i for i, message in enumerate(one.messages) if message["role"] == "user")
-            tokens = prompt_tokens(tokenizer, one.messages[: first + 1], config.enable_thinking)
+            tokens = prompt_tokens(tokenizer, one.messages[: first + 1], config.enable_thinking, one.tools)
             yield _sample(tokenizer, one.id, Rendered(tokens, []))._replace(is_answered=False)
 
 

@@ -1,5 +1,6 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,13 +35,16 @@ from outrider.runs.preview import Line, answers_bytes, preview, written_bytes
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
+from outrider.runs.weights import why_weights
 from outrider.targets.load import load_target
+from outrider.targets.served import RunTarget, ServedTarget, load_served
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
 from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import facts as held_out_facts
 
+log = logging.getLogger(__name__)
 Stage = Literal["prepare", "train", "evaluate"]
 
 
@@ -67,7 +71,7 @@ def run(
         reporter.writing(written_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
         evaluation.refuse_fuller(evaluation.of_run(settings))
-    target = target_of(settings, reporter)
+    target = target_of(settings, reporter, chosen)
     if "prepare" in chosen:
         prepare(settings, target, reporter, inputs)
     if "train" in chosen:
@@ -107,22 +111,30 @@ def _chosen(
     return settings, chosen
 
 
-def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
-    """The run's target, loaded, with the threads and types that are fastest on this machine."""
-    chosen = settings.target
+def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None) -> Any:
+    """The run's target, loaded, with the threads and types that are fastest on this machine.
+
+    chosen: the stages that it is for; a `ServedTarget` where they need no weights.
+    """
+    section = settings.target
     machine.set_up_process()
-    reporter.loading(chosen)
-    target = load_target(chosen.name, **chosen.model_dump(exclude={"name"}))
+    reporter.loading(section)
+    why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen)
+    how = section.model_dump(exclude={"name"})
+    if why is None:
+        target: Any = load_served(section.name, **{key: how[key] for key in how if key != "compile"})
+    else:
+        target = load_target(section.name, **how)
     reporter.loaded(target)
     return target
 
 
-def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
+def prepare(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
     most = asked.most_tokens
     plan = events.Preparing(
-        total=len(asked), done=regenerate.answered(settings.answers, asked, config),
+        total=len(asked), done=regenerate.answered(settings.answers, asked.prompt_hashes),
         tokens=most, size_bytes=answers_bytes(settings, inputs),
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.label,
         folder=settings.answers,
@@ -165,7 +177,7 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
         )  # fmt: skip
 
 
-def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Path:
+def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs) -> Path:
     """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
@@ -175,7 +187,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-    learnt, held_out = hold_out(answers, config.held_out, inputs.openings(settings))
+    learnt, held_out = hold_out(answers, config.held_out, inputs.openings)
     store_features(settings, config, target, model, answers, reporter)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))
@@ -205,19 +217,20 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
     reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
+        assert isinstance(target, TransformersTarget)  # or `why_weights` is wrong
         # other prompts than the measured ones, where the task has enough of them
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
     return place
 
 
-def _model(settings: RunConfig, target: TransformersTarget) -> Any:
+def _model(settings: RunConfig, target: RunTarget) -> Any:
     """The run's draft model, new."""
     return trained(settings.drafter["kind"])(settings.drafter_config, target).to(target.device)
 
 
 def store_features(
-    settings: RunConfig, config: TrainConfig, target: TransformersTarget, model: DraftModel,
+    settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel,
     answers: Sequence[Answer], reporter: Reporter,
 ) -> None:  # fmt: skip
     """Write what the run's feature cache lacks of these answers; nothing where features are live.  config: with its
@@ -240,7 +253,7 @@ def _steps_done(checkpoint: Path) -> int:
 
 
 def _probe(
-    settings: RunConfig, target: TransformersTarget, inputs: Inputs, held_out: Callable[[], FeatureSource]
+    settings: RunConfig, target: RunTarget, inputs: Inputs, held_out: Callable[[], FeatureSource]
 ) -> Callable[[DraftModel], dict[str, Any]]:
     """What is measured at the end of a training: acceptance on held-out answers, and on a few prompts of the
     evaluation."""
@@ -254,6 +267,9 @@ def _probe(
         with suppress(DataError):  # none is held out, or all are too short
             facts["held_out"] = held_out_facts(model, held_out(), drawn_at)
         if chosen is None or trains_target(settings.drafter["kind"]):
+            return facts
+        if isinstance(target, ServedTarget):
+            log.warning("no prompt is measured at the end: %s is not loaded here", target.spec.name)
             return facts
         texts = [as_tokens(target, prompt) for prompt in inputs.drawn[chosen.tasks[0]].prompts[:4]]
         found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens), policy="fixed")

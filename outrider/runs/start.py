@@ -9,8 +9,8 @@ from outrider.drafters import find
 from outrider.errors import ConfigError
 from outrider.export import reading
 from outrider.nn.draft_model import DraftModel
+from outrider.targets.served import RunTarget
 from outrider.targets.sketch import sketch
-from outrider.targets.transformers import TransformersTarget
 
 FREE = (
     "length", "width", "nodes", "siblings", "tree", "drawn", "replacement", "refine", "device", "quantize", "ttt",
@@ -51,7 +51,7 @@ def settings_from(
     return {"from": name, **own, **given}
 
 
-def take_weights(model: DraftModel, name: str, target: TransformersTarget) -> None:
+def take_weights(model: DraftModel, name: str, target: RunTarget) -> None:
     """Give a model the weights of the trained drafter that its run starts from."""
     source = loading.describe(name)
     if source.format is None:  # as they were trained: loaded to serve they have the target's precision

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 
 from outrider.errors import first_line
 from outrider.targets import quantised
@@ -15,14 +20,21 @@ from outrider.targets.anatomy import output_layer, sizes
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
 
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+SAMPLE = 64
+"""Values of a weight that are hashed."""
 
-def spec_of(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
+
+def spec_of(
+    model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None, weights_hash: str | None = None
+) -> TargetSpec:
+    """weights_hash: where it is known already; `hash_weights` unless given."""
     (layers, hidden, context), words = sizes(model), output_layer(model).weight.shape[0]
     return TargetSpec(
         name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words,
         context,
         str(model.dtype).removeprefix("torch."), None if tokenizer is None else hash_tokenizer(tokenizer),
-        hash_weights(model),
+        hash_weights(model) if weights_hash is None else weights_hash,
         quantised=quantised.precision(model), sizes=layer_sizes(model.config), unused=unused_row(tokenizer, words),
     )  # fmt: skip
 
@@ -50,6 +62,60 @@ def hash_weights(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, whole in sorted(model.state_dict().items()):
         for part, weight in quantised.parts(name, whole):
-            sample = weight.flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
-            digest.update(f"{part} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+            digest.update(_entry(part, tuple(weight.shape), weight.flatten()[:SAMPLE]))
     return digest.hexdigest()[:16]
+
+
+def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
+    """`hash_weights` of a checkpoint, from its safetensors files, of which little more than their headers is read.
+
+    model: the checkpoint's, on the meta device.  Returns "" where the hash can't be known so: files are missing, or
+    they name or shape the weights otherwise than the model does.
+    """
+    digest, stored = hashlib.sha256(), _stored_weights(path, revision)
+    names: dict[int, list[str]] = {}
+    whole = model.state_dict(keep_vars=True)
+    for name, weight in whole.items():
+        names.setdefault(id(weight), []).append(name)
+    try:
+        for name, weight in sorted(whole.items()):
+            place = next(stored[one] for one in (name, *names[id(weight)]) if one in stored)
+            with safe_open(place, "pt") as file:
+                own = next(one for one in (name, *names[id(weight)]) if stored.get(one) == place)
+                part = file.get_slice(own)
+                if tuple(part.get_shape()) != tuple(weight.shape):
+                    return ""
+                digest.update(_entry(name, tuple(weight.shape), _first(part)))
+    except (OSError, SafetensorError, StopIteration):
+        return ""
+    return digest.hexdigest()[:16]
+
+
+def _entry(name: str, shape: tuple[int, ...], first: Tensor) -> bytes:
+    """What a weight adds to the hash.  first: its first SAMPLE values, or as many as there are."""
+    sample = first.to("cpu", torch.bfloat16).view(torch.int16)
+    return f"{name} {shape}".encode() + sample.numpy().tobytes()
+
+
+def _first(part: Any) -> Tensor:
+    """The first SAMPLE values of a slice of a file."""
+    shape = part.get_shape()
+    if not shape:
+        found: Tensor = part[:].flatten()
+        return found
+    of_one = max(1, math.prod(shape[1:]))
+    rows: Tensor = part[: -(-SAMPLE // of_one)]
+    return rows.flatten()[:SAMPLE]
+
+
+def _stored_weights(path: str, revision: str | None) -> dict[str, Path]:
+    """The file of each weight of a checkpoint in a folder, or of a Hugging Face id as far as it was loaded before."""
+    try:
+        own = Path(path)
+        found = own if own.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
+        if (index := found / INDEX).exists():
+            return {name: found / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        with safe_open(found / WEIGHTS, "pt") as file:
+            return dict.fromkeys(file.keys(), found / WEIGHTS)
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return {}

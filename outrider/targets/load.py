@@ -71,10 +71,8 @@ def load_target(
     try:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
-        wanted: Any = torch.float32 if device.type == "cpu" else "auto"
         config = AutoConfig.from_pretrained(path, **options)
-        if dtype is not None:
-            wanted = _dtype(dtype, device, config.get_text_config().dtype)
+        wanted: Any = "auto" if dtype is None and device.type != "cpu" else dtype_of(config, dtype, device)
         whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
         read_as = quantization if whole is None else whole
         # None would hide that a checkpoint comes quantised
@@ -148,6 +146,14 @@ def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersT
     _warn_if_slow(target)
     _warn_if_endless(target)
     return target
+
+
+def dtype_of(config: Any, dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The type in which a checkpoint's weights are loaded.  config: the checkpoint's; dtype: what was asked for."""
+    stored = config.get_text_config().dtype
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else stored or torch.float32
+    return _dtype(dtype, device, stored)
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The bar that transformers draws while it loads weights: a library draws none."""
+"""What transformers shows while it loads weights: a library shows nothing."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def no_bars() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
+
+
+@contextmanager
+def no_reports() -> Iterator[None]:
+    """While this is open, transformers draws no bars and lists no weights that a model does not take."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with no_bars():
+            yield
+    finally:
+        logging.set_verbosity(before)

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from outrider import generate
+from outrider.data.rendering import prompt_tokens
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
@@ -28,12 +29,13 @@ class Stub(ThreadingHTTPServer):
 
     def __init__(
         self, target: TransformersTarget, *, model: str = "tiny", ids: str | None = "return_token_ids",
-        trouble: Trouble = lambda number: None, port: int = 0, ends: bool = False,
+        trouble: Trouble = lambda number: None, port: int = 0, ends: bool = False, calls: bool = False,
     ):  # fmt: skip
         """ids: the field that asks for token ids; None for a server that gives none.  ends: says of some answers that
-        they ended by themselves."""
+        they ended by themselves.  calls: takes every text for a call of a tool."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.target, self.model, self.ids, self.trouble, self.ends = target, model, ids, trouble, ends
+        self.calls = calls
         self.lock, self.number = threading.Lock(), 0
         self.asked, self.answered = Counter[str](), Counter[str]()
         self.bodies: list[dict[str, Any]] = []
@@ -78,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         stub = self.server
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if "messages" in body:
-            body["prompt"] = stub.target.encode(body["messages"])
+            body["prompt"] = prompt_tokens(stub.target.tokenizer, body["messages"], tools=body.get("tools", ()))
         name = json.dumps(body["prompt"])
         with stub.lock:
             stub.bodies.append(body)
@@ -99,6 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
             "finish_reason": "stop" if stub.ends and len(body["prompt"]) == 6 else found.finish_reason,
         }
         choice |= {"message": {"content": found.text}} if "messages" in body else {"text": found.text}
+        if stub.calls:
+            choice |= {"message": {"content": None, "tool_calls": [{"function": {"name": found.text}}]}}
+            choice["finish_reason"] = "tool_calls"
         if stub.ids == "logprobs" and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"id": token, "logprob": -1.0} for token in found.tokens]}
         elif stub.ids and body.get(stub.ids):

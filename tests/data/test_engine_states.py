@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Server:
         tokens = torch.tensor([body["prompt"]])
         wanted = tuple(max(0, layer - 1 - self.off_by) for layer in self.layers)
         hidden, taps = self.target.read(tokens, wanted)
-        path = self.folder / f"{len(self.bodies)}-{body['prompt'][0]}.safetensors"
+        path = self.folder / f"{uuid.uuid4()}.safetensors"
         save_file({"token_ids": tokens[0], "hidden_states": taps[0].contiguous()}, path)
         answer: dict[str, Any] = {"choices": [{"text": "a"}], "kv_transfer_params": {"hidden_states_path": str(path)}}
         if "prompt_logprobs" in body:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.test_regenerate import answer_all, asked, by_id, config
-from outrider.data.answers import ANSWERS, StoredAnswers, hold_out, iterate_answers, read_answers
+from outrider.data.answers import ANSWERS, StoredAnswers, hash_number, hold_out, iterate_answers, read_answers
 from outrider.data.conversations import Conversation
 from outrider.data.ledger import LEDGER, Ledger, Origin
 from outrider.data.regenerate import prepare
@@ -110,5 +111,5 @@ def test_the_same_answers_are_held_out_of_a_file_as_of_a_list(talker: Transforme
     for count in (0, 1, 2, 9):
         for one, other in zip(hold_out(stored, count), hold_out(wanted, count), strict=True):
             assert [answer.id for answer in one] == [answer.id for answer in other]
-    chosen = stored.to_prompts([wanted[3].prompt_hash, wanted[30].prompt_hash, "0" * 16])
+    chosen = stored.to_prompts(np.array([hash_number(wanted[i].prompt_hash) for i in (3, 30)] + [0], np.uint64))
     assert [answer.id for answer in chosen] == ["p3", "p30"]

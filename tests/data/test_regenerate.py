@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
-from outrider.data.answers import ANSWERS, MANIFEST, Answer, answers_for, read_answers
+from outrider.data.answers import ANSWERS, MANIFEST, Answer, answers_for, hash_number, read_answers
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, read
 from outrider.data.regenerate import answered, prepare
 from outrider.data.rendering import prompt_tokens, render
+from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
@@ -41,6 +43,12 @@ def config(**settings: Any) -> Config:
     return Config(
         **({"max_new_tokens": 12, "length": 48, "slots": 3, "temperature": 0.9, "top_k": 0, "top_p": 0.95} | settings)
     )
+
+
+def there(folder: Path, conversations: list[Conversation], **settings: Any) -> int:
+    """How many of these conversations have an answer."""
+    hashes = [hash_number(one.prompt_hash) for one in iterate_asked(conversations, config(**settings))]
+    return answered(folder, np.array(hashes, np.uint64))
 
 
 def answer_all(
@@ -131,7 +139,7 @@ def test_a_torn_last_line_is_written_again(
     path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
-    assert answered(tmp_path, asked(), config()) == 5
+    assert there(tmp_path, asked()) == 5
     assert by_id(answer_all(talker, tmp_path)) == whole
 
 
@@ -195,7 +203,7 @@ def test_two_processes_do_not_answer_into_one_folder(
     child.start()
     try:
         give_up = time.monotonic() + 20
-        while answered(tmp_path, asked(), config()) < 3 and time.monotonic() < give_up:
+        while there(tmp_path, asked()) < 3 and time.monotonic() < give_up:
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGSTOP)  # so that it is still there when patience ends
         with pytest.raises(DataError, match="another process is writing answers to .*; wait for it, or name another"):
@@ -225,11 +233,11 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
         pytest.raises(DataError, match=r"can't write answers to .*what is written stays; make room and run again"),
     ):
         answer_all(talker, tmp_path)
-    there = answered(tmp_path, asked(), config())
-    assert 0 < there < 8
+    known = there(tmp_path, asked())
+    assert 0 < known < 8
     seen: list[str] = []
     prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda _, answer: seen.append(answer.id))
-    assert len(seen) == 8 - there
+    assert len(seen) == 8 - known
     assert by_id(read_answers(tmp_path / ANSWERS)) == whole
 
 
@@ -377,7 +385,7 @@ def test_an_edited_line_is_answered_anew_and_a_moved_one_is_not(talker: Transfor
     )
     assert sorted(line.split()[1] for line in seen) == ["a.jsonl:1", "a.jsonl:3"]
     assert [line.split()[0] for line in seen] == ["3", "4"]
-    assert answered(folder, edited, config()) == 4
+    assert there(folder, edited) == 4
     found = by_text(talker, read_answers(folder / ANSWERS))
     assert found.keys() == {"one", "two", "three", "zero", "2"}
     fresh = by_text(talker, answer_all(talker, tmp_path / "fresh", edited))
@@ -446,7 +454,7 @@ def test_a_row_that_the_template_refuses_is_named_or_counted(
     talks, tokenizer = list(read(Config(conversations=str(path)))), make_tokenizer(NO_SYSTEM)
     with pytest.raises(DataError, match=r"a\.jsonl:2: the target's chat template refuses.*System role not supported"):
         prepare(talker, tokenizer, talks, tmp_path / "answers", config(regenerate=regenerate))
-    assert answered(tmp_path / "answers", talks, config(regenerate=regenerate)) == (0 if regenerate else 1)
+    assert there(tmp_path / "answers", talks, regenerate=regenerate) == (0 if regenerate else 1)
     skipped, settings = Skipped(), config(regenerate=regenerate, skip_bad=True)
     found = read_answers(prepare(talker, tokenizer, talks, tmp_path / "answers", settings, skipped=skipped))
     assert sorted(answer.id for answer in found) == ["0", "2"]

@@ -16,9 +16,10 @@ from outrider.data import source_manifest, sources
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped
 from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import NEAR, SIZE, near_duplicates, signature
+from outrider.data.duplicates import NEAR, SIZE, content_key, near_duplicates, signature
 from outrider.data.sources import NothingLeft, Selection, opening, select
 from outrider.data.split import Openings, held_out
+from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
 
 WORDS = [
@@ -368,7 +369,7 @@ def test_conversations_that_begin_alike_are_on_one_side() -> None:
     draw = np.random.default_rng(1)
     hashes = draw.integers(0, 2**64, 400, dtype=np.uint64)
     openings = np.repeat(draw.integers(0, 2**64, 100, dtype=np.uint64), 4)
-    known = Openings((f"{int(one):016x}", int(own)) for one, own in zip(hashes, openings, strict=True))
+    known = Openings(hashes, openings)
     assert (known.of(hashes) == openings).all()
     is_out = held_out(hashes, openings, 25)
     assert is_out.sum() == 24
@@ -384,3 +385,25 @@ def test_the_rows_of_one_talk_begin_alike() -> None:
     whole = Conversation("a", [system, first, second, first])
     assert opening(whole) == opening(Conversation("b", [system, first])) == [system, first]
     assert opening(Conversation("c", [second, first])) == [second, first]
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_hashes_of_prompts_are_known_without_their_texts(regenerate: bool, tmp_path: Path) -> None:
+    """Catches answers that belong to no prompt of a run: hashes of the first reading that are not those of the second,
+    where texts, ids, or both come twice, in two sources, with and without tools."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"id": "x", "prompt": "one"}, {"id": "x", "prompt": "one"}, {"id": "x", "prompt": "two"}, {"prompt": "same"},
+        {"prompt": "same"}, {"prompt": "same"}, {"id": "y", "messages": talk}, {"messages": talk},
+        {"messages": talk, "tools": [{"type": "function", "function": {"name": "f"}}]}, {"prompt": "날씨는?"},
+    ]  # fmt: skip
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = [{"path": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
+    config = Config(sources=both, regenerate=regenerate, count=17)
+    found = select(config)
+    asked = list(iterate_asked(found, config))
+    assert len(asked) == 17 and len({one.prompt_hash for one in asked}) == 17
+    assert sorted(found.prompt_hashes.tolist()) == sorted(int(one.prompt_hash, 16) for one in asked)
+    beginning = dict(zip(found.prompt_hashes.tolist(), found.openings.tolist(), strict=True))
+    assert all(beginning[int(one.prompt_hash, 16)] == content_key(opening(one.conversation)) for one in asked)
