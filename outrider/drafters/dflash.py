@@ -120,9 +120,9 @@ class Backbone(MaskedModule, FusedTaps):
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
         """The same for blocks under the tokens at positions `at` [B, A] of a batch's texts, as `BlockRows` wants
         them."""
-        positions = torch.arange(batch.tokens.shape[1], device=at.device)[None]
+        positions = batch.positions
         mask = block_mask(at, batch.tokens.shape[1], self.width, batch.documents, live)
-        return self(batch.taps, positions, batch.tokens.gather(1, at), at, mask)
+        return self(batch.taps, positions, batch.tokens.gather(1, at), positions.gather(1, at), mask)
 
     def weights(self, at: Tensor) -> Tensor:
         """[K] weight of a learnt row of each depth."""
