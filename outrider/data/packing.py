@@ -17,17 +17,18 @@ Rows = list[list[int]]
 def packed(texts: Sequence[int], lengths: Sequence[int], budget: int) -> list[Rows]:
     """Batches of at most `budget` tokens, padding included, of these texts; a longer text has a batch of its own.
 
-    lengths: tokens by text.  The longest text that is left begins a batch, whose rows are as long as it; then every
+    lengths: of these texts.  The longest text that is left begins a batch, whose rows are as long as it; then every
     text, the longest first, goes into the row that it fills best (best fit decreasing).
     """
-    left = sorted(texts, key=lambda i: -lengths[i])
+    length_of = dict(zip(texts, lengths, strict=True))
+    left = sorted(texts, key=lambda i: -length_of[i])
     found: list[Rows] = []
     while left:
         rows, room, later = Rows(), list[int](), list[int]()
-        width = int(lengths[left[0]])
+        width = length_of[left[0]]
         most = max(1, budget // width)
         for i in left:
-            length = int(lengths[i])
+            length = length_of[i]
             fits = [row for row, free in enumerate(room) if free >= length]
             if fits:
                 row = min(fits, key=room.__getitem__)
@@ -45,4 +46,6 @@ def packed(texts: Sequence[int], lengths: Sequence[int], budget: int) -> list[Ro
 
 def side_by_side(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Rows of texts [n, ...] joined and right-padded with zeros: [B, S, ...]."""
-    return torch.nn.utils.rnn.pad_sequence([torch.cat(list(row)) for row in parts], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(
+        [row[0] if len(row) == 1 else torch.cat(list(row)) for row in parts], batch_first=True
+    )

@@ -84,6 +84,9 @@ class FeatureSource(Protocol):
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`, counted from 0."""
 
+    def packed(self, steps: range) -> Iterator[Batch]:
+        """The texts of these steps, several to a row, in batches of at most as many tokens as its budget."""
+
 
 class Predictions(Protocol):
     """Rows that a method predicts in one batch; logits come in chunks, so the full [M, V] need never exist."""
