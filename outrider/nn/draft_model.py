@@ -194,7 +194,8 @@ def drawn(live: Tensor, most: int, batch: Batch) -> tuple[Tensor, Tensor]:
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
     if batch.per_row > 1:
         chance = chance.masked_fill(_place(chance, batch.documents[:, : live.shape[1]]) >= most, -1.0)
-    best = chance.topk(min(most * batch.per_row, live.shape[1]), dim=1)
+    # no more than there are in any row: what is not live would be drafted, and go through the head, for nothing
+    best = chance.topk(max(1, min(most * batch.per_row, int(live.sum(1).max()))), dim=1)
     at, order = best.indices.sort(1)
     return at, best.values.gather(1, order) >= 0
 
