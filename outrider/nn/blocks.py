@@ -254,6 +254,6 @@ class BlockAttention:
         rows, found = self._blocks * self._width, []
         own = (x[:, :, self._length :].split(rows, 2) for x in (k, v))
         for asks, keys, values, end, mask in zip(q.split(rows, 2), *own, self._ends, self._masks, strict=True):
-            both = (torch.cat([x[:, :, :end], mine], 2) for x, mine in ((k, keys), (v, values)))
-            found.append(attention(asks, *both, mask, sinks))
+            keys, values = (torch.cat([x[:, :, :end], mine], 2) for x, mine in ((k, keys), (v, values)))
+            found.append(attention(asks, keys, values, mask, sinks))
         return torch.cat(found, 2)
