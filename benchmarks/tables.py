@@ -553,7 +553,8 @@ def training(found: dict[str, Any]) -> str:
             f"{100 * peak['share']:.0f}", f"{row['worst_loss_error']:.0e}",
         ]  # fmt: skip
 
-    heads = ["target", "drafter", "plain, tokens/s", "ours", "times", "plain, peak MB", "ours", "share, %", "losses differ"]
+    heads = ["target", "drafter", "plain, tokens/s", "ours", "times", "plain, peak MB", "ours", "share, %"]
+    heads.append("losses differ")
     tables = [_table(heads, [line(row) for row in found["speed"]], slice(2, 9))]
     plans = [
         [row["kind"], str(row["rows"]), *(f"{row[way]['peak_bytes'] / 1e6:,.0f}" for way in ("predicted", "found")),
@@ -932,7 +933,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
-    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features, "training": training,
+    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
+    "training": training,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
     "llama_cpp": llama_cpp,
 }  # fmt: skip
