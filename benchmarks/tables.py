@@ -553,6 +553,31 @@ def features(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), table, said, _promises(found)])
 
 
+def training(found: dict[str, Any]) -> str:
+    peaks = {(row["target"], row["kind"]): row for row in found["memory"]}
+
+    def line(row: dict[str, Any]) -> list[str]:
+        peak = peaks[row["target"], row["kind"]]
+        return [
+            row["target"], row["kind"], *(f"{row['tokens_per_s'][way]:,.0f}" for way in ("plain", "ours")),
+            f"{row['times']:.2f}", *(f"{peak['peak_bytes'][way] / 1e6:,.0f}" for way in ("plain", "ours")),
+            f"{100 * peak['share']:.0f}", f"{row['worst_loss_error']:.0e}",
+        ]  # fmt: skip
+
+    heads = ["target", "drafter", "plain, tokens/s", "ours", "times", "plain, peak MB", "ours", "share, %"]
+    heads.append("losses differ")
+    tables = [_table(heads, [line(row) for row in found["speed"]], slice(2, 9))]
+    plans = [
+        [row["kind"], str(row["rows"]), *(f"{row[way]['peak_bytes'] / 1e6:,.0f}" for way in ("predicted", "found")),
+         *(f"{row[way]['seconds']:.2f}" for way in ("predicted", "found"))]
+        for row in found["plan"]
+    ]  # fmt: skip
+    if plans:
+        heads = ["drafter", "rows", "planned MB", "found", "planned s", "found"]
+        tables.append(_table(heads, plans, slice(1, 6)))
+    return "\n\n".join([_machine(found), *tables, _promises(found)])
+
+
 def gate(found: dict[str, Any]) -> str:
     lines = [
         [name, str(case["times"]), str(case["stopped"]), str(case["warned"]),
@@ -920,6 +945,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
+    "training": training,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
     "llama_cpp": llama_cpp,
 }  # fmt: skip

@@ -26,6 +26,7 @@ OLD = {
 
 ALLOWED = {
     "graphs": {"": "CUDA graphs are called so; only in cuda_graphs"},
+    "packed": dict.fromkeys(("data", "nn", "training"), "several texts in a row of a batch, as trainers call it"),
     "pairs": {
         "gate": "paired comparisons", "report": "paired rows", "cli": "paired answers", "traffic": "names and values",
         "config.py": "json's object_pairs_hook",

@@ -38,6 +38,10 @@ Look = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
+Measure = Annotated[
+    bool, typer.Option("--measure", help="As --dry-run, and measure two steps: memory, time, which train.tokens fits.")
+]
+
 
 def run(
     file: RunFile,
@@ -78,8 +82,14 @@ def prepare(
         _stage("prepare", file, given, dry_run, yes)
 
 
-def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(
+    file: RunFile, overrides: Overrides = None, dry_run: DryRun = False,
+    measure: Measure = False,
+) -> None:  # fmt: skip
     """Train the drafter on the target's answers; goes on where it was stopped."""
+    if measure:
+        show(stages.plan(file, overrides or (), stages=["train"], measure=True), None)
+        return
     _stage("train", file, overrides or [], dry_run)
 
 

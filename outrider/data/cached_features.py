@@ -17,14 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.data import encodings, feature_cache, feature_shards
 from outrider.data.answers import Answer
+from outrider.data.batches import OfTexts
 from outrider.data.feature_cache import Binding, States
 from outrider.data.feature_shards import Shard, Stored, key_of
 from outrider.data.features import states_of
 from outrider.data.hash_files import Named
-from outrider.data.texts import BUFFER, OfTexts, Texts, usable
+from outrider.data.texts import BUFFER, Texts, usable
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
-from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,17 @@ UNRELATED = 0.9
 """Relative error from which rotated states are not those of this text; what a rotation leaves out is less."""
 
 
+Key = tuple[range, int | None]
+"""Steps, and which of their packed batches; None for one step's padded batch."""
+
+
 class CachedFeatures(OfTexts):
     """Batches from a feature cache, in the order of `LiveFeatures`, or where there are many shards a few at a time."""
 
     def __init__(
         self, target: Target, answers: Sequence[Answer], mine: Binding, folder: str | Path, *, batch: int,
         length: int, seed: int = 0, recheck_every: int = 0, skip_bad: bool = False,
-        ngram_hashes: Named | None = None, copy_to: Path | None = None,
+        ngram_hashes: Named | None = None, copy_to: Path | None = None, budget: int | None = None,
     ):  # fmt: skip
         """folder: of the cache, or an fsspec URL, whose shards are copied to the folder `copy_to` as they are needed.
 
@@ -68,7 +72,7 @@ class CachedFeatures(OfTexts):
             log.warning(
                 "%d texts are left out: the feature cache %s lacks them or is damaged there", len(lacks), folder
             )
-        self.order = Texts(answers, batch=batch, length=context, seed=seed)
+        self.order = Texts(answers, batch=batch, length=context, seed=seed, budget=budget)
         self.texts, self.left_out = self.order.answers, self.order.left_out
         self._keys = [key_of(text, self.cache.only_learnt) for text in self.texts]
         shards: dict[str, list[int]] = {}
@@ -81,7 +85,7 @@ class CachedFeatures(OfTexts):
         self._states_type = torch.bfloat16 if mine.dtype == "bfloat16" else getattr(torch, target.spec.dtype)
         self._recheck_every, self._checked = recheck_every, set[int]()
         self._pool = ThreadPoolExecutor(1, "features")
-        self._next: tuple[int, Future[Batch]] | None = None
+        self._next: tuple[Key, Future[Batch]] | None = None
         self.waited_s = 0.0
         """Seconds that training stood still for batches."""
 
@@ -102,13 +106,24 @@ class CachedFeatures(OfTexts):
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`; the next one is read meanwhile."""
+        return self._ahead((range(step, step + 1), None), (range(step + 1, step + 2), None))
+
+    def packed(self, steps: range) -> Iterator[Batch]:
+        """As `OfTexts.packed`; the next batch is read meanwhile."""
+        count, after = len(self.order.packed(steps)), range(steps.stop, steps.stop + len(steps))
+        for number in range(count):
+            following = (steps, number + 1) if number + 1 < count else (after, 0)
+            yield self._ahead((steps, number), following)
+
+    def _ahead(self, key: Key, following: Key) -> Batch:
+        """This batch, and the following one is begun."""
         began = time.monotonic()
         coming, self._next = self._next, None
-        if coming is None or coming[0] != step:  # always in that thread, which reads one batch after the other
-            coming = step, self._pool.submit(self._read, step)
+        if coming is None or coming[0] != key:  # always in that thread, which reads one batch after the other
+            coming = key, self._pool.submit(self._read, key)
         found = coming[1].result()
         self.waited_s += time.monotonic() - began
-        self._next = step + 1, self._pool.submit(self._read, step + 1)
+        self._next = following, self._pool.submit(self._read, following)
         return found
 
     def close(self) -> None:
@@ -116,13 +131,14 @@ class CachedFeatures(OfTexts):
         self._pool.shutdown(cancel_futures=True)
 
     @torch.no_grad()
-    def _read(self, step: int) -> Batch:
-        chosen = self.order.chosen(step)
-        parts = [self._text(i) for i in chosen]
-        tokens, loss_mask, documents = (part.to(self.target.device) for part in self.order.tensors(chosen))
-        taps = pad_sequence([part.taps for part in parts], batch_first=True)
-        hidden = pad_sequence([part.hidden for part in parts], batch_first=True)
-        return Batch(tokens, loss_mask, documents, taps, hidden, _padded([part.top for part in parts]))
+    def _read(self, key: Key) -> Batch:
+        steps, number = key
+        if number is not None:
+            return self._joined(self.order.packed(steps)[number])
+        return self._joined([[i] for i in self.order.chosen(steps.start)])
+
+    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
+        return {i: self._text(i) for i in texts}
 
     def _text(self, i: int) -> Stored:
         key = self._keys[i]
@@ -265,12 +281,3 @@ def target_states(target: Target, taps: tuple[int, ...], dtype: str, batch: int 
                 yield i, tapped[b, :length], hidden[b, :length]
 
     return states
-
-
-def _padded(tops: Sequence[TopLogprobs | None]) -> TopLogprobs | None:
-    """[B, S, ...] of the top tokens of texts; None where hidden states are stored."""
-    there = [top for top in tops if top is not None]
-    if not there:
-        return None
-    wide = lambda name: pad_sequence([getattr(top, name) for top in there], batch_first=True)
-    return TopLogprobs(wide("ids"), wide("logprobs"), wide("rest"))

@@ -4,18 +4,19 @@ Where the features of all texts fit into `CACHE_BYTES`, each is computed once an
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from outrider import machine
 from outrider.data.answers import Answer
+from outrider.data.batches import OfTexts
+from outrider.data.feature_shards import Stored
 from outrider.data.hash_files import Named
-from outrider.data.texts import MIN_LEARNT, OfTexts, Texts
-from outrider.nn.draft_model import Batch, Manifest
+from outrider.data.texts import MIN_LEARNT, Texts
+from outrider.nn.draft_model import Manifest
 from outrider.targets.protocol import Target
 
 __all__ = ["CACHE_BYTES", "MIN_LEARNT", "LiveFeatures"]
@@ -32,13 +33,14 @@ class LiveFeatures(OfTexts):
         seed: int = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
         cache_bytes: int = CACHE_BYTES,
-        ngram_hashes: Named | None = None,
+        ngram_hashes: Named | None = None, budget: int | None = None,
     ):  # fmt: skip
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.ngram_hashes = ngram_hashes
         """Hashes of the texts, stored with a checkpoint; None where there are none."""
         self.target, self.taps, self.size, self.dtype = target, taps, batch, dtype
-        self.order = Texts(answers, batch=batch, length=min(length, target.spec.context), seed=seed)
+        context = min(length, target.spec.context)
+        self.order = Texts(answers, batch=batch, length=context, seed=seed, budget=budget)
         self.texts, self.left_out = self.order.answers, self.order.left_out
         tokens = self.order.tokens
         self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
@@ -46,7 +48,7 @@ class LiveFeatures(OfTexts):
         self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self._cache_dtype.itemsize
         """What the features of all texts take."""
         self.is_cached = self.bytes <= cache_bytes
-        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cache: dict[int, Stored] = {}
 
     @functools.cached_property
     def _group(self) -> dict[int, list[int]]:
@@ -61,32 +63,22 @@ class LiveFeatures(OfTexts):
     disk_bytes = 0
     """What they take there."""
 
-    def batch(self, step: int) -> Batch:
-        """The batch of optimiser step `step`: tokens, taps and hidden states of its texts."""
-        chosen = self.order.chosen(step)
-        tokens, loss_mask, documents = self.order.tensors(chosen)
-        taps, hidden = self._from_cache(chosen) if self.is_cached else self._read(tokens)
-        device = self.target.device
-        return Batch(tokens.to(device), loss_mask.to(device), documents.to(device), taps, hidden)
+    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
+        if not self.is_cached:
+            return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
+        for i in texts:
+            if i not in self._cache:  # read with its group
+                for one, (taps, hidden, _) in self._read(self._group[i]):
+                    states = [part.to(self._cache_dtype, copy=True) for part in (taps, hidden)]
+                    self._cache[one] = Stored(states[0], states[1], None)
+        return {i: self._cache[i] for i in texts}
 
-    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Taps [B, S, T, H] and hidden states [B, S, H] from a pass of the target."""
-        return states_of(self.target, tokens, self.taps, self.dtype)
-
-    def _from_cache(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The same from the cache; a text that is not cached is read with its group."""
-        for i in chosen:
-            if i not in self._cache:
-                self._fill_cache(self._group[i])
-        taps, hidden = zip(*(self._cache[i] for i in chosen), strict=True)
-        return pad_sequence(list(taps), batch_first=True), pad_sequence(list(hidden), batch_first=True)
-
-    def _fill_cache(self, group: Sequence[int]) -> None:
-        """Read these texts together and cache their states without padding."""
-        taps, hidden = (states.to(self._cache_dtype) for states in self._read(self.order.tensors(group)[0]))
+    def _read(self, group: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+        """The states of these texts from one pass of the target, each without its padding."""
+        taps, hidden = states_of(self.target, self.order.tensors([[i] for i in group])[0], self.taps, self.dtype)
         for b, i in enumerate(group):
-            length = len(self.texts[i].tokens)
-            self._cache[i] = taps[b, :length].clone(), hidden[b, :length].clone()
+            length = int(self.texts.lengths[i])
+            yield i, Stored(taps[b, :length], hidden[b, :length], None)
 
 
 def states_of(target: Target, tokens: Tensor, taps: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:

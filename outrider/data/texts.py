@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.data import packing
 from outrider.data.answers import Answer
 from outrider.decoding.draft import padded
 from outrider.errors import DataError
-from outrider.targets.protocol import Target
 
 MIN_LEARNT = 4
 """Texts with fewer tokens to learn are left out and counted."""
@@ -23,17 +23,30 @@ BUFFER = 8
 class Texts:
     """Answers cut to a length, and the batches of every step; texts of similar length share a batch."""
 
-    def __init__(self, answers: Sequence[Answer], *, batch: int, length: int, seed: int = 0):
-        """length: most tokens of a text.  Raises DataError where none has enough tokens to learn."""
-        self.answers, self.size, self._seed = usable(answers, length), batch, seed
+    def __init__(
+        self, answers: Sequence[Answer], *, batch: int, length: int, seed: int = 0, budget: int | None = None
+    ):  # fmt: skip
+        """length: most tokens of a text.  budget: most tokens of a packed batch.
+
+        Raises DataError where no text has enough tokens to learn, or one is longer than the budget.
+        """
+        self.answers, self.size, self._seed, self.budget = usable(answers, length), batch, seed, budget
         self.left_out = len(answers) - len(self.answers)
         if not self.answers:
             wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
             raise DataError(f"none of the {len(answers)} answers has {wanted}; prepare longer answers")
         self.tokens = int(self.answers.lengths.sum(dtype=np.int64))
+        longest = int(self.answers.lengths.max())
+        if budget is not None and longest > budget:
+            raise DataError(
+                f"train.tokens {budget} is less than the longest text, {longest} tokens; set at least that many, or a "
+                "lower prepare.length"
+            )
         self._shards: list[list[int]] = [list(range(len(self.answers)))]
         self._order: dict[int, list[int]] = {}
         """Of the last pass over the texts."""
+        self._packed: dict[range, list[packing.Rows]] = {}
+        """Of the last two steps."""
 
     def in_shards(self, shards: Sequence[Sequence[int]]) -> None:
         """Shuffle shards, and texts within `BUFFER` of them, in place of all texts; shards: the texts of each."""
@@ -58,26 +71,52 @@ class Texts:
     def chosen(self, step: int) -> list[int]:
         """The texts of optimiser step `step`."""
         epoch, place = divmod(step, self.steps_per_pass)
-        if epoch not in self._order:
-            self._order = {epoch: self._shuffled(epoch)}
-        return self._order[epoch][place * self.size : (place + 1) * self.size]
+        order = self._order.get(epoch)
+        if order is None:  # two threads may ask, each for another pass
+            order = self._shuffled(epoch)
+            self._order = {epoch: order}
+        return order[place * self.size : (place + 1) * self.size]
 
-    def tensors(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Right-padded tokens, loss mask, and 1 where there is text: [B, S] each."""
-        texts = [self.answers[i] for i in chosen]
-        tokens = padded([text.tokens for text in texts], 0)
-        loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
-        for b, text in enumerate(texts):
-            for start, end in text.learn:
-                loss_mask[b, start:end] = True
-        lengths = torch.tensor([len(text.tokens) for text in texts])
-        return tokens, loss_mask, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    def packed(self, steps: range) -> list[packing.Rows]:
+        """The texts of these steps in batches of at most `budget` tokens; see `packing.packed`."""
+        assert self.budget is not None
+        found = self._packed.get(steps)
+        if found is None:
+            texts = [i for step in steps for i in self.chosen(step)]
+            found = packing.packed(texts, [int(self.answers.lengths[i]) for i in texts], self.budget)
+            self._packed = {**dict(list(self._packed.items())[-1:]), steps: found}
+        return found
+
+    def tensors(self, rows: packing.Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Right-padded tokens, loss mask, and which text of the row each token is of, from 1: [B, S] each."""
+        texts = [[self.answers[i] for i in row] for row in rows]
+        tokens = padded([[token for text in row for token in text.tokens] for row in texts], 0)
+        loss_mask, documents = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
+        for b, row in enumerate(texts):
+            begin = 0
+            for number, text in enumerate(row, 1):
+                for start, end in text.learn:
+                    loss_mask[b, begin + start : begin + end] = True
+                documents[b, begin : begin + len(text.tokens)] = number
+                begin += len(text.tokens)
+        return tokens, loss_mask, documents
 
     @functools.cached_property
     def by_length(self) -> list[list[int]]:
         """All texts in groups of a batch, each of similar lengths."""
-        order = np.argsort(self.answers.lengths, kind="stable").tolist()
-        return [order[i : i + self.size] for i in range(0, len(order), self.size)]
+        return self.in_groups(range(len(self.answers)))
+
+    def in_groups(self, texts: Sequence[int]) -> list[list[int]]:
+        """These texts in groups of a batch, each of similar lengths, whose padded tokens stay within the budget."""
+        order, lengths = sorted(texts, key=self.answers.lengths.__getitem__), self.answers.lengths
+        if self.budget is None:
+            return [order[i : i + self.size] for i in range(0, len(order), self.size)]
+        found: list[list[int]] = []
+        for i in order:
+            if not found or len(found[-1]) == self.size or (len(found[-1]) + 1) * int(lengths[i]) > self.budget:
+                found.append([])
+            found[-1].append(i)
+        return found
 
     def _shuffled(self, epoch: int) -> list[int]:
         """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again.
@@ -99,22 +138,6 @@ class Texts:
             rest = near[full * self.size :]
         # an incomplete batch comes last
         return found + rest
-
-
-class OfTexts:
-    """What all features have of their texts."""
-
-    order: Texts
-    target: Target
-
-    @functools.cached_property
-    def counts(self) -> Tensor:
-        """[V] int64, how often each token is one to learn."""
-        return self.order.counts(self.target.spec.vocabulary)
-
-    @property
-    def steps_per_pass(self) -> int:
-        return self.order.steps_per_pass
 
 
 class CutAnswers(Sequence[Answer]):

@@ -76,7 +76,7 @@ class Model(RecurrentModel, FusedTaps):
     def guide(self, batch: Batch, at: Tensor) -> Tensor:
         text = torch.arange(batch.tokens.shape[1], device=at.device)
         own = batch.documents.gather(1, at)[..., None] == batch.documents[:, None]
-        probe = self.rows(own & (text <= at[..., None]), at)
+        probe = self.rows(own & (text <= at[..., None]), batch.positions.gather(1, at))
         return self.target.read_probe(batch.tokens, batch.documents, probe)[:, self.config.rows - 1 :: self.config.rows]
 
     def guided(self, states: Tensor, guide: Tensor | None) -> Tensor:

@@ -106,8 +106,8 @@ class Model(DraftModel, MaskedModule):
         """States [B, A, K, H] of blocks after the tokens at positions `at` [B, A], which they attend to."""
         length, block = batch.tokens.shape[1], self.config.block
         line = torch.arange(length, device=at.device)
-        masks_at = at[..., None] + 1 + torch.arange(block, device=at.device)
-        positions = torch.cat([line.expand(len(at), -1), masks_at.flatten(1)], 1)
+        masks_at = batch.positions.gather(1, at)[..., None] + 1 + torch.arange(block, device=at.device)
+        positions = torch.cat([batch.positions, masks_at.flatten(1)], 1)
         own = batch.documents[:, None, :, None] == batch.documents[:, None, None]
         text = nn.functional.pad((line <= line[:, None]) & own, (0, at.shape[1] * block))
         # a mask block begins one position after its anchor and attends to all before

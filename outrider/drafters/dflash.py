@@ -29,7 +29,7 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, block_mask, rotary
+from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import DetachedRows, Labelled
@@ -101,18 +101,18 @@ class Backbone(MaskedModule, FusedTaps):
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,
-        cache: SlotCache | None = None,
+        cache: SlotCache | None = None, attend: Attend | None = None,
     ) -> Tensor:  # fmt: skip
         """States of drafted blocks, [B, A, K, H].
 
         taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
-        A * width columns, or over all of `cache`.
+        A * width columns, or over all of `cache`; attend: in its place.
         """
         context = self.hidden_norm(self.fused(taps))
         x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_rotary = rotary(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
-        angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, cache)
+        angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, cache) if attend is None else attend
         for i, layer in enumerate(self.layers):
             x = layer(x, angle, attend, i, context, k_rotary)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
@@ -120,9 +120,9 @@ class Backbone(MaskedModule, FusedTaps):
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
         """The same for blocks under the tokens at positions `at` [B, A] of a batch's texts, as `BlockRows` wants
         them."""
-        positions = torch.arange(batch.tokens.shape[1], device=at.device)[None]
-        mask = block_mask(at, batch.tokens.shape[1], self.width, batch.documents, live)
-        return self(batch.taps, positions, batch.tokens.gather(1, at), at, mask)
+        positions, attend = batch.positions, BlockAttention(at, self.width, batch.documents, live)
+        anchors, anchors_at = batch.tokens.gather(1, at), positions.gather(1, at)
+        return self(batch.taps, positions, anchors, anchors_at, None, attend=attend)
 
     def weights(self, at: Tensor) -> Tensor:
         """[K] weight of a learnt row of each depth."""

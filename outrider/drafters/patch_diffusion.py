@@ -123,7 +123,8 @@ class TargetModel(target_model.TargetModel):
         inputs: which of these rows are masked, [B, A, K] bool; all unless given."""
         length, width = tokens.shape[1], self.block + 1
         mask, positions = target_model.rows_of(documents, at, width, causal=False)
-        known = tokens.gather(1, positions[:, length:].clamp(max=length - 1)).unflatten(1, (at.shape[1], width))
+        columns = at[..., None] + 1 + torch.arange(width, device=at.device)
+        known = tokens.gather(1, columns.flatten(1).clamp(max=length - 1)).view(columns.shape)
         masked = torch.ones_like(known[..., 1:], dtype=torch.bool) if inputs is None else inputs
         block = torch.cat([known[..., :1], known[..., 1:].masked_fill(masked, self.mask_token)], -1)
         with byte_patches.held(width * at.shape[1]):

@@ -175,7 +175,7 @@ class Rows(DetachedRows):
         there = conditional_drop(drawn.learnt, config.ratio, config.floor)
         rows = drafting_rows(drawn.at, there, count)
         mask = training_mask(pair_mask(batch.documents), rows)[:, None]
-        at = rows.pair + rows.depth
+        at = batch.positions.gather(1, rows.pair) + rows.depth
         states = model(batch.taps[:, :-1], batch.tokens[:, 1:], at.shape[1] - count, at, mask)
         b, a, depth = there.nonzero().unbind(-1)
         labelled = Labelled.of(

@@ -37,7 +37,6 @@ from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig, resolved
-from outrider.targets.causal_lm import positions
 from outrider.targets.protocol import Target
 from outrider.targets.stages import ranges
 
@@ -92,14 +91,15 @@ class Model(DraftModel):
         tokens, taps = batch.tokens[:, 1:], self.target_states(batch)[:, :-1]
         features = torch.stack([self.features(taps[:, :, :count]) for count in self.kinds], 1)
         order, count = torch.arange(tokens.shape[1], device=at.device), len(self.kinds)
-        every = order.repeat(count)[None]
+        every = batch.positions[:, : len(order)].repeat(1, count)
         words = self.target.embed(tokens).to(features.dtype).repeat(1, count, 1)
         rows = [self.layer.input_layernorm(words), self.layer.hidden_norm(features.flatten(1, 2))]
         keys = self.layer.self_attn.keys_values(torch.cat(rows, -1), rotary(every, self.shape))
         kind = self.kind(torch.zeros_like(at), fill)
         own = features[torch.arange(len(at), device=at.device)[:, None], kind, at]
         mask = self.mask(batch.documents, at, fill).flatten(2)[:, None]
-        return self.step(tokens.gather(1, at), own, at, lambda q, *_: attention(q, *keys, mask))
+        stands = batch.positions.gather(1, at)
+        return self.step(tokens.gather(1, at), own, stands, lambda q, *_: attention(q, *keys, mask))
 
     def kind(self, back: Tensor, fill: Tensor) -> Tensor:
         """Index of the kind of feature that the pair so many places back has where `fill` tokens are in flight."""
@@ -197,7 +197,7 @@ class Rows(DetachedRows):
         # on the CPU, whose random state a checkpoint stores
         fill = torch.randint(1, model.config.stages + 1, drawn.at.shape).to(drawn.at.device)
         # no more are in flight than the text has
-        fill = torch.minimum(fill, positions(batch.documents).gather(1, drawn.at) + 2)
+        fill = torch.minimum(fill, batch.positions.gather(1, drawn.at) + 2)
         states = model.drafted(batch, drawn.at, fill).flatten(0, 1)
         row = torch.arange(len(states), device=states.device)
         text, weight = row // drawn.at.shape[1], drawn.learnt.flatten().to(states.dtype)

@@ -125,18 +125,17 @@ class Model(VocabularyModel, FusedTaps):
             x = layer(self._shifted(i, x), cos_sin, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
-    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, cache: Any) -> Tensor:
-        """States [B, A, K, H] of first blocks at positions `asked` [B, A], as `forward` gives them for blocks at all
-        positions.
+    def first(
+        self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, asked: Tensor, cache: Any
+    ) -> Tensor:  # fmt: skip
+        """States [B, A, K, H] of first blocks of the pairs `asked` [B, A], as `forward` gives them for blocks of all
+        pairs, at positions `at` [B, n].
 
         These attend to the other blocks, which pass too, up to the last layer's keys and values.
         mask [B, 1, n * K, n * K] hides everything after its row.
         """
-        x, every = (
-            self._rows(features, tokens),
-            self._positions(torch.arange(features.shape[1], device=mask.device)[None]),
-        )
-        cos_sin, step = rotary(every, self.shape), self.config.slots * CHUNK
+        x, step = self._rows(features, tokens), self.config.slots * CHUNK
+        cos_sin = rotary(self._positions(at), self.shape)
         *lower, last = self.layers
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
@@ -148,7 +147,8 @@ class Model(VocabularyModel, FusedTaps):
             x = torch.cat([layer(part, own, attend, i) for part, own, attend in prefixes], 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
-        texts, own = torch.arange(len(rows), device=rows.device)[:, None], rotary(self._positions(asked), self.shape)
+        texts = torch.arange(len(rows), device=rows.device)[:, None]
+        own = rotary(self._positions(at.gather(1, asked)), self.shape)
         normed = last.input_layernorm(x)
         attend = attending(mask[texts, 0, rows][:, None], cache)
         x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, cos_sin)
@@ -407,10 +407,11 @@ def rollout(model: Model, batch: Batch, at: Tensor, taken: Sequence[int]) -> Ten
     text_mask, cache = pair_mask(batch.documents), DynamicCache()
     every = torch.arange(length, device=text_mask.device).expand(len(text_mask), -1)
     mask = rollout_mask(text_mask, every, [], slots)[:, None]
-    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, at, cache)]
+    stands = batch.positions
+    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], stands[:, :-1], mask, at, cache)]
     for b, count in enumerate(taken):
-        positions = at + sum(taken[: b + 1])
-        tokens = batch.tokens.gather(1, (positions + 1).clamp(max=length))
+        later = sum(taken[: b + 1])
+        tokens, positions = batch.tokens.gather(1, (at + later + 1).clamp(max=length)), stands.gather(1, at) + later
         mask = rollout_mask(text_mask, at, taken[: b + 1], slots)[:, None]
         found.append(model(found[-1][:, :, count - 1], tokens, positions, mask, cache))
     return torch.stack(found, 2)

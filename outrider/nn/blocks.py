@@ -17,6 +17,9 @@ from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.sizes import frequencies
 
+BLOCK_ROWS = {"cpu": 128}
+"""Rows of drafted blocks that share an attention call in training, by device; elsewhere 1024."""
+
 
 class Attend(Protocol):
     """Attention as a layer calls it; the caller of the layer decides what is attended to."""
@@ -217,11 +220,40 @@ def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live
     """Attention mask of drafted blocks in training: [B, 1, A * block, length + A * block] bool.
 
     A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself,
-    never to another block.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block attends to
-    itself alone. block: its input slots.
+    never to another block.  anchors [B, A] positions, documents [B, S], of which the first `length` are context; live
+    [B, A] bool; a dead block attends to itself alone. block: its input slots.
     """
     before = torch.arange(length, device=anchors.device) < anchors[..., None]
-    own = documents.gather(1, anchors)[..., None] == documents[:, None]
+    own = documents.gather(1, anchors)[..., None] == documents[:, None, :length]
     itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).repeat_interleave(block, 1)
     mask = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
     return mask.repeat_interleave(block, 1)[:, None]
+
+
+class BlockAttention:
+    """Attention of drafted blocks in training as under `block_mask`, a few blocks at a time.
+
+    Blocks do not attend to each other, so most scores of one mask over all are computed to be hidden; here a group has
+    the context up to its last anchor and its own keys alone.
+    """
+
+    def __init__(self, anchors: Tensor, block: int, documents: Tensor, live: Tensor):
+        """As `block_mask`; anchors ascending."""
+        self._length, self._width = documents.shape[1], block
+        self._blocks = max(1, BLOCK_ROWS.get(anchors.device.type, 1024) // block)
+        groups = anchors.split(self._blocks, 1)
+        # a GPU would have to be waited for
+        is_cpu = anchors.device.type == "cpu"
+        self._ends = [int(at.max()) if is_cpu else self._length for at in groups]
+        parts = zip(groups, live.split(self._blocks, 1), self._ends, strict=True)
+        self._masks = [block_mask(at, end, block, documents, there) for at, there, end in parts]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        if self._masks[0].dtype != q.dtype:  # once for all layers: each would store its own for the backward pass
+            self._masks = [torch.zeros_like(one, dtype=q.dtype).masked_fill(~one, -torch.inf) for one in self._masks]
+        rows, found = self._blocks * self._width, []
+        own = (x[:, :, self._length :].split(rows, 2) for x in (k, v))
+        for asks, keys, values, end, mask in zip(q.split(rows, 2), *own, self._ends, self._masks, strict=True):
+            keys, values = (torch.cat([x[:, :, :end], mine], 2) for x, mine in ((k, keys), (v, values)))
+            found.append(attention(asks, keys, values, mask, sinks))
+        return torch.cat(found, 2)

@@ -22,6 +22,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Scores
 from outrider.errors import DrafterError
 from outrider.nn.top_logprobs import TopLogprobs
+from outrider.targets.attention_mask import positions
 from outrider.targets.protocol import Target, TargetSpec
 
 
@@ -41,11 +42,18 @@ class Batch:
     """[B, S, H] after the target's final norm; [B, S, 0] where `top` stands in for it."""
     top: TopLogprobs | None = None
     """The target's likeliest tokens, where a cache has them in place of hidden states."""
+    per_row: int = 1
+    """Most texts of one row; more than 1 in a packed batch."""
 
     @property
     def final(self) -> Tensor | TopLogprobs:
         """What the target's distribution is computed from."""
         return self.hidden if self.top is None else self.top
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, S], each token's position within its own text, from 0."""
+        return positions(self.documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,9 @@ class FeatureSource(Protocol):
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`, counted from 0."""
+
+    def packed(self, steps: range) -> Iterator[Batch]:
+        """The texts of these steps, several to a row, in batches of at most as many tokens as its budget."""
 
 
 class Predictions(Protocol):
@@ -176,14 +187,24 @@ def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor,
     return labels_at, (picked(batch.loss_mask, labels_at) & is_own & (wanted < length)).cumprod(-1).bool()
 
 
-def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def drawn(live: Tensor, most: int, batch: Batch) -> tuple[Tensor, Tensor]:
     """Up to `most` live positions a text, drawn without replacement: [B, A] ascending, and which are live.  live [B,
-    n]."""
+    n], of the batch's first n positions."""
     # on the CPU, whose random state a checkpoint stores
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
-    best = chance.topk(min(most, live.shape[1]), dim=1)
+    if batch.per_row > 1:
+        chance = chance.masked_fill(_place(chance, batch.documents[:, : live.shape[1]]) >= most, -1.0)
+    # no more than there are in any row: what is not live would be drafted, and go through the head, for nothing
+    best = chance.topk(max(1, min(most * batch.per_row, int(live.sum(1).max()))), dim=1)
     at, order = best.indices.sort(1)
     return at, best.values.gather(1, order) >= 0
+
+
+def _place(chance: Tensor, documents: Tensor) -> Tensor:
+    """How many positions of the same text have a better chance, [B, n].  chance [B, n] up to 1."""
+    # float64: a text's number must not cost the chance its last digits
+    order = (2.0 * documents.double() - chance).argsort(1)
+    return torch.zeros_like(order).scatter(1, order, positions(documents.gather(1, order)))
 
 
 class Drawn(NamedTuple):
@@ -203,7 +224,7 @@ def draw(batch: Batch, most: int, first: int, depths: int) -> Drawn:
     """Up to `most` positions a text from which there is something to learn, drawn without replacement; see
     `labelled`."""
     every = torch.arange(batch.tokens.shape[1] - first, device=batch.tokens.device).expand(len(batch.tokens), -1)
-    at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most)
+    at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most, batch)
     labels_at, learnt = labelled(batch, at, first, depths)
     return Drawn(at, live, labels_at, learnt & live[..., None])
 

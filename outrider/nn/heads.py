@@ -281,5 +281,7 @@ def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
 
 def class_weights(ranks: Tensor) -> Tensor:
     """[4] in proportion to min(1, 10 / how often a class is there), with a mean of 1 over these rows [m]."""
-    weights = (10.0 / torch.bincount(ranks, minlength=CLASSES).clamp(min=1)).clamp(max=1)
-    return weights / weights[ranks].mean() if len(ranks) else weights
+    counts = torch.bincount(ranks, minlength=CLASSES)
+    weights = (10.0 / counts.clamp(min=1)).clamp(max=1)
+    # from the counts: a mean over rows would depend on their order
+    return weights * (len(ranks) / (weights * counts).sum()) if len(ranks) else weights

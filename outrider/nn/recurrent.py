@@ -284,11 +284,12 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, 
     H]."""
     config, length = model.config, batch.tokens.shape[1]
     every = torch.arange(max(1, length - 2), device=features.device).expand(len(features), -1)
-    attend = Unrolled(batch.documents, every, at, model.limits)
+    attend, stands = Unrolled(batch.documents, every, at, model.limits), batch.positions
 
     def step(number: int, hidden: Tensor, rows: Tensor) -> Tensor:
         words = model.target.embed(batch.tokens.gather(1, (rows + 1 + number).clamp(max=length - 1)))
-        return model.step(min(number, model.num_modules - 1), words, hidden, model.cos_sin(rows + number), attend)
+        cos_sin = model.cos_sin(stands.gather(1, rows) + number)
+        return model.step(min(number, model.num_modules - 1), words, hidden, cos_sin, attend)
 
     first = step(0, features[:, : every.shape[1]], every)
     states = [model.guided(first.gather(1, at[..., None].expand(-1, -1, first.shape[-1])), guide)]

@@ -53,7 +53,7 @@ def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple
     labels_at, learnt = labelled(batch, at, 2, depths)
     live = learnt[..., 0]
     if most is not None and most < live.shape[1]:
-        live = torch.zeros_like(live).scatter(1, *drawn(live, most))
+        live = torch.zeros_like(live).scatter(1, *drawn(live, most, batch))
     weight = learnt[live] * decay ** torch.arange(depths, device=at.device)
     return live, labels_at[live], Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
 

@@ -21,6 +21,7 @@ from outrider.nn.draft_model import Batch, DraftModel, Drawn, draw
 from outrider.nn.probe_rows import rows_after
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets import causal_lm
+from outrider.targets.attention_mask import positions
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 
@@ -89,9 +90,9 @@ class ProbedTargetModel(TargetModel):
         inputs: of these rows, those that `inputs` gives unless given."""
         if inputs is None:
             inputs = self.inputs(tokens, documents, at)
-        mask, positions = rows_of(documents, at, self.block, causal=self.is_causal)
+        mask, stands = rows_of(documents, at, self.block, causal=self.is_causal)
         source: Any = self.target
-        given = source.masked(None, mask, positions, positions)
+        given = source.masked(None, mask, stands, stands)
         embedded = torch.cat([self.words(tokens), inputs], 1)
         return causal_lm.states(self.lm, None, **given | {"use_cache": False, "inputs_embeds": embedded})
 
@@ -103,12 +104,13 @@ class ProbedTargetModel(TargetModel):
 def rows_of(documents: Tensor, at: Tensor, count: int, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention mask [B, n, n] bool and positions [B, n] of texts, documents [B, S], and of `count` rows after each
     position `at` [B, A] of them, n = S + A * count; see `rows_after`."""
-    length = documents.shape[1]
+    length, stands = documents.shape[1], positions(documents)
     order = torch.arange(length, device=documents.device)
     text = (documents[:, :, None] == documents[:, None]) & (order[:, None] >= order)
-    mask, after = rows_after(text.gather(1, at[..., None].expand(-1, -1, length)), at, count, causal=causal)
+    before = text.gather(1, at[..., None].expand(-1, -1, length))
+    mask, after = rows_after(before, stands.gather(1, at), count, causal=causal)
     mask = torch.cat([torch.nn.functional.pad(text, (0, after.shape[1])), mask], 1)
-    return mask, torch.cat([order.expand(len(documents), -1), after], 1)
+    return mask, torch.cat([stands, after], 1)
 
 
 class Rows(DetachedRows):

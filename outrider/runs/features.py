@@ -35,7 +35,9 @@ def folder_of(settings: RunConfig) -> str:
 def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel) -> Sourced:
     """What makes features of answers, as the run file asks for them.  config: with its dtype chosen."""
     prepare = settings.prepare
-    common: dict[str, Any] = {"batch": config.batch, "length": prepare.length, "seed": config.seed}
+    common: dict[str, Any] = {
+        "batch": config.batch, "length": prepare.length, "seed": config.seed, "budget": config.tokens
+    }  # fmt: skip
 
     def source(answers: Sequence[Answer], ngram_hashes: Named | None = None) -> Source:
         if prepare.features == "live":

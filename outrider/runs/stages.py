@@ -25,7 +25,7 @@ from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
 from outrider.nn.draft_model import DraftModel, FeatureSource
 from outrider.report.schema import Report
-from outrider.runs import evaluation
+from outrider.runs import evaluation, training_plan
 from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
@@ -79,14 +79,19 @@ def run(
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
-def plan(file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None) -> list[Line]:
+def plan(
+    file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, measure: bool = False
+) -> list[Line]:  # fmt: skip
     """What `run` will do, with all of its checks: counts, tokens, steps, memory, disk, time.  Writes nothing.
 
+    measure: also what two measured steps of the training tell; see `training_plan`.
     Raises as `run` does.
     """
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
-        return preview(settings, chosen, check(settings, chosen))
+        inputs = check(settings, chosen)
+        measured = training_plan.lines(settings, inputs) if measure else []
+        return [*preview(settings, chosen, inputs), *measured]
 
 
 def _chosen(

@@ -148,3 +148,10 @@ def limited(mask: Tensor, limit: Limit | None, queries: Tensor, keys: Tensor) ->
     if limit.kind == "window":
         return mask & (keys > queries - limit.size)
     return mask & (keys // limit.size == queries // limit.size)
+
+
+def positions(documents: Tensor) -> Tensor:
+    """Positions within each text, from 0.  documents [B, S]: equal numbers side by side are one text."""
+    columns = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return columns - columns.where(begins, 0).cummax(1).values

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from outrider import demo
 from outrider.errors import DrafterError, first_line
 from outrider.targets.anatomy import head_transform, trunk
+from outrider.targets.attention_mask import positions
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
@@ -174,10 +175,3 @@ def states(lm: Any, tokens: Tensor | None, **given: Any) -> Tensor:
     """States [B, S, H] before the head.  tokens: None where `inputs_embeds` are given instead."""
     found: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **given}).last_hidden_state
     return found
-
-
-def positions(documents: Tensor) -> Tensor:
-    """Positions within each text, from 0.  documents [B, S]."""
-    columns = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return columns - columns.where(begins, 0).cummax(1).values

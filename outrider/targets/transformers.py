@@ -28,7 +28,7 @@ from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import chunks, gpu_attention, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, final_norm, output_layer, trunk, what_ends_do
-from outrider.targets.attention_mask import TextCache, Tree, additive, limited
+from outrider.targets.attention_mask import TextCache, Tree, additive, limited, positions
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import COLUMNS
 from outrider.targets.detokenizer import detokenizer
@@ -282,12 +282,13 @@ class TransformersTarget:
         """
         self.check_probe()
         cache, texts, order = TextCache(), documents[:, None], torch.arange(tokens.shape[1], device=tokens.device)
+        stands = positions(documents)
         causal = (texts.mT == texts) & (order[:, None] >= order)
         with torch.no_grad():
-            self._rows_of(tokens, cache, causal, order[None], order[None])
+            self._rows_of(tokens, cache, causal, stands, stands)
         ids = tokens.new_zeros(probe.depths.shape)
         with hooks.replacing(self._embedding, probe.embeddings.to(self.model.dtype) / self._scale):
-            keys = torch.cat([order.expand(len(ids), -1), probe.depths], 1)
+            keys = torch.cat([stands, probe.depths], 1)
             return self._rows_of(ids, cache, probe.mask, probe.depths, keys)
 
     def _rows_of(self, tokens: Tensor, cache: TextCache, mask: Tensor, at: Tensor, keys: Tensor) -> Tensor:

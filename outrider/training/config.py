@@ -42,6 +42,10 @@ class Config(Base):
     """Texts per batch."""
     accumulate: PositiveInt = 1
     """Batches per step, whose gradients are added up: a step of more texts than fit into memory at once."""
+    tokens: PositiveInt | None = None
+    """Number of tokens, padding included, that are in memory at once: the texts of a step, `batch` times `accumulate`,
+    lie side by side in batches of at most so many, and the step learns the same.  Unless given, the texts of a batch
+    are padded to the longest."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights; `kl` is short for {kl: 1}."""
     extra: dict[str, float] = Field(default={})

@@ -26,6 +26,10 @@ CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer
 rows a GPU reads the output layer again and again, and multiplies little."""
 
+CHUNK_ROWS = 64
+"""Fewest rows of a chunk: with 13, which 150,000 tokens would leave a CPU, every chunk waits for the output layer's
+weights."""
+
 
 class Joined(NamedTuple):
     """Where a training left the curve of its former number of steps, and at which share of the peak rate."""
@@ -185,7 +189,7 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
 def chunk_size(predictions: Predictions) -> int:
     """Rows whose logits exist at once."""
     elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**26)
-    return max(1, elements // predictions.vocabulary)
+    return max(CHUNK_ROWS, elements // predictions.vocabulary)
 
 
 def rate(step: int, config: Config, joined: Joined | None = None) -> float:

@@ -131,12 +131,11 @@ class _Batches:
 
     def __init__(self, source: FeatureSource, config: Config, step: int):
         self.source, self.numbers = source, range(step * config.accumulate, (step + 1) * config.accumulate)
-        self.tokens = 0
+        self.budget, self.tokens = config.tokens, 0
         """Of texts, so far."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for number in self.numbers:
-            batch = self.source.batch(number)
+        for batch in map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers):
             self.tokens += int((batch.documents > 0).sum())
             yield batch
 

@@ -374,3 +374,18 @@ def test_what_reading_ahead_raises_is_raised(talker: TransformersTarget, tmp_pat
         path.write_bytes(b"nothing")
     with pytest.raises(DataError, match="is damaged"):
         read_all(found)
+
+
+def test_packed_batches_of_a_cache_are_those_of_the_live_target(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches batches that were read ahead for another step, and states in another text's place."""
+    mine = fill(talker, tmp_path, texts())
+    cached = reader(talker, tmp_path, mine, texts(), batch=4, budget=48)
+    live = LiveFeatures(talker, texts(), TAPS, batch=4, length=64, budget=48)
+    for steps in (range(2), range(2, 4), range(1)):
+        found, wanted = list(cached.packed(steps)), list(live.packed(steps))
+        assert len(found) == len(wanted) > 1
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.tokens, other.tokens) and torch.equal(one.documents, other.documents)
+            torch.testing.assert_close(one.taps, other.taps, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-2, atol=1e-2)
+    cached.close()

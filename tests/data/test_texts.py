@@ -37,7 +37,8 @@ def test_texts_of_a_file_are_read_as_those_in_memory(stored: StoredAnswers) -> N
     assert torch.equal(mine.counts(90), theirs.counts(90)) and int(mine.counts(90).sum()) > 0
     for step in range(2 * mine.steps_per_pass):
         assert mine.chosen(step) == theirs.chosen(step)
-        for one, other in zip(mine.tensors(mine.chosen(step)), theirs.tensors(theirs.chosen(step)), strict=True):
+        rows = [[i] for i in mine.chosen(step)]
+        for one, other in zip(mine.tensors(rows), theirs.tensors(rows), strict=True):
             assert torch.equal(one, other)
     assert [list(text.tokens) for text in mine.answers] == [
         list(mine.answers[i].tokens) for i in range(len(mine.answers))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from outrider.nn import blocks
 from outrider.nn.blocks import Attention, ContextLayer, attending, block_mask, rotary, rotate
 from outrider.nn.shape import LayerConfig
 
@@ -168,3 +169,30 @@ def test_context_rows_hidden_by_the_mask_change_nothing():
     with torch.no_grad():
         torch.testing.assert_close(seen(context, mask), seen(other, mask))
         assert not torch.allclose(seen(context, None), seen(other, None))
+
+
+@given(layouts(), st.integers(1, 4))
+def test_blocks_attended_a_few_at_a_time_are_those_of_one_mask(layout, rows):
+    """Catches a group that lacks context or its own keys, or whose gradient goes to another's.  float64."""
+    anchors, length, block, documents, live = layout
+    at, live = torch.tensor(anchors).sort(1).values, torch.tensor(live)
+    noise = torch.Generator().manual_seed(0)
+    count = at.shape[1] * block
+    q = torch.randn(len(at), 4, count, 6, dtype=torch.float64, generator=noise, requires_grad=True)
+    k, v = (
+        torch.randn(len(at), 2, length + count, 6, dtype=torch.float64, generator=noise, requires_grad=True)
+        for _ in range(2)
+    )
+    mask = block_mask(at, length, block, torch.tensor(documents), live)
+    way = torch.randn(q.shape, dtype=torch.float64, generator=noise)
+    wanted = attending(mask)(q, k, v, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_ROWS", {"cpu": rows})
+        attend = blocks.BlockAttention(at, block, torch.tensor(documents), live)
+        found = [attend(q, k, v, layer) for layer in range(2)]
+    for one in found:
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-12)
+        grads = zip(torch.autograd.grad((one * way).sum(), (q, k, v)),
+                    torch.autograd.grad((wanted * way).sum(), (q, k, v), retain_graph=True), strict=True)  # fmt: skip
+        for mine, theirs in grads:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)

@@ -1,3 +1,3 @@
-from tiny import folder
+from tiny import folder, talker
 
-__all__ = ["folder"]
+__all__ = ["folder", "talker"]

@@ -56,6 +56,7 @@ def test_chunks_change_neither_loss_nor_gradients(
     found = []
     for size in (2**24, elements):
         monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", size)
+        monkeypatch.setattr("outrider.training.step.CHUNK_ROWS", 1)
         model = make_model(talker, kind).double()
         torch.manual_seed(2)
         rows = model.predict(make_source(talker).batch(1))

@@ -138,7 +138,7 @@ def trained(
     model = unfrozen(old, target)
     source = LiveFeatures(
         target, [answer_of(text, str(n), length) for n, text in enumerate(texts)], model.taps, batch=training.batch,
-        length=length, seed=training.seed, dtype=training.dtype, cache_bytes=CACHE_BYTES,
+        length=length, seed=training.seed, dtype=training.dtype, cache_bytes=CACHE_BYTES, budget=training.tokens,
     )  # fmt: skip
     place = train(model, source, training, work, origin=str(old))
     (place / checkpoint.TRAINING).unlink(missing_ok=True)  # a version begins with moments of its own

@@ -1,0 +1,62 @@
+"""A plan takes what fits, says what it costs, and refuses what can't fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.data.answers import Answer
+from outrider.drafters import find
+from outrider.errors import ConfigError
+from outrider.runs import stages, training_plan
+from outrider.runs.training_plan import Costs, Measured, planned
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config
+
+COSTS = Costs(100, Measured(2, 50, 3.0), Measured(4, 70, 5.0))
+
+
+def test_memory_and_time_grow_with_rows() -> None:
+    """Catches a line through other points than the measured ones."""
+    assert [COSTS.peak_bytes(rows) for rows in (2, 3, 4, 9)] == [50, 60, 70, 120]
+    assert COSTS.seconds(10) == 11.0
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens", "batches", "peak"), [(1000, 1000, 1, 130), (100, 500, 2, 80), (60, 200, 5, 50)]
+)
+def test_the_largest_budget_that_fits_is_taken(free: int, tokens: int, batches: int, peak: int) -> None:
+    """Catches a budget that does not fit, or one that leaves room and makes more batches than needed."""
+    found = planned(COSTS, 1000, free)
+    assert (found.tokens, found.batches, found.peak_bytes, found.seconds) == (tokens, batches, peak, 11.0)
+    assert found.peak_bytes <= 0.9 * free
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    """Catches a plan of no rows."""
+    with pytest.raises(ConfigError, match=r"one text of 100 tokens takes .* set a lower prepare\.length"):
+        planned(COSTS, 1000, 40)
+
+
+def test_measuring_changes_no_weight(talker: TransformersTarget) -> None:
+    """Catches a plan that trains the model it is given, and rows without anything to learn."""
+    module = find("dflash")
+    model = module.Model(module.Config(layers=1, block=3, taps=(1,), anchors=16), talker).float()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    answers = [Answer("a", list(range(20)), [(6, 20)])]
+    found = training_plan.costs(model, Config(steps=10, dtype="float32"), answers, 48)
+    assert found.first.seconds > 0 and found.second.rows == 4
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    batch = training_plan.random_batch(model, answers, 48, 2)
+    assert batch.per_row == int(batch.documents.max()) == 2 and int(batch.loss_mask.sum()) == 2 * 2 * 14
+
+
+def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> None:
+    """Catches a stand-in for the target that lacks what a method asks of it."""
+    given = [f"prepare.folder={tmp_path / 'answers'}", "prepare.length=48", "train.batch=2", "drafter.anchors=8"]
+    lines = stages.plan("recipes/demo.yaml", given, stages=["prepare", "train"], measure=True)
+    found = {line.what: line.value for line in lines}
+    assert found["fits here"] == "train.tokens=96, 1 batches a step"
+    assert float(found["measured: a step, without the target's passes"]) > 0
