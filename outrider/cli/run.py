@@ -36,6 +36,9 @@ Look = Annotated[
         min=1, metavar="N", help="Print N texts as the target reads them, and which tokens train; write nothing."
     ),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Go on from a checkpoint also where settings changed on which weights depend.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
 
@@ -46,13 +49,14 @@ def run(
     skip_bad: SkipBad = False,
     dry_run: DryRun = False,
     yes: Yes = False,
+    force: Force = False,
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
     if dry_run:
         preview(file, _skipping(overrides, skip_bad), json_to=json_to)
         return
-    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer(yes))
+    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer(yes), force=force)
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
@@ -78,16 +82,18 @@ def prepare(
         _stage("prepare", file, given, dry_run, yes)
 
 
-def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(file: RunFile, overrides: Overrides = None, dry_run: DryRun = False, force: Force = False) -> None:
     """Train the drafter on the target's answers; goes on where it was stopped."""
-    _stage("train", file, overrides or [], dry_run)
+    _stage("train", file, overrides or [], dry_run, force=force)
 
 
-def _stage(stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool, yes: bool = False) -> None:
+def _stage(
+    stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool, yes: bool = False, force: bool = False
+) -> None:
     if dry_run:
         preview(file, overrides, [stage])
     else:
-        stages.run(file, overrides, stages=[stage], reporter=Printer(yes))
+        stages.run(file, overrides, stages=[stage], reporter=Printer(yes), force=force)
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:

@@ -37,7 +37,7 @@ from outrider.runs.start import take_weights
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
-from outrider.training import trainer
+from outrider.training import resume, trainer
 from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import facts as held_out_facts
 
@@ -50,11 +50,13 @@ def run(
     *,
     stages: Sequence[Stage] | None = None,
     reporter: Reporter | None = None,
+    force: bool = False,
 ) -> Report | None:
     """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
 
     overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: gets plans,
-    progress and results; see `outrider.runs.reporter`.
+    progress and results; see `outrider.runs.reporter`.  force: a training goes on from its checkpoint with other
+    settings too.
     Returns the report, None where nothing is measured.
     Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
     section.
@@ -71,7 +73,7 @@ def run(
     if "prepare" in chosen:
         prepare(settings, target, reporter, inputs)
     if "train" in chosen:
-        train(settings, target, reporter, inputs)
+        train(settings, target, reporter, inputs, force)
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
@@ -165,7 +167,9 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
         )  # fmt: skip
 
 
-def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs) -> Path:
+def train(
+    settings: RunConfig, target: TransformersTarget, reporter: Reporter, inputs: Inputs, force: bool = False
+) -> Path:
     """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
@@ -188,11 +192,11 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter, i
     before, each = _steps_done(settings.folder / "checkpoint"), config.accumulate * facts.tokens / source.steps_per_pass
     plan = events.TrainingPlan(
         total=config.last_step, done=before, usual_minutes=usual, model=model, source=source,
-        accumulate=config.accumulate, schedule=trainer.joining(config, settings.folder),
+        accumulate=config.accumulate, schedule=resume.joining(config, settings.folder),
     )  # fmt: skip
     with reporter.working(plan) as update:
         place = trainer.train(
-            model, source, config, settings.folder, reference=reference, origin=origin,
+            model, source, config, settings.folder, reference=reference, origin=origin, force=force,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
