@@ -59,6 +59,9 @@ class Config(Base):
     skip: NonNegativeInt = 3
     """Number of steps in a row whose loss or gradient may be not finite: they change nothing.  After one more the last
     checkpoint's weights are taken again, once; 0 ends at the first."""
+    spike: NonNegativeFloat = 10.0
+    """A loss of more than so many times the median of the last 32 steps makes a bad step too; 0 takes every finite
+    loss."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
     fastest."""

@@ -91,7 +91,7 @@ def train(
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
         with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
-            probes, guard = Probes(probe, config, folder, metrics), Guard(config.skip, place, model, optimizer)
+            probes, guard = Probes(probe, config, folder, metrics), Guard(config, place, model, optimizer)
             while facts["step"] < config.last_step:
                 if probes.is_due(facts["step"]):
                     probes.look(model, facts["step"])
@@ -101,10 +101,10 @@ def train(
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
                 found = optimise(
-                    model, optimizer, batches, config, facts["step"], is_logged or looks, reference, near, joined
+                    model, guard.held, batches, config, facts["step"], is_logged or looks, reference, near, joined
                 )
                 facts["step"] += 1
-                guard.meet(found, facts)
+                guard.meet(found, facts, batches.again)
                 if looks and "bad" not in found:
                     facts["overlap"] = found["overlap"]
                 facts["tokens"] += batches.tokens
@@ -136,10 +136,13 @@ class _Batches:
         """Of texts, so far."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for number in self.numbers:
-            batch = self.source.batch(number)
+        for batch in self.again():
             self.tokens += int((batch.documents > 0).sum())
             yield batch
+
+    def again(self) -> Iterator[Batch]:
+        """The same batches once more, uncounted."""
+        return map(self.source.batch, self.numbers)
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
@@ -168,7 +171,8 @@ def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
 ) -> None:  # fmt: skip
     """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
-    if lost := not_finite(weights_of(model)):
+    state = pack(model, optimizer)
+    if lost := not_finite({**weights_of(model), **state}):
         raise TrainingError(
             f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
             f"intact; lower train.lr (now {facts['config']['lr']})"
@@ -176,7 +180,7 @@ def _save(
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
-    checkpoint.save(place, model, facts, pack(model, optimizer), files)
+    checkpoint.save(place, model, facts, state, files)
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:
