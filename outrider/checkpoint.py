@@ -35,11 +35,12 @@ from outrider.targets.protocol import Target
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES = (
+MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES, PROVENANCE = (
     "outrider.json",
     "model.safetensors",
     "training.safetensors",
     "training.grams",
+    "provenance.json",
 )
 MEASURED = ("calibration", "report")
 """Keys of a manifest about finished weights; further training drops them, export and import copy them."""

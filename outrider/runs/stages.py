@@ -176,6 +176,7 @@ def train(
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     kind, model = settings.drafter["kind"], _model(settings, target)
+    resume.changes(settings.folder / "checkpoint", model, config.model_dump(mode="json"), force)  # before hours of work
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
@@ -186,7 +187,10 @@ def train(
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
-    about = {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights}
+    about = {
+        "texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights,
+        "data": source_manifest.read(settings.answers),
+    }  # fmt: skip
     write_provenance(settings.folder, settings.model_dump(mode="json"), about)
     usual = settings.usual_minutes.get("train")
     before, each = _steps_done(settings.folder / "checkpoint"), config.accumulate * facts.tokens / source.steps_per_pass

@@ -17,10 +17,12 @@ from pydantic import (
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
-from outrider.training import losses, rows
+from outrider.training import losses, rows, trackers
 from outrider.training.optimizers import Kind
 
-FREE = frozenset({"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience"})
+FREE = frozenset(
+    {"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track"}
+)
 """Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
 
 
@@ -78,6 +80,8 @@ class Config(Base):
     """Number of such measurements in a row without a better one, after which training ends; 0 goes on to the end."""
     log_every: PositiveInt = 20
     """Steps between two rows of metrics.jsonl."""
+    track: Annotated[list[str], AfterValidator(trackers.known)] = Field(default=[])
+    """Where metrics also go: tensorboard, wandb, trackio; each needs accelerate and the package of its name."""
     held_out: NonNegativeInt = 32
     """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving
     with."""

@@ -53,9 +53,7 @@ def resume(
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    found = changes(manifest, model, settings, place)
-    if found and (not force or any(change.key in FIXED for change in found)):
-        raise CheckpointError(_refusal(place, found))
+    found = changes(place, model, settings, force)
     step, trained = manifest["training"]["step"], _trained(manifest)
     if settings["steps"] < step:
         more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
@@ -78,11 +76,23 @@ def resume(
     return {key: before[key] for key in RESUMED if key in before}
 
 
-def changes(manifest: Mapping[str, Any], model: DraftModel, settings: Mapping[str, Any], place: Path) -> list[Change]:
-    """The settings on which weights depend that differ from the checkpoint's, sorted by name.
+def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> list[Change]:
+    """The settings on which weights depend that differ from those of the checkpoint in `place`, sorted by name.
 
-    Those in `config.FREE` may always change.
+    settings: `train`'s, of which those in `config.FREE` may always change.
+    Raises CheckpointError for any of them, with `force` only for those in `FIXED`.
     """
+    if not is_there(place):
+        return []
+    found = _changes(checkpoint.manifest_of(place), model, settings, place)
+    if found and (not force or any(change.key in FIXED for change in found)):
+        raise CheckpointError(_refusal(place, found))
+    return found
+
+
+def _changes(
+    manifest: Mapping[str, Any], model: DraftModel, settings: Mapping[str, Any], place: Path
+) -> list[Change]:  # fmt: skip
     own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
     config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
     theirs = {"drafter": config | {"kind": kind}, "train": _trained(manifest)}

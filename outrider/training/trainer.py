@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack
 from outrider.training.resume import is_there, joined_of, resume
 from outrider.training.step import optimise
+from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Conf
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
     probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None, force: bool = False,
+    track: Sequence[Tracker] = (),
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
     `config.probe_every` asks for one, else the newest's.
@@ -63,6 +65,7 @@ def train(
     reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
     and starts from; other models begin with what `DraftModel.begin` gives them.
     force: go on from a checkpoint also with other settings than it was trained with.
+    track: trackers that get the metrics, besides those that `config.track` names.
     Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
     another process trains there; no good checkpoint is overwritten.
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
@@ -90,7 +93,8 @@ def train(
         before, began = facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
-        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
+        trackers = Trackers([*track, *named(config.track, folder, facts["step"])], facts["config"])
+        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"], trackers) as metrics:
             probes, guard = Probes(probe, config, folder, metrics), Guard(config, place, model, optimizer)
             while facts["step"] < config.last_step:
                 if probes.is_due(facts["step"]):
@@ -180,6 +184,7 @@ def _save(
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
+    files[checkpoint.PROVENANCE] = place.parent / checkpoint.PROVENANCE  # of the run, where it has one
     checkpoint.save(place, model, facts, state, files)
 
 

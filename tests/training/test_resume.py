@@ -29,9 +29,7 @@ def facts(folder: Path) -> dict[str, Any]:
     return checkpoint.manifest_of(folder / "checkpoint")["training"]
 
 
-def test_a_manifest_says_its_step_and_how_many_processes_trained_it(
-    talker: TransformersTarget, tmp_path: Path
-) -> None:
+def test_a_manifest_says_its_step_and_how_many_processes_trained_it(talker: TransformersTarget, tmp_path: Path) -> None:
     fit(tmp_path, talker)
     assert facts(tmp_path)["step"] == 6 and facts(tmp_path)["world_size"] == 1
 
@@ -70,9 +68,8 @@ def test_settings_that_change_nothing_learnt_need_no_force(talker: TransformersT
     stopped(tmp_path, talker)
     fit(tmp_path, talker, save_every=3, log_every=2, keep=1)
     assert facts(tmp_path)["step"] == 6 and "changed" not in facts(tmp_path)
-    assert FREE == {
-        "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience",
-    }  # fmt: skip
+    free = {"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track"}
+    assert free == FREE
 
 
 def test_force_changes_neither_kind_nor_optimiser(talker: TransformersTarget, tmp_path: Path) -> None:
