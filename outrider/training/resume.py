@@ -59,6 +59,7 @@ def resume(
         more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
         raise CheckpointError(f"{place} was trained to step {step}, and {more}")
     checkpoint.check_taps(manifest, model, place)
+    _check_files(place)
     _load(place, model, found)
     state = checkpoint.load_state(place)
     if state is not None:
@@ -118,6 +119,17 @@ def _refusal(place: Path, found: list[Change]) -> str:
     else:
         ways = "set them back, give the run another name, or go on with the new ones by --force"
     return f"{place} was trained with other settings: {'; '.join(map(str, found))}; {ways}"
+
+
+def _check_files(place: Path) -> None:
+    """Raises CheckpointError for spoilt files, and says which earlier checkpoint is there to go on from."""
+    try:
+        checkpoint.check_files(place)
+    except CheckpointError as error:
+        kept = place.parent.glob("checkpoints/step-*")
+        earlier = sorted(kept, key=lambda path: checkpoint.manifest_of(path)["training"]["step"])
+        hint = f" (mv {place} {place}.spoilt; cp -r {earlier[-1]} {place})" if earlier else ""
+        raise CheckpointError(f"{error}{hint}") from None
 
 
 def _load(place: Path, model: DraftModel, found: list[Change]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,31 @@ def test_forced_settings_that_want_other_weights_are_refused(talker: Transformer
     model = make_model(talker, rank=4)
     with pytest.raises(CheckpointError, match=r"do not fit the new settings \(drafter.rank was 8, is 4\)"):
         train(model, make_source(talker), Config(**SETTINGS), tmp_path, force=True)
+
+
+@pytest.mark.parametrize("name", [checkpoint.WEIGHTS, checkpoint.TRAINING])
+def test_a_spoilt_file_is_found_and_an_earlier_checkpoint_goes_on(
+    name: str, talker: TransformersTarget, tmp_path: Path
+) -> None:
+    """Catches one flipped bit in a copy, from which a training goes on to other weights; the advice must work."""
+    fit(tmp_path / "whole", talker)
+    place = stopped(tmp_path / "spoilt", talker, at=5) / "checkpoint"
+    content = bytearray((place / name).read_bytes())
+    content[-1] ^= 1
+    (place / name).unlink()  # linked files are those of checkpoints/, too
+    (place / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{name} is not what was written: its checksum is .*step-2 ") as caught:
+        fit(tmp_path / "spoilt", talker)
+    advice = str(caught.value).rpartition("(")[2].rstrip(")")
+    subprocess.run(advice, shell=True, check=True)
+    fit(tmp_path / "spoilt", talker)
+    same_training(tmp_path / "spoilt", tmp_path / "whole")
+
+
+def test_amended_weights_go_on_with_their_own_checksum(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a calibrated checkpoint that a longer training refuses as spoilt."""
+    fit(tmp_path, talker)
+    weights = load_file(tmp_path / "checkpoint" / checkpoint.WEIGHTS)
+    checkpoint.amend(tmp_path / "checkpoint", {name: weight + 1 for name, weight in weights.items()}, {})
+    fit(tmp_path, talker, steps=8)
+    assert facts(tmp_path)["step"] == 8
