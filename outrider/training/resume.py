@@ -126,8 +126,8 @@ def _check_files(place: Path) -> None:
     try:
         checkpoint.check_files(place)
     except CheckpointError as error:
-        kept = place.parent.glob("checkpoints/step-*")
-        earlier = sorted(kept, key=lambda path: checkpoint.manifest_of(path)["training"]["step"])
+        there = place.parent.glob("checkpoints/step-*")
+        earlier = sorted(there, key=lambda path: checkpoint.manifest_of(path)["training"]["step"])
         hint = f" (mv {place} {place}.spoilt; cp -r {earlier[-1]} {place})" if earlier else ""
         raise CheckpointError(f"{error}{hint}") from None
 
