@@ -142,6 +142,21 @@ def loading(found: dict[str, Any]) -> str:
     return f"{_source(found)}\n\n{_table(heads, lines, right=slice(1, 6))}"
 
 
+def kills(found: dict[str, Any]) -> str:
+    counts: dict[str, list[int]] = {}
+    for kill in found["spent"]:
+        what = "at a random time" if kill["before_call"] is None else f"in a save, at `{kill['before_call']}`"
+        counts.setdefault(what, []).append(kill["saved_step"] - kill["from_step"])
+    lines = [[what, str(len(steps)), str(sum(steps))] for what, steps in sorted(counts.items())]
+    ends = "equal the undisturbed one, bit for bit" if found["identical"] else "DIFFER from the undisturbed one"
+    said = (
+        f"{found['kills']} kills of {found['trainings']} trainings of {found['steps']} steps, saved every "
+        f"{found['save_every']}; all ends {ends}."
+    )
+    heads = ["killed", "times", "steps saved between start and kill"]
+    return f"{_source(found)}\n\n{said}\n\n{_table(heads, lines, right=slice(1, 3))}"
+
+
 def soak(found: dict[str, Any]) -> str:
     totals = found["totals"]
     families = [counts for name, counts in found["settings"].items() if name.startswith("family ")]
@@ -941,6 +956,7 @@ def _kept(found: dict[str, Any]) -> str:
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
+    "kills": kills,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,

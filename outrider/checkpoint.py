@@ -12,13 +12,15 @@ also after a crash or a power cut.
 """
 
 import errno
+import functools
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,11 +37,12 @@ from outrider.targets.protocol import Target
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES = (
+MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES, PROVENANCE = (
     "outrider.json",
     "model.safetensors",
     "training.safetensors",
     "training.grams",
+    "provenance.json",
 )
 MEASURED = ("calibration", "report")
 """Keys of a manifest about finished weights; further training drops them, export and import copy them."""
@@ -71,7 +74,33 @@ def save(
         for name, path in (files or {}).items():
             if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
                 shutil.copyfile(path, part / name)
+        manifest["checksums"] = _checksums(part)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """crc32 of what a training goes on from, by the name of the file: it finds what a disk or a copy spoilt."""
+    found = {}
+    for name in (WEIGHTS, TRAINING):
+        if (folder / name).exists():
+            with (folder / name).open("rb") as file:
+                found[name] = f"{functools.reduce(lambda crc, part: zlib.crc32(part, crc), _parts(file), 0):08x}"
+    return found
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    return iter(lambda: file.read(1 << 22), b"")
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError where weights or moments are not those that were written; older manifests can't tell."""
+    wanted = manifest_of(folder).get("checksums") or {}
+    found = _checksums(whole(folder))
+    if spoilt := [name for name in found if name in wanted and found[name] != wanted[name]]:
+        raise CheckpointError(
+            f"{whole(folder) / spoilt[0]} is not what was written: its checksum is {found[spoilt[0]]}, "
+            f"{wanted[spoilt[0]]} is wanted; copy it again, or take an earlier checkpoint"
+        )
 
 
 def manifest_for(
@@ -101,16 +130,17 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
     no checkpoint.
     """
     folder, source = Path(folder), whole(folder)
-    manifest = json.dumps(manifest_of(folder) | dict(facts), indent=2)
+    manifest = manifest_of(folder) | dict(facts)
     if not weights:
         with _disk_errors(folder), replacing(source / MANIFEST) as part:
-            part.write_text(manifest)
+            part.write_text(json.dumps(manifest, indent=2))
         return
     stored = load_file(source / WEIGHTS)
     with _instead_of(folder) as part:
         shutil.copytree(source, part, dirs_exist_ok=True)
         save_file(stored | {name: w.detach().contiguous().cpu() for name, w in weights.items()}, part / WEIGHTS)
-        (part / MANIFEST).write_text(manifest)
+        manifest["checksums"] = _checksums(part)
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
 def copy(source: Path, folder: Path, without: Collection[str] = ()) -> None:

@@ -69,7 +69,7 @@ def examine() -> list[dict[str, Any]]:
     packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
     add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
     for extra, module, gain in (
-        ("tensorboard", "tensorboard", "training curves next to metrics.jsonl"),
+        ("tensorboard", "tensorboard", "training curves by --track tensorboard"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
         ("quantize", "torchao", "targets and drafters with int8 weights"),
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),

@@ -36,6 +36,13 @@ Look = Annotated[
         min=1, metavar="N", help="Print N texts as the target reads them, and which tokens train; write nothing."
     ),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Go on from a checkpoint also where settings changed on which weights depend.")
+]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Send metrics there too: tensorboard, wandb or trackio; again for more of them."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print counts and sizes, and write nothing.")]
 
 Measure = Annotated[
@@ -50,13 +57,16 @@ def run(
     skip_bad: SkipBad = False,
     dry_run: DryRun = False,
     yes: Yes = False,
+    force: Force = False,
+    track: Track = None,
 ) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
     place_of_json(json_to)
+    given = [*_skipping(overrides, skip_bad), *_tracked(track)]
     if dry_run:
-        preview(file, _skipping(overrides, skip_bad), json_to=json_to)
+        preview(file, given, json_to=json_to)
         return
-    report = stages.run(file, _skipping(overrides, skip_bad), reporter=Printer(yes))
+    report = stages.run(file, given, reporter=Printer(yes), force=force)
     if report is not None:
         write_json(json_to, json.loads(report.json_text()))
 
@@ -83,21 +93,28 @@ def prepare(
 
 
 def train(
-    file: RunFile, overrides: Overrides = None, dry_run: DryRun = False,
-    measure: Measure = False,
+    file: RunFile, overrides: Overrides = None, dry_run: DryRun = False, measure: Measure = False, force: Force = False,
+    track: Track = None,
 ) -> None:  # fmt: skip
     """Train the drafter on the target's answers; goes on where it was stopped."""
     if measure:
         show(stages.plan(file, overrides or (), stages=["train"], measure=True), None)
         return
-    _stage("train", file, overrides or [], dry_run)
+    _stage("train", file, [*(overrides or ()), *_tracked(track)], dry_run, force=force)
 
 
-def _stage(stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool, yes: bool = False) -> None:
+def _stage(
+    stage: stages.Stage, file: Path, overrides: list[str], dry_run: bool, yes: bool = False, force: bool = False
+) -> None:
     if dry_run:
         preview(file, overrides, [stage])
     else:
-        stages.run(file, overrides, stages=[stage], reporter=Printer(yes))
+        stages.run(file, overrides, stages=[stage], reporter=Printer(yes), force=force)
+
+
+def _tracked(names: list[str] | None) -> list[str]:
+    """The override that `--track` is short for."""
+    return [f"train.track={json.dumps(names)}"] if names else []
 
 
 def _skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:

@@ -42,6 +42,15 @@ def write(folder: Path, found: Selection) -> Path:
     return path
 
 
+def read(folder: Path) -> dict[str, Any] | None:
+    """`sources.json` of a folder; None where there is none that can be read."""
+    try:
+        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _facts(part: Part, seed: int) -> dict[str, Any]:
     given = part.source.model_dump(mode="json", exclude_none=True)
     if part.source.path is not None:

@@ -27,6 +27,7 @@ from outrider.runs.sizes import OnPaper, on_paper
 from outrider.runs.weights import refuse_missing_weights
 from outrider.targets.quantised import library
 from outrider.targets.sketch import Sketch, sketch
+from outrider.training import trackers
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
             f"train.probe_every {settings.train.probe_every} keeps the best drafter, but {settings.drafter['kind']} "
             "trains its target; set it to 0"
         )
+    if settings.train is not None and "train" in stages:
+        trackers.check(settings.train.track)
     drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)
     target = _sketch(settings)
     paper = OnPaper({})

@@ -35,6 +35,7 @@ def write_provenance(folder: Path, config: Mapping[str, Any], facts: dict[str, A
         "transformers": version_of("transformers"),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.cpu_name(),
         "products_ms": None if torch.cuda.is_available() else machine.matmul_times().ms,

@@ -40,7 +40,7 @@ from outrider.targets.load import load_target
 from outrider.targets.served import RunTarget, ServedTarget, load_served
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
-from outrider.training import trainer
+from outrider.training import resume, trainer
 from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import facts as held_out_facts
 
@@ -54,11 +54,13 @@ def run(
     *,
     stages: Sequence[Stage] | None = None,
     reporter: Reporter | None = None,
+    force: bool = False,
 ) -> Report | None:
     """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
 
     overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: gets plans,
-    progress and results; see `outrider.runs.reporter`.
+    progress and results; see `outrider.runs.reporter`.  force: a training goes on from its checkpoint with other
+    settings too.
     Returns the report, None where nothing is measured.
     Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
     section.
@@ -75,7 +77,7 @@ def run(
     if "prepare" in chosen:
         prepare(settings, target, reporter, inputs)
     if "train" in chosen:
-        train(settings, target, reporter, inputs)
+        train(settings, target, reporter, inputs, force)
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
@@ -182,13 +184,14 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
         )  # fmt: skip
 
 
-def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs) -> Path:
+def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False) -> Path:
     """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
     config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     kind, model = settings.drafter["kind"], _model(settings, target)
+    resume.changes(settings.folder / "checkpoint", model, config.model_dump(mode="json"), force)  # before hours of work
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
@@ -199,17 +202,20 @@ def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: In
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
-    about = {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights}
+    about = {
+        "texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights,
+        "data": source_manifest.read(settings.answers),
+    }  # fmt: skip
     write_provenance(settings.folder, settings.model_dump(mode="json"), about)
     usual = settings.usual_minutes.get("train")
     before, each = _steps_done(settings.folder / "checkpoint"), config.accumulate * facts.tokens / source.steps_per_pass
     plan = events.TrainingPlan(
         total=config.last_step, done=before, usual_minutes=usual, model=model, source=source,
-        accumulate=config.accumulate, schedule=trainer.joining(config, settings.folder),
+        accumulate=config.accumulate, schedule=resume.joining(config, settings.folder),
     )  # fmt: skip
     with reporter.working(plan) as update:
         place = trainer.train(
-            model, source, config, settings.folder, reference=reference, origin=origin,
+            model, source, config, settings.folder, reference=reference, origin=origin, force=force,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")

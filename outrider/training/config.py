@@ -17,10 +17,12 @@ from pydantic import (
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
-from outrider.training import losses, rows
+from outrider.training import losses, rows, trackers
 from outrider.training.optimizers import Kind
 
-FREE = frozenset({"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience"})
+FREE = frozenset(
+    {"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track"}
+)
 """Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
 
 
@@ -63,6 +65,9 @@ class Config(Base):
     skip: NonNegativeInt = 3
     """Number of steps in a row whose loss or gradient may be not finite: they change nothing.  After one more the last
     checkpoint's weights are taken again, once; 0 ends at the first."""
+    spike: NonNegativeFloat = 10.0
+    """A loss of more than so many times the median of the last 32 steps makes a bad step too; 0 takes every finite
+    loss."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
     fastest."""
@@ -79,6 +84,8 @@ class Config(Base):
     """Number of such measurements in a row without a better one, after which training ends; 0 goes on to the end."""
     log_every: PositiveInt = 20
     """Steps between two rows of metrics.jsonl."""
+    track: Annotated[list[str], AfterValidator(trackers.known)] = Field(default=[])
+    """Where metrics also go: tensorboard, wandb, trackio; each needs accelerate and the package of its name."""
     held_out: NonNegativeInt = 32
     """Answers that do not train, at most one in 16: acceptance is measured on them at the end, to compare serving
     with."""

@@ -1,51 +1,123 @@
-"""Steps whose loss or gradient is not finite: skipped, then the last checkpoint, then the end."""
+"""Steps that would harm a draft model are not taken: skipped, then the last checkpoint, then the end.
+
+Bad is a step whose loss or gradient is not finite, or whose loss is a spike: many times what the last steps had.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from outrider import checkpoint
 from outrider.errors import TrainingError
-from outrider.nn.draft_model import DraftModel
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers, unpack
+from outrider.training.resume import is_there
+from outrider.training.step import chunk_size
 
 log = logging.getLogger(__name__)
+REMEMBERED, FEWEST = 32, 8
+"""Losses of good steps that a spike is measured by; with fewer than FEWEST none is seen."""
+
+
+class Held:
+    """An optimiser whose step waits until the loss is known to be good; see `Guard.meet`."""
+
+    def __init__(self, optimizer: Optimizers):
+        self.optimizer = optimizer
+        self.lr: float | None = None
+        """Of the step that waits; None where none does."""
+        self.noise = torch.get_rng_state()
+        """The random state before the step's first batch."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.lr, self.noise = None, torch.get_rng_state()
+
+    def step(self, lr: float) -> None:
+        self.lr = lr
+
+    def take(self) -> None:
+        """Take the step."""
+        assert self.lr is not None
+        self.optimizer.step(self.lr)
 
 
 class Guard:
     """A bad step changes nothing, and training goes on with the next batch.
 
-    After more than `most` in a row the weights and moments of the last checkpoint are taken again; where that does not
-    help either, training ends.
+    After more than `train.skip` in a row the weights and moments of the last checkpoint are taken again; where that
+    does not help either, training ends.
     """
 
-    def __init__(self, most: int, place: Path, model: DraftModel, optimizer: Optimizers):
-        self.most, self.place, self.model, self.optimizer = most, place, model, optimizer
+    def __init__(self, config: Config, place: Path, model: DraftModel, optimizer: Optimizers):
+        self.config, self.place, self.model, self.optimizer = config, place, model, optimizer
+        self.held: Any = Held(optimizer)
+        """Given to `step.optimise` in the optimiser's place."""
 
-    def meet(self, found: Mapping[str, Any], facts: dict[str, Any]) -> None:
-        """A step of the training that these facts describe found this.  Raises TrainingError for one bad step too
-        many."""
+    def meet(self, found: dict[str, Any], facts: dict[str, Any], batch: Callable[[], Iterator[Batch]]) -> None:
+        """Judge a step of the training that these facts describe: take it, or put into `found` why it is `bad`.
+
+        batch: gives the step's batches once more, to find where it went wrong.
+        Raises TrainingError for one bad step too many.
+        """
+        if "bad" in found:
+            found["bad"] += self._blame(batch)
+        elif (spike := self._spike(found["loss"], facts.get("losses", ()))) is not None:
+            found["bad"] = spike
         if "bad" not in found:
+            self.held.take()
+            facts["losses"] = [*facts.get("losses", ()), found["loss"]][-REMEMBERED:]
             for key in ("skipped", "restored"):
                 facts.pop(key, None)
             return
-        problem = f"step {facts['step']}: {found['bad']}"
-        facts["skipped"] = facts.get("skipped", 0) + 1
-        if facts["skipped"] <= self.most:
+        self._skip(f"step {facts['step']}: {found['bad']}", facts)
+
+    def _skip(self, problem: str, facts: dict[str, Any]) -> None:
+        facts["skipped"], most = facts.get("skipped", 0) + 1, self.config.skip
+        if facts["skipped"] <= most:
             log.warning("%s; the step is skipped", problem)
-        elif self.most and "restored" not in facts and self._restore():
+        elif most and "restored" not in facts and self._restore():
             facts["restored"], facts["skipped"] = facts["step"], 0
-            log.warning("%s, and %d before it; the weights of the last checkpoint are taken again", problem, self.most)
+            log.warning("%s, and %d before it; the weights of the last checkpoint are taken again", problem, most)
         else:
             rate = f"lower train.lr (now {facts['config']['lr']}) or look at that tensor"
             raise TrainingError(f"{problem}. The last checkpoint is intact; {rate}")
 
+    def _spike(self, loss: float, before: list[float]) -> str | None:
+        """What is wrong with a finite loss; None where it is like those before it."""
+        if not self.config.spike or len(before) < FEWEST:
+            return None
+        usual = statistics.median(before)
+        if usual <= 0 or loss <= self.config.spike * usual:
+            return None
+        norms = {name: float(w.grad.norm()) for name, w in self.model.named_parameters() if w.grad is not None}
+        largest = max(norms, key=lambda name: norms[name])
+        return (
+            f"the loss is {loss:.4g}, {loss / usual:.1f} times the median of the last {len(before)} (train.spike "
+            f"{self.config.spike:g}); largest gradient: {largest}"
+        )
+
+    def _blame(self, batch: Callable[[], Iterator[Batch]]) -> str:
+        """The first module that makes values that are not finite of finite ones; empty where none does."""
+        after = torch.get_rng_state()
+        torch.set_rng_state(self.held.noise)
+        try:
+            found = first_bad_module(self.model, batch(), self.config.dtype)
+        finally:
+            torch.set_rng_state(after)
+        return "" if found is None else f"; first bad module: {found}"
+
     def _restore(self) -> bool:
         """Take the last checkpoint's weights and moments; whether there was one with both."""
-        if not (checkpoint.whole(self.place) / checkpoint.MANIFEST).exists():
+        if not is_there(self.place):
             return False
         state = checkpoint.load_state(self.place)
         if state is None:
@@ -53,3 +125,48 @@ class Guard:
         checkpoint.load_weights(self.place, self.model)
         unpack(state, self.model, self.optimizer)
         return True
+
+
+@torch.no_grad()
+def first_bad_module(model: DraftModel, batches: Iterator[Batch], dtype: str) -> str | None:
+    """The first module whose output is not finite although its input is, by name and type; None where all are fine."""
+    found: list[str] = []
+
+    def looked(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, given: Any, named: Any, output: Any) -> None:
+            # an attention mask is -inf where nothing is seen
+            is_fed_bad = any(bool((v.isnan() | v.isposinf()).any()) for v in _floats((given, named)))
+            if not found and not is_fed_bad and any(not bool(v.isfinite().all()) for v in _floats(output)):
+                found.append(f"{name} ({type(module).__name__})")
+
+        return look
+
+    hooks = [
+        module.register_forward_hook(looked(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
+    try:
+        for batch in batches:
+            with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                predictions = model.predict(batch)
+                for _ in predictions.chunks(chunk_size(predictions)):
+                    if found:
+                        break
+            if found:
+                break
+    finally:
+        torch.clear_autocast_cache()  # it holds weights cast without a gradient
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """All floating-point tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _floats(one)
+    elif isinstance(value, Mapping):
+        yield from _floats(tuple(value.values()))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each logged step, and the same to TensorBoard where that is installed."""
+"""metrics.jsonl: a line for each logged step, and the same to the trackers of the run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 from outrider.atomic import replacing
 from outrider.errors import TrainingError
+from outrider.training.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Writes metrics.jsonl, and to TensorBoard where that is installed.
+    """Writes metrics.jsonl, and to trackers.
 
     A line that the disk has no room for is written with the next one; training goes on.
     """
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path, step: int, trackers: Trackers | None = None):
         self.path = folder / "metrics.jsonl"
         self.has_warned = False
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -42,14 +43,13 @@ class Metrics:
         except OSError as error:
             wanted = "it is unchanged; free some space and run again"
             raise TrainingError(f"can't write {self.path} ({error.strerror}); {wanted}") from error
-        self.board = _tensorboard(folder)
+        self.trackers = Trackers((), {}) if trackers is None else trackers
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self.board is not None:
-            self.board.close()
+        self.trackers.finish()
         try:
             self.file.close()
         except OSError as error:
@@ -69,9 +69,7 @@ class Metrics:
             if not self.has_warned:
                 log.warning("can't write %s (%s); make room, its lines are written then", self.path, error.strerror)
             self.has_warned = True
-        for name, value in values.items() if self.board is not None else ():
-            if isinstance(value, int | float) and name != "step":
-                self.board.add_scalar(f"train/{name}", value, values["step"])
+        self.trackers.log(values)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -81,11 +79,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(folder / "tensorboard")

@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from outrider import checkpoint, machine
-from outrider.errors import CheckpointError, ConfigError, TrainingError
+from outrider.errors import ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
-from outrider.training.config import FREE, Config
+from outrider.training.config import Config
 from outrider.training.guard import Guard
 from outrider.training.metrics import Metrics
-from outrider.training.optimizers import Optimizers, pack, unpack
-from outrider.training.step import Joined, optimise, rate
+from outrider.training.optimizers import Optimizers, pack
+from outrider.training.resume import is_there, joined_of, resume
+from outrider.training.step import optimise
+from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """Steps between two measurements of the mean overlap, for losses that depend on it."""
-RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored")
-"""Facts of a training that go on after a stop."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -46,14 +46,15 @@ def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Conf
         return config
     place = Path(folder) / "checkpoint"
     before: dict[str, Any] = {}
-    if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+    if is_there(place):
         before = checkpoint.manifest_of(place)["training"].get("config") or {}
     return config.model_copy(update={"dtype": before.get("dtype") or machine.training_dtype(device)})
 
 
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
-    probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None,
+    probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None, force: bool = False,
+    track: Sequence[Tracker] = (),
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
     `config.probe_every` asks for one, else the newest's.
@@ -63,6 +64,8 @@ def train(
     `config.probe_every` steps, into the metrics.
     reference: the model that `config.reference` names, loaded.  origin: the trained drafter whose weights `model` has
     and starts from; other models begin with what `DraftModel.begin` gives them.
+    force: go on from a checkpoint also with other settings than it was trained with.
+    track: trackers that get the metrics, besides those that `config.track` names.
     Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
     another process trains there; no good checkpoint is overwritten.
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
@@ -78,19 +81,21 @@ def train(
         optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
         place = folder / "checkpoint"
         facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+        facts["world_size"] = 1
         if origin is not None:  # the texts that it was trained on are not known
             facts |= {"from": origin, "ngram_hashes": [None]}
-        facts |= _resume(place, model, optimizer, facts["config"])
+        facts |= resume(place, model, optimizer, facts["config"], force)
         checkpoint.tidy(place)
         given = _name_texts(facts, source)
         if not facts["step"] and origin is None:
             model.begin(source.counts)
-        joined = _joined(facts)
+        joined = joined_of(facts)
         before, began = facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
-        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
-            probes, guard = Probes(probe, config, folder, metrics), Guard(config.skip, place, model, optimizer)
+        trackers = Trackers([*track, *named(config.track, folder, facts["step"])], facts["config"])
+        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"], trackers) as metrics:
+            probes, guard = Probes(probe, config, folder, metrics), Guard(config, place, model, optimizer)
             while facts["step"] < config.last_step:
                 if probes.is_due(facts["step"]):
                     probes.look(model, facts["step"])
@@ -100,10 +105,10 @@ def train(
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
                 found = optimise(
-                    model, optimizer, batches, config, facts["step"], is_logged or looks, reference, near, joined
+                    model, guard.held, batches, config, facts["step"], is_logged or looks, reference, near, joined
                 )
                 facts["step"] += 1
-                guard.meet(found, facts)
+                guard.meet(found, facts, batches.again)
                 if looks and "bad" not in found:
                     facts["overlap"] = found["overlap"]
                 facts["tokens"] += batches.tokens
@@ -116,7 +121,7 @@ def train(
                 is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
                 if stops or is_saved or probes.is_due(facts["step"]):
                     facts["seconds"] = round(seconds(), 3)
-                    if is_saved and (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+                    if is_saved and is_there(place):
                         keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
                     _save(place, model, optimizer, facts, given)
                 if stops:
@@ -135,9 +140,13 @@ class _Batches:
         """Of texts, so far."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers):
+        for batch in self.again():
             self.tokens += int((batch.documents > 0).sum())
             yield batch
+
+    def again(self) -> Iterator[Batch]:
+        """The same batches once more, uncounted."""
+        return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
@@ -166,7 +175,8 @@ def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
 ) -> None:  # fmt: skip
     """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
-    if lost := not_finite(weights_of(model)):
+    state = pack(model, optimizer)
+    if lost := not_finite({**weights_of(model), **state}):
         raise TrainingError(
             f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
             f"intact; lower train.lr (now {facts['config']['lr']})"
@@ -174,65 +184,8 @@ def _save(
     there = checkpoint.whole(place)
     stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
     files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
-    checkpoint.save(place, model, facts, pack(model, optimizer), files)
-
-
-def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Go on from a checkpoint, if there is one of this very training; refuse one of another."""
-    if not (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
-        return {}
-    manifest = checkpoint.manifest_of(place)
-    checkpoint.check_binding(manifest, model.target, place)
-    mine = {
-        "drafter": model.config.model_dump(mode="json"),
-        "train": {key: settings[key] for key in settings.keys() - FREE},
-    }
-    own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
-    config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
-    trained = Config().model_dump(mode="json") | (manifest["training"].get("config") or {})
-    theirs = {"drafter": config | {"kind": kind}, "train": trained}
-    differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
-    if differs:
-        wrong = f"other settings ({', '.join(sorted(differs))})"
-        raise CheckpointError(f"{place} was trained with {wrong}; give the run another name, or set them back")
-    step = manifest["training"]["step"]
-    if settings["steps"] < step:
-        more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
-        raise CheckpointError(f"{place} was trained to step {step}, and {more}")
-    checkpoint.check_taps(manifest, model, place)
-    checkpoint.load_weights(place, model)
-    state = checkpoint.load_state(place)
-    if state is not None:
-        unpack(state, model, optimizer)
-    elif step < settings["steps"]:
-        lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
-        raise CheckpointError(
-            f"{place} {lacks}, without which it can't go on; put the file back, or give the run another name"
-        )
-    before = {"ngram_hashes": [None]} | manifest["training"]
-    if settings["steps"] != trained["steps"] and step < settings["steps"]:
-        before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}
-    return {key: before[key] for key in RESUMED if key in before}
-
-
-def joining(config: Config, folder: str | Path) -> str:
-    """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
-    place = Path(folder) / "checkpoint"
-    facts = (
-        checkpoint.manifest_of(place)["training"] if (checkpoint.whole(place) / checkpoint.MANIFEST).exists() else {}
-    )
-    before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
-    if before in (None, config.steps) or step >= config.last_step:
-        return ""
-    joined = Joined(step, rate(step, Config(**facts["config"]), _joined(facts)))
-    return (
-        f"train.steps was {before}: from {100 * joined.rate:.0f} % of its peak the learning rate joins the curve of "
-        f"{config.steps} steps (a cosine that ends at 0) within {joined.length(config)} steps"
-    )
-
-
-def _joined(facts: Mapping[str, Any]) -> Joined | None:
-    return Joined(**facts["joined"]) if "joined" in facts else None
+    files[checkpoint.PROVENANCE] = place.parent / checkpoint.PROVENANCE  # of the run, where it has one
+    checkpoint.save(place, model, facts, state, files)
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:

@@ -97,7 +97,7 @@ def result(place: Path) -> dict[str, Any]:
     folder, found = place / "runs/tiny", {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name, content = str(path.relative_to(folder)), path.read_bytes()
-        if name == "provenance.json":
+        if path.name == "provenance.json":
             assert json.loads(content)
         elif name.endswith(".sqlite"):  # its pages differ with the moments at which they were written
             found[name] = _entries(path)

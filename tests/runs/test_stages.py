@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tiny import write_run_file
 
 import outrider
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.runs.reporter import Evaluated, Plan, Prepared, Reporter, Result, Trained, TrainingPlan, Update
 
 
@@ -78,6 +79,36 @@ def test_a_run_holds_answers_out_and_is_compared_with_them(
     assert found.held_out == 2 and len(found.acceptance) == len(found.agreement) > 0
     by_temperature = {row.temperature: row.predicted_by_depth for row in report.rows if row.drafter == "dspark"}
     assert len(by_temperature[0]) == len(found.agreement) and by_temperature[1] == ()
+
+
+def test_a_training_with_other_settings_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a config.yaml that names settings which nothing was trained with, and a --force that no stage hears."""
+    monkeypatch.chdir(tmp_path)
+    file, place = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "runs/tiny"
+    outrider.run(file, stages=["prepare", "train"])
+    before = (place / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match="train.lr was 0.01, is 0.02; .*--force"):
+        outrider.run(file, ["train.lr=2e-2", "train.steps=6"], stages=["train"])
+    assert (place / "config.yaml").read_text() == before
+    outrider.run(file, ["train.lr=2e-2", "train.steps=6"], stages=["train"], force=True)
+    found = json.loads((place / "checkpoint/outrider.json").read_text())["training"]
+    assert found["step"] == 6 and found["changed"][0]["settings"] == {"train.lr": [0.01, 0.02]}
+
+
+def test_every_checkpoint_has_its_provenance_beside_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a checkpoint that is copied away and can't say from which data, code and machine it came."""
+    monkeypatch.chdir(tmp_path)
+    file, place = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "runs/tiny"
+    outrider.run(file, ["train.probe_every=2"], stages=["prepare", "train"])
+    for name in ("checkpoint", "checkpoints/step-2", "checkpoints/best"):
+        found = json.loads((place / name / "provenance.json").read_text())
+        wanted = {"commit", "outrider", "torch", "command", "device", "cpus", "memory_bytes", "config", "texts"}
+        assert wanted <= found.keys() and found["config"]["train"]["lr"] == 0.01
+        assert found["data"]["conversations"] == 6 and len(found["data"]["sources"][0]["files"][0]["sha256"]) == 64
 
 
 def test_a_stage_that_is_named_must_be_in_the_file(

@@ -58,9 +58,10 @@ SETTINGS = {"steps": 6, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every":
 def fit(
     folder: Path, target: TransformersTarget, kind: str = "vanilla", seed: int = 1, source: Any = None,
     on_step: Callable[[int, Mapping[str, Any]], None] | None = None,
-    probe: Callable[[DraftModel], Mapping[str, Any]] | None = None, **settings: Any,
+    probe: Callable[[DraftModel], Mapping[str, Any]] | None = None, force: bool = False, **settings: Any,
 ) -> DraftModel:  # fmt: skip
     """Train a model in `folder`, or go on there; the model as training left it."""
     model = make_model(target, kind, seed)
-    train(model, source or make_source(target), Config(**(SETTINGS | settings)), folder, on_step=on_step, probe=probe)
+    config = Config(**(SETTINGS | settings))
+    train(model, source or make_source(target), config, folder, on_step=on_step, probe=probe, force=force)
     return model

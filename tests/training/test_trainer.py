@@ -281,9 +281,8 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_lines_of_metrics_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_metrics_wait_for_room(tmp_path: Path) -> None:
     """Catches a training that a full disk ends at a line of metrics, and a line that is torn, lost or written twice."""
-    monkeypatch.setattr("outrider.training.metrics._tensorboard", lambda folder: None)
     with Metrics(tmp_path, 0) as written:
         with files_of_at_most(50):
             for step in range(1, 6):
@@ -503,21 +502,23 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"lr": 2e-2}, "train.lr"), ({"clip": 2.0}, "train.clip"), ({"loss": {"kl": 1.0}}, "train.loss"),
-        ({"dtype": "bfloat16", "batch": 3}, "train.batch, train.dtype"), ({"extra": {"confidence": 0.0}},
-        "train.extra"),
+        ({"lr": 2e-2}, "train.lr was 0.01, is 0.02"), ({"clip": 2.0}, "train.clip was 1.0, is 2.0"),
+        ({"loss": {"kl": 1.0}}, "train.loss was {'ce': 0.1, 'tv': 1.8}, is {'kl': 1.0}"),
+        ({"dtype": "bfloat16", "batch": 3}, "train.batch was 2, is 3; train.dtype was float32, is bfloat16"),
+        ({"extra": {"confidence": 0.0}}, "train.extra was {}, is {'confidence': 0.0}"),
     ],
 )  # fmt: skip
 def test_other_settings_do_not_resume(
     change: dict[str, Any], named: str, talker: TransformersTarget, tmp_path: Path
 ) -> None:
-    """Catches a checkpoint that is half one training and half another; the message names every key that differs."""
+    """Catches a checkpoint that is half one training and half another; the message names every key that differs,
+    with both values."""
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(1, interrupt))
     before = written(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, talker, **change)
-    assert f"({named})" in str(caught.value)
+    assert f"other settings: {named}; set them back, give the run another name, or" in str(caught.value)
     assert written(tmp_path) == before
 
 

@@ -1,0 +1,173 @@
+"""Going on with a training that is there: what is taken from its checkpoint, and what may not have changed since.
+
+From the checkpoint come weights, moments, the random state and the facts in `RESUMED`.  The learning rate and the
+position in the texts, also in the middle of a pass, follow from the step alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider import checkpoint
+from outrider.errors import CheckpointError
+from outrider.nn.draft_model import DraftModel
+from outrider.training.config import FREE, Config
+from outrider.training.optimizers import Optimizers, unpack
+from outrider.training.step import Joined, rate
+
+log = logging.getLogger(__name__)
+RESUMED = ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined", "skipped", "restored", "losses", "changed")
+"""Facts of a training that go on after a stop."""
+FIXED = ("drafter.kind", "train.optimizer")
+"""Settings that no `--force` changes: the weights or the moments of one mean nothing to the other."""
+
+
+class Change(NamedTuple):
+    """A setting that is not what the checkpoint was trained with."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before}, is {self.now}"
+
+
+def is_there(place: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return (checkpoint.whole(place) / checkpoint.MANIFEST).exists()
+
+
+def resume(
+    place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any], force: bool = False
+) -> dict[str, Any]:
+    """Go on from the checkpoint in `place`, if there is one; returns its facts that go on.
+
+    settings: `train`'s, resolved.  force: with other settings too; they are noted in the facts, as `changed`.
+    Raises CheckpointError for a checkpoint of another target or of other settings, naming each with both values.
+    """
+    if not is_there(place):
+        return {}
+    manifest = checkpoint.manifest_of(place)
+    checkpoint.check_binding(manifest, model.target, place)
+    found = changes(place, model, settings, force)
+    step, trained = manifest["training"]["step"], _trained(manifest)
+    if settings["steps"] < step:
+        more = f"train.steps {settings['steps']} is less than that; set at least {step}, or give the run another name"
+        raise CheckpointError(f"{place} was trained to step {step}, and {more}")
+    checkpoint.check_taps(manifest, model, place)
+    _check_files(place)
+    _load(place, model, found)
+    state = checkpoint.load_state(place)
+    if state is not None:
+        unpack(state, model, optimizer)
+    elif step < settings["steps"]:
+        lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
+        raise CheckpointError(
+            f"{place} {lacks}, without which it can't go on; put the file back, or give the run another name"
+        )
+    before = {"ngram_hashes": [None]} | manifest["training"]
+    if settings["steps"] != trained["steps"] and step < settings["steps"]:
+        before["joined"] = {"step": step, "rate": rate(step, Config(**trained), joined_of(before))}
+    if found:
+        _note(before, found, step)
+    return {key: before[key] for key in RESUMED if key in before}
+
+
+def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> list[Change]:
+    """The settings on which weights depend that differ from those of the checkpoint in `place`, sorted by name.
+
+    settings: `train`'s, of which those in `config.FREE` may always change.
+    Raises CheckpointError for any of them, with `force` only for those in `FIXED`.
+    """
+    if not is_there(place):
+        return []
+    found = _changes(checkpoint.manifest_of(place), model, settings, place)
+    if found and (not force or any(change.key in FIXED for change in found)):
+        raise CheckpointError(_refusal(place, found))
+    return found
+
+
+def _changes(
+    manifest: Mapping[str, Any], model: DraftModel, settings: Mapping[str, Any], place: Path
+) -> list[Change]:  # fmt: skip
+    own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
+    config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
+    theirs = {"drafter": config | {"kind": kind}, "train": _trained(manifest)}
+    mine = {
+        "drafter": model.config.model_dump(mode="json"),
+        "train": {key: settings[key] for key in settings.keys() - FREE},
+    }
+    if kind != own["kind"]:  # of another kind every setting is another
+        mine["drafter"] = {"kind": own["kind"]}
+    both = ((f"{part}.{key}", theirs[part].get(key), now) for part in mine for key, now in mine[part].items())
+    return sorted(Change(*each) for each in both if each[1] != each[2])
+
+
+def _trained(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The `train` settings of a checkpoint."""
+    return Config().model_dump(mode="json") | (manifest["training"].get("config") or {})
+
+
+def _refusal(place: Path, found: list[Change]) -> str:
+    ways = "set them back, or give the run another name"
+    if fixed := [change.key for change in found if change.key in FIXED]:
+        ways += f" ({', '.join(fixed)} can't change within a training)"
+    else:
+        ways = "set them back, give the run another name, or go on with the new ones by --force"
+    return f"{place} was trained with other settings: {'; '.join(map(str, found))}; {ways}"
+
+
+def _check_files(place: Path) -> None:
+    """Raises CheckpointError for spoilt files, and says which earlier checkpoint is there to go on from."""
+    try:
+        checkpoint.check_files(place)
+    except CheckpointError as error:
+        there = place.parent.glob("checkpoints/step-*")
+        earlier = sorted(there, key=lambda path: checkpoint.manifest_of(path)["training"]["step"])
+        hint = f" (mv {place} {place}.spoilt; cp -r {earlier[-1]} {place})" if earlier else ""
+        raise CheckpointError(f"{error}{hint}") from None
+
+
+def _load(place: Path, model: DraftModel, found: list[Change]) -> None:
+    """Take the weights.  Raises CheckpointError where settings that changed want others."""
+    try:
+        checkpoint.load_weights(place, model)
+    except CheckpointError as error:
+        own = "; ".join(str(change) for change in found if change.key.startswith("drafter."))
+        if not own:
+            raise
+        raise CheckpointError(
+            f"the weights in {place} do not fit the new settings ({own}): {error}; set them back, or give the run "
+            "another name"
+        ) from None
+
+
+def _note(facts: dict[str, Any], found: list[Change], step: int) -> None:
+    """Write down that the training goes on with other settings from this step."""
+    log.warning("goes on from step %d with other settings: %s", step, "; ".join(map(str, found)))
+    values = {change.key: [change.before, change.now] for change in found}
+    facts["changed"] = [*facts.get("changed", ()), {"step": step, "settings": values}]
+    facts.pop("losses", None)  # of another loss, perhaps
+
+
+def joining(config: Config, folder: str | Path) -> str:
+    """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
+    place = Path(folder) / "checkpoint"
+    facts = checkpoint.manifest_of(place)["training"] if is_there(place) else {}
+    before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
+    if before in (None, config.steps) or step >= config.last_step:
+        return ""
+    joined = Joined(step, rate(step, Config(**facts["config"]), joined_of(facts)))
+    return (
+        f"train.steps was {before}: from {100 * joined.rate:.0f} % of its peak the learning rate joins the curve of "
+        f"{config.steps} steps (a cosine that ends at 0) within {joined.length(config)} steps"
+    )
+
+
+def joined_of(facts: Mapping[str, Any]) -> Joined | None:
+    """Where the learning rate left another curve; None where it did not."""
+    return Joined(**facts["joined"]) if "joined" in facts else None

@@ -1,0 +1,175 @@
+"""The run files of recipes/targets: a dry run with the shapes of each target, and two steps on a small random model of
+its family.
+
+The shapes are those that the targets' authors publish, written with transformers' config classes; Gemma 4's are its
+class's own.  Neither weights nor the network are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.checkpoint import manifest_of
+from outrider.runs.file import load
+from outrider.runs.stages import plan, run
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = sorted((ROOT / "recipes" / "targets").glob("*.yaml"))
+QWEN3 = {
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+SHAPES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "qwen3-0.6b": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28}
+        | {"tie_word_embeddings": True},
+        0.596e9,
+    ),
+    "qwen3-4b": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36}
+        | {"tie_word_embeddings": True},
+        4.02e9,
+    ),
+    "qwen3-8b": (
+        "qwen3",
+        QWEN3
+        | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36}
+        | {"tie_word_embeddings": False},
+        8.19e9,
+    ),
+    "llama-3.1-8b": (
+        "llama",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": LLAMA3,
+            "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        },
+        8.03e9,
+    ),
+    "gemma-3-4b": (
+        "gemma3_text",
+        {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_hidden_layers": 34,
+            "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        3.88e9,
+    ),
+    "gemma-4-e2b": ("gemma4_text", {}, math.nan),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9e9),
+}  # fmt: skip
+"""Model type, config and published number of parameters, by the name of the target in the file's."""
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+ALTERNATE = ["sliding_attention", "full_attention"] * 4
+SMALL_OF: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": ALTERNATE},
+    "gemma4_text": {
+        "sliding_window": 24, "layer_types": ALTERNATE, "vocab_size_per_layer_input": 261,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ALTERNATE},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"id": f"p{i}", "prompt": f"say {'ab' * (i % 7)} {i}"}) for i in range(64)]
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("\n".join(rows).replace("say", name[0]) + "\n")
+
+
+def of(path: Path) -> tuple[str, dict[str, Any], float]:
+    return SHAPES[path.stem.rpartition("-")[0]]
+
+
+def here(folder: Path) -> list[str]:
+    """Overrides: what would come from the hub is here."""
+    return [
+        f"target.name={folder}", "prepare.conversations=prompts.jsonl", "evaluate.tasks=[held_out.jsonl]",
+        "prepare.folder=answers",
+    ]  # fmt: skip
+
+
+def test_every_target_has_a_recipe_for_dspark_and_for_eagle3() -> None:
+    wanted = {f"{target}-{kind}" for target in SHAPES for kind in ("dspark", "eagle3")}
+    assert {path.stem for path in RECIPES} == wanted
+    for path in RECIPES:
+        train = load(path)[0].train
+        assert train is not None and train.batch * train.accumulate == 512, path.name
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_dry_run_says_sizes_memory_disk_and_hours(path: Path, tmp_path: Path) -> None:
+    """Catches a setting that does not fit its target, found after hours; and sizes that are not the target's."""
+    kind, config, parameters = of(path)
+    folder = tmp_path / "target"
+    AutoConfig.for_model(kind, **config).save_pretrained(folder)
+    lines = plan(path, [*here(folder), "prepare.count=64", "target.device=cpu"])
+    found = {(line.stage, line.what): line.value for line in lines}
+    count = found["target", "parameters"]
+    assert isinstance(count, int) and (math.isnan(parameters) or count == pytest.approx(parameters, rel=0.01))
+    weights = next(line for line in lines if line.stage == "target" and line.unit == "bytes")
+    assert weights.value == 4 * count or weights.value == 2 * count
+    drafter = found["train", f"parameters of {path.stem.rpartition('-')[2]}"]
+    assert isinstance(drafter, int) and 1e7 < drafter < 2.5e9 and drafter < count
+    assert found["train", "memory of weights, gradients and moments"] == 16 * drafter
+    assert found["train", f"disk, in runs/{path.stem}/checkpoint"] == 12 * drafter
+    hours = [line for line in lines if line.unit == "minutes"]
+    assert {line.what for line in hours} >= {"time to write them, at most", "features live: time of the target"}
+    assert all(isinstance(line.value, float) and line.value > 0 for line in hours)
+    assert not (tmp_path / "runs").exists()
+
+
+def small_target(folder: Path, kind: str) -> Path:
+    """A random model of a family, with the tokenizer of tests."""
+    tokenizer = make_tokenizer()
+    ends = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | SMALL_OF.get(kind, {}) | ends))
+    tokenizer.save_pretrained(folder)
+    model.float().save_pretrained(folder)
+    return folder
+
+
+QUICK = ("qwen3-0.6b-dspark", "gpt-oss-20b-eagle3")
+SLOW = [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.slow, id=path.stem) for path in RECIPES]
+
+
+@pytest.mark.parametrize("path", SLOW)
+def test_two_steps_train_on_a_small_model_of_the_family(path: Path, tmp_path: Path) -> None:
+    """Catches a file whose settings the stages refuse, and a family whose states or logits a drafter can't read."""
+    small = [
+        "prepare.count=6", "prepare.length=48", "prepare.max_new_tokens=8", "train.steps=2", "train.batch=2",
+        "train.accumulate=2", "train.log_every=1", "train.probe_every=1", "train.calibrate=0", "train.dtype=float32",
+        "evaluate.max_new_tokens=8", "evaluate.prompts=2", "target.device=cpu",
+    ]  # fmt: skip
+    if load(path)[0].drafter.get("intermediate"):
+        small.append("drafter.intermediate=96")
+    small.append("drafter.vocabulary=40" if path.stem.endswith("eagle3") else "drafter.rank=8")
+    run(path, [*here(small_target(tmp_path / "target", of(path)[0])), *small], stages=["prepare", "train"])
+    rows = [json.loads(line) for line in Path(f"runs/{path.stem}/metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+    assert [row["step"] for row in rows if "probe_tokens_per_step" in row] == [1, 2]
+    assert manifest_of(f"runs/{path.stem}/checkpoint")["training"]["step"] == 2

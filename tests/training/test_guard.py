@@ -1,0 +1,146 @@
+"""Steps that would harm a draft model: spikes of the loss, and which module made a value that is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider import checkpoint
+from outrider.errors import TrainingError
+from outrider.nn.draft_model import Batch
+from outrider.targets.transformers import TransformersTarget
+from outrider.training import trainer
+from outrider.training.config import Config
+from outrider.training.guard import FEWEST, REMEMBERED, first_bad_module
+from outrider.training.step import optimise
+from outrider.training.trainer import train
+from training.bench import SETTINGS, fit, make_model, make_source
+from training.test_trainer import interrupt, metrics, same_training, stopper
+
+LONG = {"steps": 16, "lr": 1e-3, "save_every": 2, "loss": {"kl": 1.0}, "spike": 3.0}
+
+
+class Loud:
+    """A source whose batches of some steps have hidden states of another scale, so that the loss there is a spike."""
+
+    def __init__(self, source: Any, steps: tuple[int, ...], scale: float = 500.0):
+        self.source, self.steps, self.scale = source, steps, scale
+        self.manifest, self.counts, self.steps_per_pass = source.manifest, source.counts, source.steps_per_pass
+
+    def batch(self, step: int) -> Batch:
+        batch = self.source.batch(step)
+        return dataclasses.replace(batch, hidden=batch.hidden * self.scale) if step in self.steps else batch
+
+
+def test_a_spike_is_skipped_and_a_stop_around_it_changes_nothing(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a spike that moves weights or moments, one that raises the median, and losses a resume forgets."""
+    source = lambda: Loud(make_source(talker), (10, 12))
+    seen: list[dict[str, Any]] = []
+    fit(tmp_path / "whole", talker, source=source(), on_step=lambda _, found: seen.append(dict(found)), **LONG)
+    assert [number for number, found in enumerate(seen) if "bad" in found] == [10, 12]
+    assert "step 11: the loss is" in caplog.text and "times the median of the last 10" in caplog.text
+    assert "largest gradient: " in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "stopped", talker, source=source(), on_step=stopper(11, interrupt), **LONG)
+    before = load_file(tmp_path / "stopped" / "checkpoint" / checkpoint.WEIGHTS)
+    fit(tmp_path / "stopped", talker, source=source(), **LONG)
+    same_training(tmp_path / "stopped", tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "ten", talker, on_step=stopper(10, interrupt), **LONG)
+    ten = load_file(tmp_path / "ten" / "checkpoint" / checkpoint.WEIGHTS)
+    assert all(torch.equal(before[name], ten[name]) for name in ten)
+
+
+def test_spike_0_takes_every_finite_loss(talker: TransformersTarget, tmp_path: Path) -> None:
+    fit(tmp_path, talker, source=Loud(make_source(talker), (10,)), **LONG | {"spike": 0})
+    assert len(metrics(tmp_path)) == 16
+
+
+def test_a_guard_without_bad_steps_changes_nothing(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a step that waits for the verdict and is taken at another rate, twice, or with other gradients."""
+    settings = Config(**SETTINGS)
+    fit(tmp_path, talker)
+    torch.manual_seed(settings.seed)
+    model, source = make_model(talker).float().train(), make_source(talker)
+    torch.manual_seed(settings.seed)
+    optimizer = trainer.Optimizers(model, "adamw", talker.spec.vocabulary, 0.0)
+    for step in range(6):
+        optimise(model, optimizer, [source.batch(step)], settings, step, False)
+    guarded = load_file(tmp_path / "checkpoint" / checkpoint.WEIGHTS)
+    assert all(torch.equal(guarded[name], weight) for name, weight in model.named_parameters())
+
+
+def test_spikes_in_a_row_take_the_last_checkpoint_and_then_end(
+    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a training on weights that went astray between two checkpoints, and one that never ends."""
+    model, astray = make_model(talker), [11]
+
+    def spoil(step: int, found: Mapping[str, Any]) -> None:
+        if step in astray:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(40)
+
+    settings = Config(**SETTINGS | LONG | {"save_every": 5, "skip": 2, "steps": 20})
+    train(model, make_source(talker), settings, tmp_path / "once", on_step=spoil)
+    assert "step 14: " in caplog.text and "weights of the last checkpoint are taken again" in caplog.text
+    assert checkpoint.manifest_of(tmp_path / "once" / "checkpoint")["training"]["step"] == 20
+    astray += [14]
+    model = make_model(talker)
+    with pytest.raises(TrainingError, match=r"^step 17: the loss is .* times the median .*last checkpoint is intact"):
+        train(model, make_source(talker), settings, tmp_path / "ever", on_step=spoil)
+
+
+def test_losses_in_a_manifest_are_few(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a manifest that grows with every step."""
+    fit(tmp_path, talker, steps=REMEMBERED + 4, save_every=100)
+    losses = checkpoint.manifest_of(tmp_path / "checkpoint")["training"]["losses"]
+    assert len(losses) == REMEMBERED > FEWEST and all(isinstance(loss, float) for loss in losses)
+
+
+@pytest.mark.parametrize("at", ["backbone.layers.0.mlp.down_proj", "backbone.fc", "markov_head.markov_w2"])
+def test_the_first_bad_module_is_the_one_that_overflows(at: str, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches blame on a later module, on the parent, or on none, where every input and every weight is finite."""
+    model = make_model(talker)
+    with torch.no_grad():
+        model.get_submodule(at).weight.fill_(3e38)
+    batches = lambda: iter([make_source(talker).batch(0)])
+    found = first_bad_module(model, batches(), "float32")
+    assert found is not None and found.split(" ")[0] == at
+    assert first_bad_module(make_model(talker), batches(), "float32") is None
+    with pytest.raises(TrainingError, match=f"^step 1: .*; first bad module: {at} "):
+        train(model, make_source(talker), Config(**SETTINGS, skip=0), tmp_path)
+    bad = next(batches())
+    bad.taps[0] = float("nan")
+    assert first_bad_module(make_model(talker), iter([bad]), "float32") is None  # the input's fault, no module's
+
+
+def test_moments_that_are_not_finite_are_never_written(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a checkpoint of good weights whose first step after a resume makes them bad."""
+    taken: list[Any] = []
+
+    class Watched(trainer.Optimizers):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            taken.append(self)
+
+    def spoil(step: int, found: Mapping[str, Any]) -> None:
+        if step == 4:
+            for weight in model.parameters():
+                taken[0].state_of(weight)["exp_avg_sq"].fill_(float("inf"))
+
+    model = make_model(talker)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Optimizers", Watched)
+        with pytest.raises(TrainingError, match=r"step 4: .*/exp_avg_sq.* is not finite, so no checkpoint is written"):
+            train(model, make_source(talker), Config(**SETTINGS), tmp_path, on_step=spoil)
+    assert checkpoint.manifest_of(tmp_path / "checkpoint")["training"]["step"] == 2
