@@ -48,10 +48,10 @@ class Tiles(NamedTuple):
     def given(self, x: Tensor, *outer: int) -> dict[str, Any]:
         """Arguments of a launch for x [M, K] and weights of `outer` rows each, which the tiles divide."""
         rows, inner = x.shape
+        step = math.gcd(2 * self.inner // x.itemsize, inner)
         return {
-            "BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": math.gcd(self.rows, *outer),
-            "BLOCK_K": math.gcd(2 * self.inner // x.itemsize, inner), "AHEAD": self.ahead, "num_warps": self.warps,
-            "num_stages": self.stages, **PDL,
+            "BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": math.gcd(self.rows, *outer), "BLOCK_K": step,
+            "AHEAD": min(self.ahead, inner // step), "num_warps": self.warps, "num_stages": self.stages, **PDL,
         }  # fmt: skip
 
 
@@ -98,16 +98,11 @@ def multiply(x: Tensor, weight: Tensor, before: Tensor | None, out: Tensor, tile
     )  # fmt: skip
 
 
-def norm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """x [M, K] over its root mean square, times the weight, into out [M, K]."""
-    rows, inner = x.shape
-    decoder_layer.norm[rows,](x, weight, out, eps, K=inner, BLOCK=triton.next_power_of_2(inner), num_warps=8, **PDL)
-
-
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `norm` gives it."""
-    out = torch.empty_like(x)
-    norm(x, weight, out, eps)
+    """x [M, K] over its root mean square, times the weight."""
+    rows, inner = x.shape
+    out, block = torch.empty_like(x), triton.next_power_of_2(inner)
+    decoder_layer.norm[rows,](x, weight, out, eps, K=inner, BLOCK=block, num_warps=8, **PDL)
     return out
 
 
