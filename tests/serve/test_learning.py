@@ -92,7 +92,7 @@ def test_a_prompt_is_always_on_the_same_side(tmp_path: Path) -> None:
 
 
 def test_texts_of_another_target_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"token id 70, and this target's ids go to 63; .* name another folder"):
+    with pytest.raises(DataError, match=r"token id 70, but this target's ids end at 63, .*; name another folder"):
         buffer.check([text([1], answer=[5, 70])], 64, tmp_path)
 
 
