@@ -236,6 +236,11 @@ def whole(folder: str | Path) -> Path:
     return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
 
 
+def is_there(folder: str | Path) -> bool:
+    """Whether a folder has a checkpoint, or the previous one is still beside it."""
+    return (whole(folder) / MANIFEST).exists()
+
+
 def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path, quantised: bool = False) -> None:
     """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name.
 

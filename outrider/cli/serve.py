@@ -289,7 +289,7 @@ def _of_file(path: str, overrides: Sequence[str], drafter: Choice | None) -> Ser
     if run.train is None:
         return Served(run.target, run.drafter.get("from", run.drafter), config)
     trained = chosen(run.folder)
-    if not (checkpoint.whole(trained) / checkpoint.MANIFEST).exists():
+    if not checkpoint.is_there(trained):
         raise ConfigError(f"no checkpoint in {trained}; run `outrider train {path}` first, or name one with --drafter")
     return Served(run.target, str(trained), config)
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import manifest_of, whole
+from outrider.checkpoint import is_there, manifest_of
 from outrider.config import nearest
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout
-from outrider.export.manifest import CONFIG, MANIFEST, read_manifest
+from outrider.export.manifest import CONFIG, read_manifest
 from outrider.targets.transformers import TransformersTarget
 
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
@@ -72,7 +72,7 @@ def layout_of(format: str, kind: str, writes: bool) -> Layout:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint of ours, and not a draft model in a format of others."""
-    if not (whole(folder) / MANIFEST).exists():
+    if not is_there(folder):
         return False
     manifest = read_manifest(folder) if folders.has_config(folder) else manifest_of(folder)
     return "kind" in manifest and "format" not in manifest

@@ -74,8 +74,7 @@ def attend(
         mask = attention_mask.repeat(1, 1, group, 1)
     else:
         mask = attention_mask.reshape(len(attention_mask), key.shape[1], group * width, -1)
-    # a package is for any number of rows
-    if not torch.compiler.is_exporting() and rows * key.shape[1] <= FEW_HEADS and mask.is_floating_point():
+    if rows * key.shape[1] <= FEW_HEADS and mask.is_floating_point():
         out = by_matmuls(grouped, key, value, mask, scaling)
     else:
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)

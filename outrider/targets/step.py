@@ -27,7 +27,7 @@ from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
-from outrider.targets import attention_mask, family, gpu_attention
+from outrider.targets import attention_mask, family
 from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
@@ -109,9 +109,8 @@ class CompiledStep(Compiled):
         cache, tokens = self._pass(*EXAMPLE)
         given = self._arguments(tokens, cache, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
-        is_on_cpu = self.target.device.type == "cpu"
         width, end, length = (
-            Dim("width", min=2, max=WIDEST if is_on_cpu else gpu_attention.FEW),
+            Dim("width", min=2, max=WIDEST),
             Dim("end", min=3, max=2**20),
             Dim("length", min=4, max=2**20),
         )

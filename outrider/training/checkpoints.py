@@ -37,7 +37,7 @@ def keep(folder: Path, step: int, most: int) -> None:
 def chosen(folder: Path) -> Path:
     """The checkpoint of a run that is to be used: the best of this training where one was found, else the newest."""
     best, newest = folder / FOLDER / BEST, folder / "checkpoint"
-    if not all((checkpoint.whole(place) / checkpoint.MANIFEST).exists() for place in (best, newest)):
+    if not all(map(checkpoint.is_there, (best, newest))):
         return newest
     theirs, mine = (checkpoint.manifest_of(place)["training"] for place in (best, newest))
     is_same = _learnt_by(theirs) == _learnt_by(mine) and theirs["step"] <= mine["step"]

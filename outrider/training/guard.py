@@ -19,7 +19,6 @@ from outrider.errors import TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers, unpack
-from outrider.training.resume import is_there
 from outrider.training.step import chunk_size
 
 log = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ class Guard:
 
     def _restore(self) -> bool:
         """Take the last checkpoint's weights and moments; whether there was one with both."""
-        if not is_there(self.place):
+        if not checkpoint.is_there(self.place):
             return False
         state = checkpoint.load_state(self.place)
         if state is None:

@@ -36,11 +36,6 @@ class Change(NamedTuple):
         return f"{self.key} was {self.before}, is {self.now}"
 
 
-def is_there(place: Path) -> bool:
-    """Whether there is a checkpoint to go on from."""
-    return (checkpoint.whole(place) / checkpoint.MANIFEST).exists()
-
-
 def resume(
     place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any], force: bool = False
 ) -> dict[str, Any]:
@@ -49,7 +44,7 @@ def resume(
     settings: `train`'s, resolved.  force: with other settings too; they are noted in the facts, as `changed`.
     Raises CheckpointError for a checkpoint of another target or of other settings, naming each with both values.
     """
-    if not is_there(place):
+    if not checkpoint.is_there(place):
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
@@ -83,7 +78,7 @@ def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: 
     settings: `train`'s, of which those in `config.FREE` may always change.
     Raises CheckpointError for any of them, with `force` only for those in `FIXED`.
     """
-    if not is_there(place):
+    if not checkpoint.is_there(place):
         return []
     found = _changes(checkpoint.manifest_of(place), model, settings, place)
     if found and (not force or any(change.key in FIXED for change in found)):
@@ -157,7 +152,7 @@ def _note(facts: dict[str, Any], found: list[Change], step: int) -> None:
 def joining(config: Config, folder: str | Path) -> str:
     """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
     place = Path(folder) / "checkpoint"
-    facts = checkpoint.manifest_of(place)["training"] if is_there(place) else {}
+    facts = checkpoint.manifest_of(place)["training"] if checkpoint.is_there(place) else {}
     before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
     if before in (None, config.steps) or step >= config.last_step:
         return ""

@@ -21,7 +21,7 @@ from outrider.training.config import Config
 from outrider.training.guard import Guard
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack
-from outrider.training.resume import is_there, joined_of, resume
+from outrider.training.resume import joined_of, resume
 from outrider.training.step import optimise
 from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
@@ -46,7 +46,7 @@ def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Conf
         return config
     place = Path(folder) / "checkpoint"
     before: dict[str, Any] = {}
-    if is_there(place):
+    if checkpoint.is_there(place):
         before = checkpoint.manifest_of(place)["training"].get("config") or {}
     return config.model_copy(update={"dtype": before.get("dtype") or machine.training_dtype(device)})
 
@@ -121,7 +121,7 @@ def train(
                 is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
                 if stops or is_saved or probes.is_due(facts["step"]):
                     facts["seconds"] = round(seconds(), 3)
-                    if is_saved and is_there(place):
+                    if is_saved and checkpoint.is_there(place):
                         keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
                     _save(place, model, optimizer, facts, given)
                 if stops:

@@ -66,7 +66,7 @@ class Folder:
     def checkpoint(self, version: int) -> Path:
         """The drafter of this version.  Raises ConfigError where there is none."""
         found = self.place(version) / "checkpoint" if version else Path(self.settings["drafter"])
-        if not (checkpoint.whole(found) / checkpoint.MANIFEST).exists():
+        if not checkpoint.is_there(found):
             raise ConfigError(f"there is no version {version} in {self.path}; there are {self._listed()}")
         return found
 
@@ -191,7 +191,7 @@ def opened(config: Learning, drafter: str | Path, target: Mapping[str, Any], thr
 
 
 def _refuse_unteachable(drafter: str | Path, source: Path) -> None:
-    if not (checkpoint.whole(source) / checkpoint.MANIFEST).exists():
+    if not checkpoint.is_there(source):
         raise ConfigError(
             f"serve.learning needs a trained drafter, and {str(drafter)!r} is no checkpoint of one: train one with "
             "`outrider run`, or make a checkpoint of another's with `outrider import`; or leave serve.learning out"
