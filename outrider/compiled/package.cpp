@@ -13,16 +13,14 @@ namespace {
 
 using Package = torch::inductor::AOTIModelPackageLoader;
 
-Package& at(int64_t package) { return *reinterpret_cast<Package*>(package); }
+Package& opened(int64_t package) { return *reinterpret_cast<Package*>(package); }
 
 int64_t open(std::string path) { return reinterpret_cast<int64_t>(new Package(path)); }
 
-void close(int64_t package) { delete &at(package); }
-
 // Whether the package keeps its weights elsewhere, and their names.
 std::tuple<std::string, std::vector<std::string>> describe(int64_t package) {
-  auto metadata = at(package).get_metadata();
-  return {metadata["weights"], at(package).get_constant_fqns()};
+  auto metadata = opened(package).get_metadata();
+  return {metadata["weights"], opened(package).get_constant_fqns()};
 }
 
 // The weights stay where they are, and the caller keeps them.
@@ -30,19 +28,20 @@ void give(int64_t package, std::vector<std::string> names, std::vector<at::Tenso
   if (names.size() != weights.size()) throw std::runtime_error("outrider: as many names as weights are wanted");
   std::unordered_map<std::string, at::Tensor> constants;
   for (size_t n = 0; n < names.size(); ++n) constants.emplace(names[n], weights[n]);
-  at(package).load_constants(constants, false, true, true);
+  opened(package).load_constants(constants, false, true, true);
 }
 
 std::vector<at::Tensor> run(int64_t package, std::vector<at::Tensor> arguments) {
-  return at(package).boxed_run(std::move(arguments));
+  return opened(package).boxed_run(std::move(arguments));
 }
 
 TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("open_package(str path) -> int", &open);
-  library.def("close_package(int package) -> ()", &close);
   library.def("describe_package(int package) -> (str, str[])", &describe);
   library.def("give_package(int package, str[] names, Tensor[] weights) -> ()", &give);
   library.def("run_package(int package, Tensor[] arguments) -> Tensor[]", &run);
 }
 
 }  // namespace
+
+extern "C" void outrider_close_package(int64_t package) { delete &opened(package); }

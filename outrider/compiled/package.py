@@ -31,13 +31,17 @@ class Package:
     """A package on disk, loaded.  RuntimeError where it can't be read."""
 
     def __init__(self, path: Path):
-        self._operators = operators()
-        if self._operators is None:
-            self._loaded: Any = torch._inductor.aoti_load_package(str(path))
+        self._operators: Any = None
+        self._loaded: Any
+        library = operators()
+        if library is None:
+            self._loaded = torch._inductor.aoti_load_package(str(path))
             outside, self.names = self._loaded.loader.get_metadata().get("weights"), self._loaded.get_constant_fqns()
         else:
+            self._operators = torch.ops.outrider
             self._loaded = self._operators.open_package(str(path))
-            weakref.finalize(self, self._operators.close_package, self._loaded)
+            # no operator: objects are collected at any time, and a trace then running would record the call
+            weakref.finalize(self, library.outrider_close_package, ctypes.c_int64(self._loaded))
             outside, self.names = self._operators.describe_package(self._loaded)
         self.has_weights = outside != "outside"
         """Whether it holds a copy of the weights; else `give` it them.  `names` are those it wants."""
@@ -57,8 +61,9 @@ class Package:
 
 
 @functools.cache
-def operators() -> Any:
-    """Our operators on packages; None where they can't be compiled, and torch's own call is used."""
+def operators() -> ctypes.CDLL | None:
+    """The library with our operators on packages, which are then `torch.ops.outrider`; None where it can't be
+    compiled, and torch's own call is used."""
     question = repr((torch.__version__, SOURCE.read_bytes(), FLAGS))
     name = f"package-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     folder = Path(torch.__file__).parent
@@ -66,8 +71,7 @@ def operators() -> Any:
     given = [*FLAGS, str(SOURCE), *include, f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     try:
-        ctypes.CDLL(str(kernels.shared_library(machine.cache_folder() / "compiled" / name, [[abi, *given]])))
+        return ctypes.CDLL(str(kernels.shared_library(machine.cache_folder() / "compiled" / name, [[abi, *given]])))
     except (OSError, RuntimeError) as error:
         log.info("packages are called by torch's own call: %s", first_line(error))
         return None
-    return torch.ops.outrider

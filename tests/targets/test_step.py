@@ -4,6 +4,7 @@ trusted."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.families import tiny
 from outrider import compiled, machine, prepacked
@@ -437,6 +439,20 @@ def test_a_damaged_package_is_refused(damage, package):
     with pytest.raises(NotCompiled, match="can't be loaded.*delete it"):
         target.compile()
     assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
+
+
+def test_a_package_collected_during_a_trace_leaves_nothing_in_it(package):
+    """Catches a graph that holds a call of ours because objects were collected while it was made."""
+    opened = [package_module.Package(package)]
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        opened.clear()
+        gc.collect()
+        return x + 1
+
+    nodes = make_fx(traced, pre_dispatch=True)(torch.ones(2)).graph.nodes
+    assert not opened
+    assert [node.op for node in nodes] == ["placeholder", "call_function", "output"]
 
 
 @pytest.mark.slow
