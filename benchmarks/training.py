@@ -91,8 +91,7 @@ def main() -> None:
             if "plan" in parts and name == "demo":
                 found["plan"] += [said(row) for row in planned(options.answers, name, kind)]
     found["promises"] = promises(found)
-    if options.out:
-        write(options.out, found)
+    write(found, options.out)
 
 
 def said(row: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from outrider.training.optimizers import Optimizers
 from outrider.training.step import optimise
 from outrider.training.trainer import with_dtype
 
-ROWS = (2, 4)
+ROWS = (4, 8)
 """Rows of the two measured batches."""
 LEFT_FREE = 0.1
 """Share of the free memory that a plan does not use."""
