@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -229,6 +229,21 @@ def cases() -> list[Case]:
         if "replacement" in fields:
             found.append(Case(kind, {"width": 2, "nodes": 6}, True))
     return found
+
+
+FEW = ("ngram", "recycle", "small_model", "medusa", "eagle3", "dspark")
+"""One kind of each sort: a text index, a tree without weights, a model, heads, a step module, a block."""
+
+
+def fast(cases: Iterable[Case], of: Collection[str] | None = None) -> list[Any]:
+    """Parameters of a test: the first case of every kind, or of the kinds `of` alone; `make test-all` has all."""
+    is_fast = lambda case: not case.is_variant and (of is None or case.kind in of)
+    return [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow, id=str(case)) for case in cases]
+
+
+def first(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Parameters of a test, the first of which are fast; `make test-all` has all."""
+    return [pytest.param(value, marks=() if n < count else pytest.mark.slow) for n, value in enumerate(values)]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import cases, tiny_model
+from conftest import cases, fast, tiny_model
 from contracts.parties import OnAndOff, Oracle, TableTarget, Tree
 
 from outrider.decoding.state import Request
@@ -14,10 +14,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
-KINDS = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
-)
+KINDS = pytest.mark.parametrize("case", fast(cases()))
 """Every kind; further variants of it only where there is time."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import DEVICE, Case, Plain, Workshop, cases, scaled, tiny_model, trained_drafters
+from conftest import DEVICE, Case, Plain, Workshop, cases, fast, scaled, tiny_model, trained_drafters
 from contracts import test_exactness
 from contracts.again import of_cases
 from contracts.test_exactness import (  # noqa: F401  the laws, over the fixtures of this file
@@ -27,10 +27,7 @@ NEED_ONE_MODEL = ("gemma4_assistant", "layer_skip")
 
 FAST = ("ngram", "small_model", "eagle3", "dspark", "pipeline")
 """Kinds that are tried in `make test`: one without weights, a model, features, a block, stages."""
-KINDS = [
-    pytest.param(case, marks=[] if case.kind in FAST and not case.is_variant else [pytest.mark.slow], id=str(case))
-    for case in cases()
-]
+KINDS = fast(cases(), FAST)
 LAWS = ("test_one_prompt_alone", "test_slots_are_used_again_in_mid_flight")
 globals().update((name, test) for name, test in of_cases(test_exactness, KINDS) if name in LAWS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Case, batch_of, cases, train
+from conftest import FEW, Case, batch_of, cases, fast, train
 
 from outrider.decoding.state import Request
 from outrider.generation import serve
@@ -28,9 +28,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in cases() if case.trains and not case.is_variant]
+    fast((case for case in cases() if case.trains and not case.is_variant), FEW)
     + [pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in LAYOUTS],
-    ids=str,
 )
 def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, workshop, prompts, plain):
     """Catches whatever makes serving another game than training; the last block ends with the text."""

@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import cases
+from conftest import FEW, cases, fast
 
 from benchmarks.families import tiny
 from outrider.decoding.state import Request
@@ -24,11 +24,7 @@ from outrider.targets.transformers import TransformersTarget
 
 LEARNING = {"graft", "jacobi", "mix", "recycle", "suffix"}
 """What these propose hangs on earlier steps too, of which a text says nothing."""
-CASES = [
-    pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
-    for case in cases()
-    if case.kind not in LEARNING and "shared" not in case.choices
-]
+CASES = fast((case for case in cases() if case.kind not in LEARNING and "shared" not in case.choices), FEW)
 FAMILIES = [
     "qwen3.5",
     "mamba2",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import cases
+from conftest import FEW, cases, fast
 from torch import Tensor
 
 from outrider import drafters
@@ -25,11 +25,7 @@ from outrider.sampling.settings import Sampling
 SHARES: set[str] = set()
 """Kinds that learn from one request for the next whatever their settings; a kind that does so on purpose is added
 here."""
-CASES = [
-    pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
-    for case in cases()
-    if case.kind not in SHARES and "shared" not in case.choices
-]
+CASES = fast((case for case in cases() if case.kind not in SHARES and "shared" not in case.choices), FEW)
 LONG = torch.randint(8, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 ONE_BY_ONE = [LONG, [9, 9, 3, 1], LONG[:9]]
 """The second is another text than the first, the third its beginning: who remembers the first knows what comes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import cases, tiny_model
+from conftest import FEW, cases, fast, tiny_model
 from torch import nn
 
 from benchmarks.families import tiny
@@ -21,11 +21,8 @@ from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Trie
 from outrider.targets.load import load_target
 
-KINDS = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
-)
-"""Every kind; further variants of it only where there is time."""
+KINDS = pytest.mark.parametrize("case", fast(cases(), FEW))
+"""A few kinds; the others only where there is time."""
 THREADS, TOKENS = 4, 10
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Case, batch_of, cases, tiny_model
+from conftest import FEW, Case, batch_of, cases, fast, tiny_model
 from contracts.parties import OnAndOff
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,10 +22,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 
-EVERY = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
-)
+EVERY = pytest.mark.parametrize("case", fast(cases(), FEW))
 
 
 def test_every_file_is_a_drafter():

@@ -47,6 +47,7 @@ def test_a_served_text_is_the_same_with_drafts(capsys: pytest.CaptureFixture[str
     assert steps[0] < steps[1] == 64
 
 
+@pytest.mark.slow
 def test_a_servers_text_is_the_same_with_drafts_made_here(capsys: pytest.CaptureFixture[str]) -> None:
     load("remote").main()
     out = capsys.readouterr().out
@@ -54,6 +55,7 @@ def test_a_servers_text_is_the_same_with_drafts_made_here(capsys: pytest.Capture
     assert "than plain requests" in out
 
 
+@pytest.mark.slow
 def test_a_pasted_draft_is_seen_to_change_what_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     load("pasted_draft").main()
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -64,8 +64,8 @@ def figures(report: Report | None) -> list[Any]:
 @pytest.mark.parametrize(
     ("batch", "policy"),
     [
-        (1, "fixed"),
         (2, "by_confidence"),
+        pytest.param(1, "fixed", marks=pytest.mark.slow),
         pytest.param(1, "by_confidence", marks=pytest.mark.slow),
         pytest.param(2, "fixed", marks=pytest.mark.slow),
     ],

@@ -272,6 +272,7 @@ def test_the_training_stands_still_while_requests_are_there(
     assert job.code is not None  # it ends with the server
 
 
+@pytest.mark.slow
 def test_a_server_trains_by_itself(
     quick: None, tmp_path: Path, learned: Folder, float_target: TransformersTarget
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Case, cases
+from conftest import FEW, Case, cases, fast
 from contracts.chances import keeps_the_distribution
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
 from torch import Tensor
@@ -26,14 +26,7 @@ from outrider.serve.prediction import Alignment, Predicted
 V, COUNT, LIMIT = 64, 40, 6
 PROBING = {"confu", "jacobi_denoising", "tidar"}
 """Kinds with rows of their own in the target's pass, next to which nothing is predicted."""
-EVERY = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
-        for case in cases()
-        if case.kind not in PROBING
-    ],
-)
+EVERY = pytest.mark.parametrize("case", fast((case for case in cases() if case.kind not in PROBING), FEW))
 """Every other kind; further variants of it only where there is time."""
 NONE, DSPARK = Case("none"), Case("dspark", {"markov": "vanilla"})
 SOME = pytest.mark.parametrize("case", [NONE, DSPARK, Case("ngram"), Case("small_model")], ids=str)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Case, cases, tiny_model
+from conftest import FEW, Case, cases, fast, tiny_model
 from contracts.parties import TableTarget
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,11 +29,8 @@ from outrider.targets.load import load_target
 from outrider.targets.miniature import enlivened
 from outrider.targets.transformers import TransformersTarget
 
-EVERY = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
-)
-"""Every kind; further variants of it only where there is time."""
+EVERY = pytest.mark.parametrize("case", fast(cases(), FEW))
+"""A few kinds; the others only where there is time."""
 BLOCK = 8
 
 

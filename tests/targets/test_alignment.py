@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import first, tiny_model
 from contracts.parties import OnAndOff
 from drafters.test_cross_vocabulary import LINES, byte_fallback, byte_level, letters_alone, loaded, texts, unigram
 from hypothesis import given
@@ -73,7 +73,7 @@ def drafter_for(kind: str, target: EnsembleTarget):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pair", ["ensemble", "plain_pair"])
+@pytest.mark.parametrize("pair", first(["ensemble", "plain_pair"]))
 def test_greedy_text_with_drafts_is_plain_ensembling(kind, pair, request):
     """Catches a position whose share depends on what was drafted after it, a cache that keeps a rejected draft's
     tokens, and slots that are used again with another's text in them."""
@@ -116,7 +116,7 @@ def rows_alone(target: EnsembleTarget, text: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("pair", ["ensemble", "plain_pair"])
+@pytest.mark.parametrize("pair", first(["ensemble", "plain_pair"]))
 def test_every_row_is_what_plain_decoding_finds_after_its_text(pair, request):
     """Catches caches that do not go back to the common prefix, over random trees, paths and slots that are freed: 60
     passes, every accepted row and some rejected ones against a text read token by token."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, first
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -147,7 +147,7 @@ def test_logits_do_not_depend_on_the_tokens_of_a_pass(qwen):
         assert all(map(torch.equal, own, whole))
 
 
-@pytest.mark.parametrize("part", ["residual_multiplier", "attention_multiplier", "embedding_multiplier"])
+@pytest.mark.parametrize("part", first(["residual_multiplier", "attention_multiplier", "embedding_multiplier"]))
 def test_a_model_whose_layers_only_look_the_same_is_found_out(part, monkeypatch):
     """Granite has Llama's names, and multiplies what a layer adds: catches a model that is taken by its names."""
     torch.manual_seed(0)
@@ -175,6 +175,7 @@ def test_other_models_are_refused():
             GpuPass(other, _Traced(other, []))
 
 
+@pytest.mark.slow
 def test_a_pass_runs_as_transformers_writes_it_where_kernels_are_wrong(qwen, monkeypatch):
     """Catches kernels that are taken although their logits are not the model's."""
     written = _Traced(qwen, range(qwen.spec.layers))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import Case, Workshop, batch_of, cases, tiny_model, train
+from conftest import FEW, Case, Workshop, batch_of, cases, fast, tiny_model, train
 from contracts.parties import Oracle
 from tiny import DRAFTER, make_folder, write_run_file
 from torch import Tensor
@@ -316,14 +316,7 @@ def drafter_for(workshop: Workshop, ngram_target, prompts, texts):
     return made
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
-        for case in cases()
-        if case.kind not in PROBING
-    ],
-)
+@pytest.mark.parametrize("case", fast((case for case in cases() if case.kind not in PROBING), FEW))
 def test_every_drafter_leaves_the_text_as_it_is(case, drafter_for, ngram_target, prompts, texts):
     """Catches a context that a drafter's rejected tokens have entered; slots are used again in mid-flight."""
     drafter = drafter_for(case)

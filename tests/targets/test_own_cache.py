@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import first
 from transformers import PreTrainedModel
 
 from benchmarks.families import CAUSAL, NESTED, built, continued
@@ -43,7 +44,7 @@ def texts_of(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", first(FAMILIES, 2))
 def test_plain_and_drafted_text_is_the_models_own(kind, slots):
     """Catches a past that a rejected token has entered, and tokens that are kept and never read."""
     target = load_target(model_of(kind))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import first, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
@@ -256,7 +256,7 @@ def test_activations_are_not_rounded_by_asking_for_it(name: str, tmp_path: Path)
         load_target(model)
 
 
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+@pytest.mark.parametrize("name", first(["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"]))
 def test_weights_that_torchao_rounds_are_exact(name: str, tmp_path: Path) -> None:
     """Catches a kind of weight that is read in another way by passes of one row."""
     api = pytest.importorskip("torchao.quantization", reason="package")

@@ -355,6 +355,7 @@ print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].t
 
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
+@pytest.mark.slow
 def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet,
     and products in panels within the graph that are others than those outside.
@@ -381,6 +382,7 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
+@pytest.mark.slow
 def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, tmp_path):
     """Catches a drafter that is compiled anew after every training, and one that drafts with the weights it had."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
