@@ -575,13 +575,14 @@ def training(found: dict[str, Any]) -> str:
         peak = peaks[row["target"], row["kind"]]
         return [
             row["target"], row["kind"], *(f"{row['tokens_per_s'][way]:,.0f}" for way in ("plain", "ours")),
-            f"{row['times']:.2f}", *(f"{peak['peak_bytes'][way] / 1e6:,.0f}" for way in ("plain", "ours")),
+            f"{row['times']:.2f}", f"{row['bound']:.2f}",
+            *(f"{peak['peak_bytes'][way] / 1e6:,.0f}" for way in ("plain", "ours")),
             f"{100 * peak['share']:.0f}", f"{row['worst_loss_error']:.0e}",
         ]  # fmt: skip
 
-    heads = ["target", "drafter", "plain, tokens/s", "ours", "times", "plain, peak MB", "ours", "share, %"]
+    heads = ["target", "drafter", "plain, tokens/s", "ours", "times", "bound", "plain, peak MB", "ours", "share, %"]
     heads.append("losses differ")
-    tables = [_table(heads, [line(row) for row in found["speed"]], slice(2, 9))]
+    tables = [_table(heads, [line(row) for row in found["speed"]], slice(2, 10))]
     plans = [
         [row["kind"], str(row["rows"]), *(f"{row[way]['peak_bytes'] / 1e6:,.0f}" for way in ("predicted", "found")),
          *(f"{row[way]['seconds']:.2f}" for way in ("predicted", "found"))]

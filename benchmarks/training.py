@@ -8,6 +8,8 @@ drafted blocks, logits of all rows at once, their gradients kept until the end. 
 texts, whose order is random, one step of one after one of the other, and start again from equal weights, so that the
 losses of a step can be compared.  Every position is drafted from, so nothing that is drawn differs.  Seconds are the
 processor's, of one thread, which other work on the machine hardly changes; passes of the target are not among them.
+`products`: share of one of our steps in matrix products, which both loops need; `bound`: times the plain loop's pace if
+nothing else took time.
 `wide`: the first four of the demo target's layers with a random vocabulary of 150,000.  Peaks are of a process each,
 above what was in memory before a second step: weights, gradients, moments and the step's states.
 """
@@ -55,8 +57,8 @@ LENGTH = {"demo": 192, "wide": 128}
 """Most tokens of a text: of the wide vocabulary the plain loop needs gigabytes."""
 BATCH = {"demo": 4, "wide": 2}
 """Texts that the plain loop pads at once; a step has two such batches.  Ours has half of their tokens in memory."""
-SIZES = (6, 10)
-"""Rows of the batches that a plan, which measures two and four, is held against."""
+SIZES = (6, 12)
+"""Rows of the batches that a plan, which measures four and eight, is held against."""
 WIDE, LAYERS = 150_000, 4
 TIMES, SHARE, OFF, NOISE = 2.0, 0.4, 0.15, 1e-4
 """Wanted: tokens a second against the plain loop's, peak memory against its, a plan's error, relative error of a
@@ -167,15 +169,25 @@ class Bench:
                 seconds["plain"].append(ended - between)
                 tokens += sum(int((batch.documents > 0).sum()) for batch in packed)
                 fills.append([fill(packed), fill(padded)])
+        share = self.share_of_products(mine, own, steps + 1)
         pace = {name: tokens / sum(own) for name, own in seconds.items()}
         ratios = [b / a for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
         return {
             "target": self.name, "kind": self.kind, "steps": steps, "tokens": tokens,
             "tokens_per_s": {name: round(value, 1) for name, value in pace.items()},
             "times": round(statistics.median(ratios), 2), "least_times": round(min(ratios), 2),
+            "products": round(share, 3), "bound": round(statistics.median(ratios) / share, 2),
             "filled": [round(statistics.mean(column), 3) for column in zip(*fills, strict=True)],
             "losses": losses, "worst_loss_error": max(errors),
         }  # fmt: skip
+
+    def share_of_products(self, model: DraftModel, optimizer: Optimizers, step: int) -> float:
+        """Of the seconds of one of our steps: matrix products, which both loops need."""
+        batches = self.packed(step)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            optimise(model, optimizer, batches, self.config, step, False)
+        parts = {one.key: one.self_cpu_time_total for one in profile.key_averages()}
+        return sum(parts.get(f"aten::{name}", 0.0) for name in ("mm", "addmm", "bmm")) / sum(parts.values())
 
 
 def fill(batches: Sequence[Batch]) -> float:
@@ -278,9 +290,10 @@ def prediction(bench: Bench) -> dict[str, Any]:
 
 
 def real_step(bench: Bench, rows: int) -> dict[str, Any]:
-    """A step over so many texts, other ones than the plan's."""
-    count = len(bench.texts)
-    batch, (model, optimizer) = bench._batch([[i] for i in range(count - rows, count)]), bench.learner()
+    """A step over so many rows of texts, other ones than the plan's."""
+    texts = range(len(bench.texts) // 2, len(bench.texts))
+    lengths = [len(bench.texts[i].tokens) for i in texts]
+    batch, (model, optimizer) = bench._batch(packed(texts, lengths, rows * max(lengths))[0]), bench.learner()
     optimise(model, optimizer, [batch], bench.config, 0, False)
     found = training_plan.step_of(model, optimizer, bench.config, batch)
     return {"peak_bytes": found.peak_bytes, "seconds": found.seconds}

@@ -37,7 +37,7 @@ ROWS = (4, 8)
 LEFT_FREE = 0.1
 """Share of the free memory that a plan does not use."""
 clock = time.perf_counter
-REPEATS = 2
+REPEATS = 3
 """Steps whose fastest counts."""
 
 
