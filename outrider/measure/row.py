@@ -5,6 +5,7 @@ A run holds counts and seconds as they were measured; a row holds figures.  docs
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,10 @@ class Run:
     """Drafted tokens verified in each step, on all branches; empty where drafts are chains, as `reached` says."""
     turns: list[int] = field(default_factory=list)
     """Tokens written in each turn; empty is one turn."""
+    positions: list[int] = field(default_factory=list)
+    """Tokens of the text before each step, its prompt included; empty in older records."""
+    committed: list[int] = field(default_factory=list)
+    """Tokens that each step wrote, where `positions` are known."""
     memory_peak_bytes: int | None = None
     lost: float | None = None
     """Share of its time that it lost to other programs."""
@@ -70,8 +75,10 @@ class Run:
         """This run and the next turn's, as one.  Seconds to the first token are summed: a reader waits for each."""
         peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
         lost = [run.lost for run in (self, other) if run.lost is not None]
-        added = ("tokens", "steps", "accepted", "reached", "nodes", "seconds", "first_s", "done_s", "gaps_s", "draft_s",
-                 "verify_s", "other_s", "model_s", "invalid", "tv_distance", "repeats")  # fmt: skip
+        added = (
+            "tokens", "steps", "accepted", "reached", "positions", "committed", "nodes", "seconds", "first_s", "done_s",
+            "gaps_s", "draft_s", "verify_s", "other_s", "model_s", "invalid", "tv_distance", "repeats",
+        )  # fmt: skip
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
         turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
         return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None), lost=max(lost, default=None))
@@ -151,7 +158,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         rejections=measured.rejections, traced=tuple(measured.traced),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
-        by_group=_by_group(samples),
+        by_group=_by_group(samples), by_position=by_position(runs),
     )  # fmt: skip
 
 
@@ -372,6 +379,31 @@ def _group(name: str, samples: Sequence[Sample]) -> schema.Group:
         name=name, prompts=len(runs), tokens=tokens, steps=passes, judged=judged, accepted=accepted,
         tokens_per_step=_share(tokens, passes), token_acceptance=_share(accepted, judged),
         speedup=_speed(samples)["speedup"],
+    )  # fmt: skip
+
+
+# ── by position ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ENDS = (1024, 4096, 16384)
+"""Positions of a text where a range ends and the next begins."""
+
+
+def by_position(runs: Sequence[Run]) -> tuple[schema.PositionRange, ...]:
+    """Figures of the steps in each range of positions that has any; none where positions were not recorded."""
+    steps: dict[int, list[list[int]]] = {}
+    for run in (run for run in runs if run.positions):
+        for at, *step in zip(run.positions, run.committed, run.accepted, run.reached, strict=True):
+            steps.setdefault(bisect.bisect_right(ENDS, at), []).append(step)
+    return tuple(_range(number, steps[number]) for number in sorted(steps))
+
+
+def _range(number: int, steps: Sequence[Sequence[int]]) -> schema.PositionRange:
+    """steps: tokens written, accepted, and depth of each."""
+    tokens, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
+    judged = sum(a + (a < r) for _, a, r in steps)
+    return schema.PositionRange(
+        begin=(0, *ENDS)[number], end=(*ENDS, None)[number], steps=len(steps), tokens=tokens, judged=judged,
+        accepted=accepted, tokens_per_step=tokens / len(steps), token_acceptance=_share(accepted, judged),
     )  # fmt: skip
 
 

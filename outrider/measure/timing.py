@@ -60,6 +60,8 @@ def run_batch(
             else:
                 run.first_s = now - began
             run.done_s = now - began
+            run.positions.append(len(requests[progress.request].prompt) + len(run.tokens))
+            run.committed.append(len(progress.tokens))
             run.tokens += progress.tokens
             run.steps += 1
             run.accepted.append(progress.accepted)

@@ -190,6 +190,21 @@ class Group(Part):
     speedup: float | None = None
 
 
+class PositionRange(Part):
+    """A row's figures over the steps that begin in a range of positions, the prompt's tokens counted."""
+
+    begin: int = 0
+    end: int | None = None
+    """The position after the last; null for no end."""
+    steps: int = 0
+    tokens: int = 0
+    judged: int = 0
+    accepted: int = 0
+    """As of a group."""
+    tokens_per_step: float | None = None
+    token_acceptance: float | None = None
+
+
 class Row(Part):
     """One drafter on one task at one temperature.  Without a default: always there, null where it was not measured."""
 
@@ -244,6 +259,8 @@ class Row(Part):
     clean: Clean | None = None
     by_group: tuple[Group, ...] = ()
     """By the prompts' language or category, in alphabetical order; empty where no prompt's row names one."""
+    by_position: tuple[PositionRange, ...] = ()
+    """By position in the text: before 1,024 tokens, 4,096, 16,384 and after; ranges without a step are left out."""
     rejections_by_depth: tuple[int, ...] = ()
     steps: int | None = None
     tokens: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.report.schema import Range, Report, Row
+from outrider.report.schema import PositionRange, Range, Report, Row
 
 MISSING = "not measured"
 NOT_EXACT = "NOT EXACT"
@@ -43,6 +43,24 @@ def by_group(report: Report) -> list[str]:
         for row in report.rows
         if len(row.by_group) > 1
     ]
+
+
+def by_position(report: Report) -> list[str]:
+    """Tokens per step by the position in the text: a line for each of `long_rows`."""
+    return [
+        f"{named(row)}, tokens per step: "
+        + ", ".join(f"{range_name(part)} {say(part.tokens_per_step, '.2f')}" for part in row.by_position)
+        for row in long_rows(report)
+    ]
+
+
+def long_rows(report: Report) -> list[Row]:
+    """Rows whose texts reach into several ranges of positions."""
+    return [row for row in report.rows if len(row.by_position) > 1]
+
+
+def range_name(part: PositionRange) -> str:
+    return f"from {part.begin:,} tokens" if part.end is None else f"{part.begin:,} to {part.end - 1:,}"
 
 
 def group_name(name: str) -> str:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.report.schema import Range, Report, Row
-from outrider.report.summary import UNDER_LOAD, by_group, loss, named, say
+from outrider.report.summary import UNDER_LOAD, by_group, by_position, loss, named, say
 
 ALARM = "bold white on red"
 
@@ -51,7 +51,7 @@ class SummaryTable:
             yield self._table(fitting, gap=2 if _width(self.report, fitting, gap=2) <= width else 1)
         if any(row.under_load for row in self.report.rows):
             yield Text(f"! {UNDER_LOAD}", ALARM)
-        yield from (Text(line) for line in by_group(self.report))
+        yield from (Text(line) for line in (*by_group(self.report), *by_position(self.report)))
 
     def _table(self, columns: list[Measure], gap: int) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)

@@ -26,16 +26,19 @@ STEPS = {"a": [(2, 3, 3), (0, 3, 3), (3, 3, 3), (1, 1, 1)], "b": [(0, 0, 0), (1,
 """Of every step what was kept, how deep its draft was, how many tokens it had on all branches; b drafts trees."""
 
 
-def run_of(steps: list[tuple[int, int, int]], **more: Any) -> Run:
+def run_of(steps: list[tuple[int, int, int]], prompt: int = 0, **more: Any) -> Run:
     accepted, reached, nodes = (list(column) for column in zip(*steps, strict=True))
-    return Run(list(range(sum(accepted) + len(steps))), len(steps), accepted, reached, nodes=nodes, **more)
+    written = [a + 1 for a in accepted]
+    positions = [prompt + sum(written[:n]) for n in range(len(steps))]
+    tokens, more = list(range(sum(written))), {"nodes": nodes, "positions": positions, "committed": written} | more
+    return Run(tokens, len(steps), accepted, reached, **more)
 
 
 def hand_made(target: TransformersTarget, **more: Any) -> Measured:
     """Two prompts: a writes 10 tokens in 4 steps, b 6 in 3; alone they take 6 and 4.5 seconds, drafted 2 and 3."""
     runs = [
-        run_of(STEPS["a"], seconds=2.0, first_s=0.5, gaps_s=[0.3, 0.5, 0.7], draft_s=0.3, verify_s=1.2, other_s=0.5,
-               model_s=1.6, memory_peak_bytes=100),
+        run_of(STEPS["a"], 1020, seconds=2.0, first_s=0.5, gaps_s=[0.3, 0.5, 0.7], draft_s=0.3, verify_s=1.2,
+               other_s=0.5, model_s=1.6, memory_peak_bytes=100),
         run_of(STEPS["b"], seconds=3.0, first_s=0.4, gaps_s=[0.6, 2.0], draft_s=0.7, verify_s=1.8, other_s=0.5,
         model_s=2.4,
                memory_peak_bytes=300),
@@ -95,6 +98,13 @@ RIGHT: dict[str, Any] = {
         {"name": "ru", "prompts": 1, "tokens": 10, "steps": 4, "judged": 8, "accepted": 6, "tokens_per_step": 2.5,
          "token_acceptance": 6 / 8, "speedup": 3.0},
     ],
+    # a's steps begin at 1020, 1023, 1024 and 1028, all of b's before
+    "by_position": [
+        {"begin": 0, "end": 1024, "steps": 5, "tokens": 10, "judged": 8, "accepted": 5, "tokens_per_step": 2.0,
+         "token_acceptance": 5 / 8},
+        {"begin": 1024, "end": 4096, "steps": 2, "tokens": 6, "judged": 4, "accepted": 4, "tokens_per_step": 3.0,
+         "token_acceptance": 1.0},
+    ],
     "compared_tokens": 16,
     "exact": True,
     "plain_exact": True,
@@ -153,6 +163,9 @@ MISTAKES = [
     ("score", "sum(side) / len(both) for side", "sum(side) for side"),
     ("by_group", "if s.prompt.group == name", "if s.prompt.group >= name"),
     ("by_group", "sum(a + (a < r) for a, r in steps)", "sum(r for _, r in steps)"),
+    ("by_position", "bisect.bisect_right(ENDS, at)", "bisect.bisect_left(ENDS, at)"),
+    ("by_position", "sum(a + (a < r) for _, a, r in steps)", "sum(r for *_, r in steps)"),
+    ("by_position", "tokens_per_step=tokens / len(steps), token", "tokens_per_step=accepted / len(steps), token"),
 ]  # fmt: skip
 
 

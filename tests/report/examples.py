@@ -110,6 +110,7 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
                   "tokens_per_step": per_step * 0.97, "speedup": speedup * 0.96,
                   "score": {"drafted": 0.77, "plain": 0.77, "prompts": prompts - 2}},
         "by_group": [group(name, tokens, steps, a, speedup) for name in ("", "한국어", "русский")],
+        "by_position": [place(begin, end, steps, a) for begin, end in ((0, 1024), (1024, 4096), (16384, None))],
         "plain_exact": True, "dtype": "bfloat16", "precision": "bfloat16", "trained_on": "bfloat16", "batch": 1,
         "device": "NVIDIA H200", "invalid": 0, "lossless": True, "distance": 0.0, "per_prompt": results,
     } | changes  # fmt: skip
@@ -128,6 +129,13 @@ def group(name: str, tokens: int, steps: int, a: float, speedup: float) -> dict[
     return {
         "name": name, "prompts": 8, "tokens": tokens // 3, "steps": steps // 3, "judged": 1000,
         "accepted": round(1000 * a), "tokens_per_step": tokens / steps, "token_acceptance": a, "speedup": speedup,
+    }  # fmt: skip
+
+
+def place(begin: int, end: int | None, steps: int, a: float) -> dict[str, Any]:
+    return {
+        "begin": begin, "end": end, "steps": steps // 3, "tokens": steps, "judged": 1000, "accepted": round(1000 * a),
+        "tokens_per_step": 3.0, "token_acceptance": a,
     }  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def _environment() -> Environment:
     found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
         summary.say, summary.many, summary.conditions, summary.named, summary.group_name, summary.alarms, summary.loss,
+        summary.range_name, summary.long_rows,
         summary.skews, summary.compared, summary.interval, summary.distrust,
         summary.busy, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
