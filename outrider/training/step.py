@@ -26,6 +26,9 @@ CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer
 rows a GPU reads the output layer again and again, and multiplies little."""
 
+CACHED_ELEMENTS = 2**18
+"""Logits of the rows whose losses a CPU computes at once: 1 MiB in float32, and the steps between lie in its cache."""
+
 CHUNK_ROWS = 64
 """Fewest rows of a chunk: with 13, which 150,000 tokens would leave a CPU, every chunk waits for the output layer's
 weights."""
@@ -159,15 +162,21 @@ def accumulate(
     shares, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(chunk_size(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
-        terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part], near)}
-        terms |= _weighted(predictions.extra(part, draft, target), config.extra)
-        loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
-        loss.backward()
-        whole += loss.detach()  # read once, after all chunks: a device that is asked for each waits for each
+        labels = predictions.labels[part]
+        divergence, gradient, share = diverge(config.loss, draft, target, labels, weight, near, is_counted)
+        extra = _weighted(predictions.extra(part, draft, target), config.extra)
+        roots, gradients = [draft], [gradient]
+        for term in extra.values():
+            if term.requires_grad:
+                roots, gradients = [*roots, term], [*gradients, weight.to(term.dtype)]
+        torch.autograd.backward(roots, gradients)
+        terms = {"divergence": divergence} | {name: term.detach() for name, term in extra.items()}
+        # read once, after all chunks: a device that is asked for each waits for each
+        whole += torch.stack([(weight * term).sum() for term in terms.values()]).sum()
         if is_counted:
             for name, term in terms.items():
-                terms_at[name] = terms_at.get(name, 0.0) + float((weight * term.detach()).sum())
-            share = overlap(target.float().softmax(-1), draft.detach().float().softmax(-1)).cpu()
+                terms_at[name] = terms_at.get(name, 0.0) + float((weight * term).sum())
+            share = share.cpu()
             is_own = (predictions.weight[part] > 0).cpu()
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
@@ -175,6 +184,28 @@ def accumulate(
     terms_at["loss"] = whole.item()
     sums.add(own, terms_at, shares, rows_at)
     return sums.says()
+
+
+def diverge(
+    loss: Mapping[str, float], draft: Tensor, target: Tensor, labels: Tensor, weight: Tensor, near: float,
+    is_counted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Divergences of a chunk's rows [m], the gradient of their weighted sum to `draft` [m, V], and where counted the
+    rows' overlaps [m].
+
+    Row by row the same as in one go; a few at a time, what lies between logits and gradient stays in a CPU's cache.
+    """
+    gradient, found, shares = torch.empty_like(draft), [], []
+    count = CACHED_ELEMENTS // draft.shape[-1] if draft.device.type == "cpu" else len(draft)
+    for begin in range(0, len(draft), max(1, count)):
+        here = slice(begin, begin + max(1, count))
+        own = draft[here].detach().requires_grad_()
+        value = losses.combine(loss, own, target[here], labels[here], near)
+        [gradient[here]] = torch.autograd.grad(value, own, weight[here].to(value.dtype))
+        found.append(value.detach())
+        if is_counted:
+            shares.append(overlap(target[here].float().softmax(-1), own.detach().float().softmax(-1)))
+    return torch.cat(found), gradient, torch.cat(shares) if shares else weight[:0]
 
 
 def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:

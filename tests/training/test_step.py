@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from outrider.targets.transformers import TransformersTarget
+from outrider.training import losses, step
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
-from outrider.training.step import CHUNK_ELEMENTS, accumulate, optimise
+from outrider.training.step import CHUNK_ELEMENTS, accumulate, diverge, optimise
 from training.bench import KINDS, make_model, make_source
 
 BOUNDED = """
@@ -151,3 +152,19 @@ def test_several_batches_of_a_step_are_one(kind: str, talker: TransformersTarget
     for name, weight in whole.named_parameters():
         scale = float(wanted[name].abs().max()) / total
         torch.testing.assert_close(weight.grad, wanted[name] / total, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("loss", sorted(losses.DIVERGENCES))
+def test_rows_a_few_at_a_time_are_rows_in_one_go(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches slices that overlap or leave rows out, and weights of other rows."""
+    noise = torch.Generator().manual_seed(3)
+    draft, target = torch.randn(2, 11, 16, generator=noise, dtype=torch.float64)
+    weight, labels = torch.rand(11, generator=noise), torch.randint(16, (11,), generator=noise)
+    given = {loss: 0.5}, draft, target, labels, weight, 0.4, True
+    whole = diverge(*given)
+    monkeypatch.setattr(step, "CACHED_ELEMENTS", 3 * 16)
+    for found, wanted in zip(diverge(*given), whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-15)
+    leaf = draft.clone().requires_grad_()
+    (weight * losses.combine({loss: 0.5}, leaf, target, labels, 0.4)).sum().backward()
+    torch.testing.assert_close(whole[1], leaf.grad)
