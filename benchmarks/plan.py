@@ -11,6 +11,7 @@ decodes each cell; it wants a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from outrider.plan.acceptance import Acceptance, even
 from outrider.plan.anatomy import Anatomy, of_sketch, sketched
 from outrider.plan.predict import PaperCosts
 from outrider.plan.weights import stored
+from outrider.targets.sketch import Sketch
 
 POINTS = Path(__file__).with_name("plan_points.yaml")
 WITHIN = 0.2
@@ -91,9 +93,7 @@ def point(given: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(given: dict[str, Any], table: dict[str, Any], name: str) -> dict[str, float]:
     """Speed-up and tokens a second of one text's request, on paper."""
-    fields = table["models"][given["model"]]
-    sketch = sketched(fields, given["model"])
-    model = of_sketch(sketch, stored(fields, None, given["model"]))
+    sketch, model = known_model(given["model"])
     place, batch = hardware.place(name, given["devices"]), given["batch"]
     context, kind = given["assumed"]["context"], given.get("drafter")
     own = dict(table["drafters"][kind]) if kind else {}
@@ -118,10 +118,12 @@ def why(error: float, given: dict[str, Any], table: dict[str, Any]) -> str:
     return "the source names neither its version's overheads nor all of its settings"
 
 
-def anatomy_of(name: str) -> Anatomy:
-    """A point's model, for tests."""
+@functools.cache
+def known_model(name: str) -> tuple[Sketch, Anatomy]:
+    """A point's model."""
     fields = yaml.safe_load(POINTS.read_text(encoding="utf-8"))["models"][name]
-    return of_sketch(sketched(fields, name), stored(fields, None, name))
+    sketch = sketched(fields, name)
+    return sketch, of_sketch(sketch, stored(fields, None, name))
 
 
 if __name__ == "__main__":

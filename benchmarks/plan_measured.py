@@ -36,7 +36,7 @@ def measured(
     known, judged = texts[:prompts], texts[prompts:]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
-        target, names, batches, depths, context, timings.kept(target), lambda name: loaded(name, target)
+        target, names, batches, depths, context, timings.cached(target), lambda name: loaded(name, target)
     )
     timings.keep(target, found)
     costs = TimedCosts(found, {name: timings.identity_of(name) for name in names})
@@ -105,7 +105,8 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         best = max(1.0, *(cell["measured"] for cell in own))
         losses.append(1 - (chosen["measured"] if chosen["predicted"] > PAYS else 1.0) / best)
     promised = (
-        ("median error", 0.1, statistics.median(errors)), ("decisions that are wrong", 0.05, 1 - sum(right) / len(right)),
+        ("median error", 0.1, statistics.median(errors)),
+        ("decisions that are wrong", 0.05, 1 - sum(right) / len(right)),
         ("greatest loss of a chosen depth", 0.05, max(losses)),
     )  # fmt: skip
     rows = [

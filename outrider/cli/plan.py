@@ -124,8 +124,8 @@ def _list() -> None:
     shown = console.table("name", "memory", "GB/s", "TFLOP/s", "source", right=("memory", "GB/s"))
     for name in table.names():
         own = table.find(name)
-        products = ", ".join(f"{kind} {value / 1e12:.0f}" for kind, value in own.flops.items())
-        shown.add_row(name, sized(own.memory_bytes), f"{own.bandwidth / 1e9:.0f}", products, own.source)
+        flops = ", ".join(f"{kind} {value / 1e12:.0f}" for kind, value in own.flops.items())
+        shown.add_row(name, sized(own.memory_bytes), f"{own.bandwidth / 1e9:.0f}", flops, own.source)
     console.show(shown)
 
 
@@ -143,7 +143,7 @@ def _timed(own: Subject, asked: Demand | None, missing: str, draft_model: str | 
     load = max(1, round(asked.concurrency)) if asked is not None and asked.concurrency else 1
     batches, context = sorted({*TIMED_LOADS, load}), asked.context if asked is not None else planner.USUAL_CONTEXT
     at = timings.rounded(context, loaded.spec.context)
-    before = timings.Timings() if again else timings.kept(loaded)
+    before = timings.Timings() if again else timings.cached(loaded)
     known = timings.as_mapping(before)
     say(f"plan      {own.target}: {known['passes']} sizes of pass and {known['drafts']} of draft were timed before")
 

@@ -41,7 +41,7 @@ class Attention(NamedTuple):
     flops: float
     """Of one row, for each token that it attends to, in all of these layers."""
 
-    def seen(self, context: float) -> float:
+    def attended(self, context: float) -> float:
         return context if self.window is None else min(context, self.window)
 
 
@@ -85,7 +85,7 @@ class Anatomy:
 
     def cache_bytes(self, context: float) -> float:
         """Keys and values of one text of so many tokens."""
-        return sum(own.cache_bytes * own.seen(context) for own in self.attention)
+        return sum(own.cache_bytes * own.attended(context) for own in self.attention)
 
 
 def anatomy(name: str, weight: str | None = None) -> Anatomy:

@@ -20,7 +20,7 @@ LONG_ENOUGH = 3.0
 """Break-even lengths that an answer must have."""
 
 
-class Verdict(NamedTuple):
+class Choice(NamedTuple):
     """What to do, and why."""
 
     decision: Decision
@@ -29,28 +29,26 @@ class Verdict(NamedTuple):
     depths: Mapping[str, int] = {}
 
 
-def decide(rows: Sequence[Row], demand: Demand, concurrency: float, unknown: Sequence[str]) -> Verdict:
-    """The verdict on rows of one load and others.  unknown: methods whose acceptance is not known."""
+def decide(rows: Sequence[Row], demand: Demand, concurrency: float, unknown: Sequence[str]) -> Choice:
+    """The choice on rows of one load and others.  unknown: methods whose acceptance is not known."""
     here = [row for row in rows if row.concurrency == concurrency]
     allowed = [row for row in here if not objection(row, demand)]
     sure = [row for row in allowed if (row.speedup.low or 0) > PAYS]
     if sure:
         # the methods that surely pay, by what is expected of them; a tie goes to the shorter draft
         best = max(sure, key=lambda row: (round(row.speedup.center or 0, 3), -row.depth))
-        return Verdict(
-            "ENABLE", f"{_said(best)}: even the lower end is above {PAYS:g}", best, depths(rows, best.method)
-        )
+        return Choice("ENABLE", f"{_text(best)}: even the lower end is above {PAYS:g}", best, depths(rows, best.method))
     hopeful = [row for row in allowed if (row.speedup.high or 0) > PAYS]
     if hopeful:
         best = max(hopeful, key=lambda row: row.speedup.center or 0)
-        return Verdict("NEED DATA", f"{_said(best)}: its ends lie on both sides of {PAYS:g}; {_next(best)}", best)
+        return Choice("NEED DATA", f"{_text(best)}: its ends lie on both sides of {PAYS:g}; {_next(best)}", best)
     if unknown:
-        return Verdict("NEED DATA", f"the acceptance of {', '.join(unknown)} is not known; name a --report that has it")
+        return Choice("NEED DATA", f"the acceptance of {', '.join(unknown)} is not known; name a --report that has it")
     if not here:
-        return Verdict("NEED DATA", "no method was given that can be judged; name some with --method")
+        return Choice("NEED DATA", "no method was given that can be judged; name some with --method")
     best = max(allowed or here, key=lambda row: row.speedup.high or 0)
     why = objection(best, demand) if not allowed else f"not even the upper end is above {PAYS:g}"
-    return Verdict("BATCH INSTEAD", f"{_said(best)}: {why}", best)
+    return Choice("BATCH INSTEAD", f"{_text(best)}: {why}", best)
 
 
 def objection(row: Row, demand: Demand) -> str:
@@ -79,7 +77,7 @@ def depths(rows: Sequence[Row], method: str) -> dict[str, int]:
     return found
 
 
-def _said(row: Row) -> str:
+def _text(row: Row) -> str:
     spread = f"{row.speedup.center:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
     return f"{row.method} at depth {row.depth}: {spread} times plain decoding at {row.concurrency:.3g} at once"
 

@@ -30,7 +30,7 @@ WAYS: Mapping[str, Way] = {
     "ngram": "lookup", "suffix": "lookup", "recycle": "lookup",
 }  # fmt: skip
 """Kinds whose drafts are known on paper; others must be timed."""
-IN_TURN = ("markov_w2", "weight_hh", "weight_ih")
+SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
 """Weights of a small head through which the tokens of a block pass one by one."""
 EMBEDDINGS = ("embed", "markov_w1")
 
@@ -43,7 +43,7 @@ class DraftModelOnPaper:
     way: Way
     model: Anatomy | None
     """None for what looks drafts up."""
-    in_turn: int = 0
+    sequential: int = 0
     """Of its weights, those that are read once for every token of a block."""
 
     @property
@@ -59,12 +59,12 @@ class DraftModelOnPaper:
         if self.model is None or depth < 1:
             return 0.0
         # each pass ends in a head and a choice, which take what a layer takes beside its work
-        beside = 2 * place.efficiency.layer_s
+        overhead = 2 * place.efficiency.layer_s
         if self.way == "each":
-            return depth * (pass_of(self.model, place, batch, 1, context).seconds + beside)
-        each = self.in_turn * self.model.weight.bytes / place.bandwidth + place.efficiency.layer_s
-        in_turn = depth * each if self.in_turn else 0.0
-        return pass_of(self.model, place, batch, depth, context).seconds + beside + in_turn
+            return depth * (pass_of(self.model, place, batch, 1, context).seconds + overhead)
+        each = self.sequential * self.model.weight.bytes / place.bandwidth + place.efficiency.layer_s
+        sequential = depth * each if self.sequential else 0.0
+        return pass_of(self.model, place, batch, depth, context).seconds + overhead + sequential
 
     def prompt_seconds(self, place: Place, tokens: float) -> float:
         """Of reading a prompt, which the target read before."""
@@ -102,7 +102,7 @@ def _counted(kind: str, way: Way, target: Sketch, settings: Mapping[str, Any]) -
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     total = sum(counts.values())
     size_of = lambda *parts: sum(size for name, size in counts.items() if any(part in name for part in parts))
-    in_turn, tables = size_of(*IN_TURN), size_of(*EMBEDDINGS)
+    sequential, tables = size_of(*SEQUENTIAL), size_of(*EMBEDDINGS)
     trunk: Any = getattr(model, "backbone", model)
     spec, layers = target.spec, len(getattr(trunk, "layers", ()))
     vocabulary = getattr(config, "vocabulary", None) or spec.vocabulary
@@ -111,11 +111,11 @@ def _counted(kind: str, way: Way, target: Sketch, settings: Mapping[str, Any]) -
     weight = formats.NAMED[formats.DTYPES.get(spec.dtype, "bf16")]
     own = Anatomy(
         name=kind, layers=max(layers, 1), hidden=spec.hidden, vocabulary=vocabulary, context=spec.context,
-        parameters=total, read=total - tables - own_head - in_turn, head=head,
+        parameters=total, read=total - tables - own_head - sequential, head=head,
         expert=0, experts=0, experts_per_token=0, attention=_attention(config, spec, layers, weight.bytes),
         weight=weight, expert_weight=weight, head_bytes=weight.bytes,
     )  # fmt: skip
-    return DraftModelOnPaper(kind, way, own, in_turn)
+    return DraftModelOnPaper(kind, way, own, sequential)
 
 
 def _attention(config: Any, spec: Any, layers: int, size: float) -> tuple[Attention, ...]:

@@ -32,7 +32,7 @@ class Efficiency(NamedTuple):
 
     bandwidth: float
     """Share of the sheet's."""
-    products: float
+    matmuls: float
     """Share of the sheet's."""
     training: float
     """Share of the sheet's products, in training."""
@@ -67,7 +67,7 @@ class Place(NamedTuple):
     def flops(self, kind: str) -> float:
         """Operations per second that passes reach in this type, or in bf16 where the accelerator lacks it."""
         own = self.accelerator.flops
-        return self.devices * own.get(kind, own["bf16"]) * self.efficiency.products
+        return self.devices * own.get(kind, own["bf16"]) * self.efficiency.matmuls
 
 
 @functools.cache

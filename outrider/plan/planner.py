@@ -151,15 +151,15 @@ def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training:
     load = max(1.0, load)
     loads = sorted({load, *(float(each) for each in given.loads if each <= given.most)})
     rows = [made for name in own.accepted for at in loads for made in rows_of(own, given, demand, name, at)]
-    verdict = decide(rows, demand, load, own.unknown)
-    chosen = verdict.row if verdict.decision == "ENABLE" else None
-    first = _once(own, given, demand, training, prices, place, verdict.row)
+    choice = decide(rows, demand, load, own.unknown)
+    chosen = choice.row if choice.decision == "ENABLE" else None
+    first = _once(own, given, demand, training, prices, place, choice.row)
     again = lambda many: _at(own, given, demand, chosen, many)
     spent = first.money if first else None
     costs_of = money.daily(demand, costs, place.devices if place else 1, again, most, prices, spent)
     return Plan(
-        decision=verdict.decision, because=verdict.because, method=chosen.method if chosen else None,
-        depth=chosen.depth if chosen else None, depths=dict(verdict.depths), rows=tuple(rows),
+        decision=choice.decision, because=choice.because, method=chosen.method if chosen else None,
+        depth=chosen.depth if chosen else None, depths=dict(choice.depths), rows=tuple(rows),
         break_even=tuple(even_points(own, given, demand.context, load)), once=first, costs=tuple(costs_of),
         notes=tuple(notes), **whole,
     )  # fmt: skip

@@ -46,17 +46,17 @@ def pass_of(model: Anatomy, place: Place, batch: float, rows: float, context: fl
     every = batch * rows
     weights, cache = weights_read(model, every), batch * model.cache_bytes(context)
     made = 2 * model.active * every
-    attended = every * sum(own.flops * own.seen(context) for own in model.attention)
-    kind = model.expert_weight.products if model.experts else model.weight.products
+    attended = every * sum(own.flops * own.attended(context) for own in model.attention)
+    kind = model.expert_weight.matmul if model.experts else model.weight.matmul
     layers = weights / place.bandwidth, made / place.flops(kind)
     attention = cache / place.bandwidth, attended / place.flops("bf16")
     work = max(layers) + max(attention)
-    beside = model.layers * place.efficiency.layer_s
+    overhead = model.layers * place.efficiency.layer_s
     if place.devices > 1:
-        beside += 2 * model.layers * place.efficiency.exchange_s
+        overhead += 2 * model.layers * place.efficiency.exchange_s
     is_memory = layers[0] + attention[0] >= layers[1] + attention[1]
-    bound: Bound = "launch" if beside > work else "memory" if is_memory else "compute"
-    return Pass(work + beside, weights + cache, made + attended, bound)
+    bound: Bound = "launch" if overhead > work else "memory" if is_memory else "compute"
+    return Pass(work + overhead, weights + cache, made + attended, bound)
 
 
 def prefill_seconds(model: Anatomy, place: Place, tokens: float) -> float:
@@ -64,10 +64,10 @@ def prefill_seconds(model: Anatomy, place: Place, tokens: float) -> float:
     if tokens <= 0:
         return 0.0
     own = pass_of(model, place, 1, tokens, 0)
-    attended = sum(layers.flops * layers.seen(tokens / 2) for layers in model.attention) * tokens
+    attended = sum(layers.flops * layers.attended(tokens / 2) for layers in model.attention) * tokens
     return own.seconds + attended / place.flops("bf16")
 
 
 def saturation_rows(model: Anatomy, place: Place) -> float:
     """Rows beyond which a pass over dense layers computes instead of waiting for memory."""
-    return model.weight.bytes / 2 * place.flops(model.weight.products) / place.bandwidth
+    return model.weight.bytes / 2 * place.flops(model.weight.matmul) / place.bandwidth

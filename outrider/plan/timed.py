@@ -11,7 +11,7 @@ from statistics import median
 from outrider.plan.predict import StepCost
 from outrider.plan.timings import Cell, Key, Timings, nearest
 
-LEAST_ERROR = 0.1
+MIN_ERROR = 0.1
 """Share by which a timed speed-up may be wrong at the least, acceptance aside."""
 
 
@@ -28,7 +28,7 @@ class TimedCosts:
         """A tenth, or what the steps' own spread tells where that is more: a ratio has the spreads of two."""
         cells = [*self.timings.plain.values()]
         cells += [cell for key in self.identities.values() for cell in self.timings.drafts.get(key, {}).values()]
-        return min(0.9, max(LEAST_ERROR, 2 * median(cell.spread for cell in cells)))
+        return min(0.9, max(MIN_ERROR, 2 * median(cell.spread for cell in cells)))
 
     def plain(self, batch: float, context: float) -> float:
         cell = _between(self.timings.plain, batch, 0, context)
@@ -73,12 +73,12 @@ def _at_depth(cells: Mapping[Key, Cell], slots: int, depth: int, context: int) -
 
 def _line(points: Sequence[tuple[int, Cell]], at: float) -> Cell:
     """Between two points, and the nearest beyond them all."""
-    places = [own for own, _ in points]
-    right = min(bisect_left(places, at), len(places) - 1)
+    positions = [own for own, _ in points]
+    right = min(bisect_left(positions, at), len(positions) - 1)
     left = max(0, right - 1)
-    if places[right] <= at or left == right:
+    if positions[right] <= at or left == right:
         return points[right][1]
-    share = (at - places[left]) / (places[right] - places[left])
+    share = (at - positions[left]) / (positions[right] - positions[left])
     if share < 0:
         return points[left][1]
     return Cell(*(a + (b - a) * share for a, b in zip(points[left][1], points[right][1], strict=True)))

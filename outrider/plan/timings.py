@@ -96,14 +96,19 @@ def rounded(context: float, most: int) -> int:
 # ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def folder() -> Path:
+    """Where times are."""
+    return machine.cache_folder() / "plan"
+
+
 def place(target: Target) -> Path:
     """The file of this target's times on this machine."""
     spec = target.spec
     about = [machine.identity(), fingerprint(target), spec.name, spec.weights_hash, spec.layers, spec.hidden]
-    return machine.cache_folder() / "plan" / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+    return folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
 
-def kept(target: Target) -> Timings:
+def cached(target: Target) -> Timings:
     """What was timed before; nothing where there is no file, or a damaged one."""
     try:
         found = json.loads(place(target).read_text(encoding="utf-8"))
@@ -180,16 +185,16 @@ def _add(
     found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int
 ) -> None:  # fmt: skip
     """Plain steps and those of these drafters, in turn."""
-    seen: dict[tuple[str, int], list[Cell]] = {}
+    samples: dict[tuple[str, int], list[Cell]] = {}
     for _ in range(ROUNDS):
         for key, drafter in {"": None, **drafters}.items():
             own = [depth for depth in depths if drafter is not None and depth <= drafter.limit] or [0]
             steps, state = timed_steps(target, drafter, slots, own, context)
             for depth, cells in steps.items():
-                seen.setdefault((key, depth), []).extend(cells)
+                samples.setdefault((key, depth), []).extend(cells)
             if drafter is not None:
                 found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
-    for (key, depth), cells in seen.items():
+    for (key, depth), cells in samples.items():
         place = found.plain if not key else found.drafts.setdefault(key, {})
         if depth or not key:
             place[slots, depth, context] = middle(cells)
@@ -205,7 +210,7 @@ def middle(cells: Sequence[Cell]) -> Cell:
     return Cell(parts[0], parts[1], parts[2], drafted.pop() if len(drafted) == 1 else 0.0, spread)
 
 
-class InTurn(Policy):
+class RoundRobin(Policy):
     """One depth after the other, step by step."""
 
     def __init__(self, depths: Sequence[int]):
@@ -233,9 +238,9 @@ def timed_steps(
     length = max(2, min(context - room // 4, target.spec.context - room - max(depths) - 2))
     noise = torch.Generator().manual_seed(slots)
     texts = torch.randint(target.spec.vocabulary, (slots, length), generator=noise).tolist()
-    state, policy = batch(target, slots, ends=frozenset()), InTurn(depths)
+    state, policy = batch(target, slots, ends=frozenset()), RoundRobin(depths)
     asked = [Request(text, room, Sampling()) for text in texts]
-    seen: dict[int, list[Cell]] = {depth: [] for depth in depths}
+    samples: dict[int, list[Cell]] = {depth: [] for depth in depths}
     timing, count = None, 0
     for _ in serve(target, asked, drafter, policy=policy if drafter else None, state=state):
         if state.timing is timing:
@@ -243,10 +248,10 @@ def timed_steps(
         timing, count = state.timing, count + 1
         depth = policy.depth if drafter else 0
         if count > SKIPPED * len(depths):
-            seen[depth].append(Cell(timing.draft, timing.verify, timing.other, float(policy.nodes)))
+            samples[depth].append(Cell(timing.draft, timing.verify, timing.other, float(policy.nodes)))
         if count == rounds * len(depths):
             break
-    return {depth: cells for depth, cells in seen.items() if cells}, state
+    return {depth: cells for depth, cells in samples.items() if cells}, state
 
 
 def _prompt_seconds(target: Target, context: int) -> float:
@@ -264,7 +269,7 @@ def _prompt_seconds(target: Target, context: int) -> float:
 
 def known_rates(target: Target, slots: int) -> StepRates | None:
     """A kept table of this target's passes for up to so many slots, for policies; None where there is none."""
-    found = kept(target)
+    found = cached(target)
     most = max((key[0] for key in found.passes), default=0)
     return found.rates(0) if most >= slots else None
 

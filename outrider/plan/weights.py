@@ -14,7 +14,7 @@ class Weight(NamedTuple):
 
     bytes: float
     """Of one weight, its share of the scales included."""
-    products: str
+    matmul: str
     """Type in which it is multiplied."""
 
 
