@@ -27,6 +27,9 @@ from outrider.traffic.plan import limits
 
 TIMED_DEPTHS = (1, 2, 4, 7)
 TIMED_LOADS = (1, 4, 16)
+"""Texts at once that are timed where the traffic does not say how many there are."""
+MULTIPLES = (1, 4)
+"""Of the traffic's own number, which are timed beside one text."""
 SHOWN_DEPTHS = (1, 4, 7)
 """Of the table of break-even points; the JSON has them all."""
 
@@ -140,8 +143,9 @@ def _token_bytes(own: Subject) -> float:
 def _timed(own: Subject, asked: Demand | None, missing: str, draft_model: str | None, again: bool) -> Given:
     """Costs of this machine, timed now or before."""
     loaded = load_target(own.target)
-    load = max(1, round(asked.concurrency)) if asked is not None and asked.concurrency else 1
-    batches, context = sorted({*TIMED_LOADS, load}), asked.context if asked is not None else planner.USUAL_CONTEXT
+    load = asked.concurrency if asked is not None else None
+    batches = sorted({1, *(max(1, round(load * each)) for each in MULTIPLES)} if load else TIMED_LOADS)
+    context = asked.context if asked is not None else planner.USUAL_CONTEXT
     at = timings.rounded(context, loaded.spec.context)
     before = timings.Timings() if again else timings.cached(loaded)
     known = timings.as_mapping(before)
@@ -159,7 +163,7 @@ def _timed(own: Subject, asked: Demand | None, missing: str, draft_model: str | 
     identities = {name: timings.identity_of(name) for name in own.methods}
     costs = TimedCosts(found, identities)
     what = f"this machine, {loaded.device.type}, timed"
-    return Given(costs, asked, missing, what, None, TIMED_DEPTHS, TIMED_LOADS, float(max(batches)), True)
+    return Given(costs, asked, missing, what, None, TIMED_DEPTHS, batches, float(max(batches)), True)
 
 
 # ── shown ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -127,7 +127,7 @@ class Given(NamedTuple):
 def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training: money.Training | None = None,
          place: Place | None = None) -> Plan:  # fmt: skip
     """The plan."""
-    notes = list(_notes(own, place))
+    notes = [f"costs may be wrong by {given.costs.error:.0%}, which the intervals hold", *_notes(own, place)]
     sources = {name: f"{value.basis}: {value.source}" for name, value in own.accepted.items()}
     whole: dict[str, Any] = {
         "target": own.target, "hardware": given.hardware, "measured": given.is_measured, "acceptance": sources,

@@ -177,7 +177,7 @@ def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
 
 def test_a_measured_plan_writes_its_decision(quiet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a measured plan that needs more than it times.  No time is asserted."""
-    monkeypatch.setattr("outrider.cli.plan.TIMED_LOADS", (1,))
+    monkeypatch.setattr("outrider.cli.plan.MULTIPLES", (1,))
     monkeypatch.setattr("outrider.cli.plan.TIMED_DEPTHS", (1, 4))
     monkeypatch.setattr(timings, "ROWS", (1, 4))
     monkeypatch.setattr(timings, "ROUNDS", 1)
