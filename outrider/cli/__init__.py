@@ -15,6 +15,7 @@ from outrider.errors import ConfigError, OutriderError
 
 VERBS = {
     "Steps": {
+        "plan": ("plan", "Will it pay, which method, how deep, at what cost"),
         "init": ("init", "Write a run file to begin with, by flags or by asking"),
         "decode": ("decode", "Stream a continuation; what was drafted is marked"),
         "prepare": ("run", "Let the target answer the prompts"),

@@ -25,6 +25,7 @@ from outrider.drafters import kinds
 from outrider.drafters.mix import Mix
 from outrider.errors import ConfigError
 from outrider.loading import describe, load_drafter
+from outrider.plan import timings
 from outrider.policies import named, step_rates
 from outrider.policies.by_load import ByLoad
 from outrider.runs import file as runs
@@ -241,6 +242,9 @@ def _drafter(
 def _policy(config: Config, target: TransformersTarget, drafter: Drafter | None) -> str | Policy:
     if config.policy != "by_load" or drafter is None:
         return "adaptive" if config.policy == "by_load" else config.policy
+    if (rates := timings.known_rates(target, config.slots)) is not None:
+        say("policy    by_load: by the times that `outrider plan --measure` kept")
+        return ByLoad(drafter.limit, rates)
     say(f"policy    by_load: timing the target's steps for up to {config.slots} slots ...")
     return ByLoad(drafter.limit, step_rates.measured(target, drafter, config.slots))
 

@@ -185,9 +185,17 @@ def measured(
     if slots < 1 or repeats < 1:
         raise ConfigError(f"slots and repeats must be at least 1, got {slots} and {repeats}")
     widest = 1 if target.spec.mode == "off" else 1 + drafter.limit
-    context = max(1, min(context, target.spec.context - widest - 1))
     rows = [*(2**n for n in range(slots.bit_length()) if 2**n < slots), slots]
     sizes = [(row, width) for row in rows for width in sorted({*WIDTHS, widest}) if width <= widest]
+    return StepRates(timed(target, drafter, sizes, context=context, repeats=repeats, most_s=most_s))
+
+
+def timed(
+    target: Target, drafter: Drafter, sizes: Sequence[tuple[int, int]], *, context: int, repeats: int, most_s: float
+) -> dict[tuple[int, int], float]:  # fmt: skip
+    """Median seconds of passes over (slots, tokens a slot), with what the drafter taps; as `measured` does it."""
+    slots, widest = (max(each) for each in zip(*sizes, strict=True))
+    context = max(1, min(context, target.spec.context - widest - 1))
     noise = torch.Generator().manual_seed(0)
     text = torch.randint(target.spec.vocabulary, (slots, context + widest), generator=noise).to(target.device)
     cache = target.allocate(slots, context + widest + 1)
@@ -204,7 +212,7 @@ def measured(
             log.info("timing %d sizes of pass, about %.1f s", len(sizes), min(spent * repeats, max(spent, most_s)))
         elif spent * (number + 2) / (number + 1) > most_s:
             break
-    return StepRates({size: statistics.median(each) for size, each in found.items()})
+    return {size: statistics.median(each) for size, each in found.items()}
 
 
 def _pass_seconds(target: Target, drafter: Drafter, cache: Any, tokens: torch.Tensor) -> float:

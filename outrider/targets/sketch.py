@@ -50,7 +50,11 @@ class Sketch:
     @property
     def parameters(self) -> int:
         """The number of parameters."""
-        return sum(weight.numel() for weight in self._model.parameters())
+        return sum(self.weights().values())
+
+    def weights(self) -> dict[str, int]:
+        """How many numbers each of its weights has, by name."""
+        return {name: weight.numel() for name, weight in self._model.named_parameters()}
 
     @functools.cached_property
     def _layers(self) -> Any:
@@ -72,16 +76,22 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
         config = AutoConfig.from_pretrained(path, **options)
-        text, (tokenizer, _) = config.get_text_config(decoder=True), load_tokenizer(path, **options)
-        spec = TargetSpec(
-            name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
-            getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."),
-            None, "",
-            sizes=layer_sizes(config), unused=unused_row(tokenizer, text.vocab_size),
-        )  # fmt: skip
+        tokenizer, _ = load_tokenizer(path, **options)
+        return of_config(config, name, revision, tokenizer)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise TargetError(
             f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with "
             "config.json, or a Hugging Face id (which needs the network the first time)"
         ) from error
+
+
+def of_config(config: Any, name: str, revision: str | None = None, tokenizer: Any = None) -> Sketch:
+    """The sketch of a model with this transformers config."""
+    text = config.get_text_config(decoder=True)
+    spec = TargetSpec(
+        name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
+        getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."),
+        None, "",
+        sizes=layer_sizes(config), unused=unused_row(tokenizer, text.vocab_size),
+    )  # fmt: skip
     return Sketch(text, spec, getattr(tokenizer, "mask_token_id", None))

@@ -164,7 +164,7 @@ def test_rows_a_few_at_a_time_are_rows_in_one_go(loss: str, monkeypatch: pytest.
     whole = diverge(*given)
     monkeypatch.setattr(step, "CACHED_ELEMENTS", 3 * 16)
     for found, wanted in zip(diverge(*given), whole, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)  # softmaxes are float32
     leaf = draft.clone().requires_grad_()
     (weight * losses.combine({loss: 0.5}, leaf, target, labels, 0.4)).sum().backward()
     torch.testing.assert_close(whole[1], leaf.grad)

@@ -1,0 +1,179 @@
+"""How many drafted tokens are accepted: measured, or as published, always with an interval and a source.  No torch.
+
+A survival curve is all that a speed-up needs of acceptance: [k] is the share of steps that accept at least k + 1
+drafted tokens where so many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from outrider.errors import DataError
+from outrider.report.schema import Report, Row
+
+TABLE = Path(__file__).with_name("acceptance.yaml")
+Basis = Literal["report", "checkpoint", "published"]
+
+
+class Acceptance(NamedTuple):
+    """A method's acceptance."""
+
+    low: tuple[float, ...]
+    center: tuple[float, ...]
+    high: tuple[float, ...]
+    basis: Basis
+    source: str
+    offered: tuple[float, ...] = ()
+    """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
+
+    @property
+    def depth(self) -> int:
+        """The deepest that is known."""
+        return len(self.center)
+
+    def tokens(self, depth: int) -> tuple[float, float, float]:
+        """Tokens per step at this depth, bonus token included: low, center, high."""
+        return tuple(1 + sum(curve[:depth]) for curve in (self.low, self.center, self.high))  # type: ignore[return-value]
+
+    def drafted(self, depth: int) -> float:
+        """Mean tokens that a step drafts."""
+        return sum(self.offered[:depth]) if self.offered else float(depth)
+
+
+def survival(conditional: Sequence[float]) -> tuple[float, ...]:
+    """From the shares [k] accepted at depth k + 1 where all before were accepted."""
+    return tuple(accumulate(conditional, mul))
+
+
+def tokens_per_step(alpha: float, depth: float) -> float:
+    """Of a chain in which each token is accepted with the same chance `alpha`; depth may be infinite."""
+    if alpha >= 1:
+        return depth + 1
+    return (1 - alpha ** (depth + 1)) / (1 - alpha) if depth < math.inf else 1 / (1 - alpha)
+
+
+def alpha_of(tokens: float, depth: float) -> float:
+    """The chance per token that gives so many tokens per step.  Raises DataError where none does."""
+    if not 1 <= tokens <= depth + 1:
+        raise DataError(f"tokens per step must be 1 to {depth + 1:g} at depth {depth:g}, got {tokens:g}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_step(middle, depth) < tokens else (low, middle)
+    return low
+
+
+def even(tokens: float, depth: float, most: int) -> tuple[float, ...]:
+    """The survival curve, `most` deep, of a chain whose tokens are all accepted with the same chance."""
+    alpha = alpha_of(tokens, depth)
+    return tuple(alpha ** (k + 1) for k in range(most))
+
+
+# ── where it is from ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def published_kinds() -> list[str]:
+    """Kinds that have published values."""
+    return sorted(_table())
+
+
+def published(kind: str) -> Acceptance | None:
+    """What was published of a kind on other targets; None where nothing was that could be used."""
+    own = _table().get(kind)
+    if own is None:
+        return None
+    depth = math.inf if own["depth"] is None else own["depth"]
+    most = own.get("known_to") or int(min(depth, 16))
+    ends = float(own["low"]), float(own["high"])
+    center = float(own.get("typical") or math.sqrt(ends[0] * ends[1]))
+    low, middle, high = (even(tokens, depth, most) for tokens in (ends[0], center, ends[1]))
+    return Acceptance(low, middle, high, "published", own["source"])
+
+
+def of_report(report: Report, drafter: str, path: str) -> Acceptance | None:
+    """What a report measured of a drafter at the lowest temperature it has, over all tasks; None where it has none."""
+    rows = [row for row in report.rows if row.drafter == drafter and row.tokens_per_step is not None]
+    rows = [row for row in rows if row.temperature == min(own.temperature for own in rows)]
+    if not rows:
+        return None
+    curves = [_curve(row) for row in rows]
+    steps = [row.steps or 1 for row in rows]
+    depth = max(len(survived) for survived, _ in curves)
+    center = tuple(_mean([survived[k : k + 1] for survived, _ in curves], steps) for k in range(depth))
+    offered = tuple(_mean([shares[k : k + 1] for _, shares in curves], steps) for k in range(depth))
+    total = sum(steps)
+    share = _interval(rows, total, center)
+    low, high = (tuple(min(1.0, value * scale) for value in center) for scale in share)
+    return Acceptance(low, center, high, "report", f"{path}, {sum(row.prompts for row in rows)} prompts", offered)
+
+
+def _mean(values: Sequence[Sequence[float]], weights: Sequence[int]) -> float:
+    """Of what is known, and 0 where nothing is."""
+    return sum(weight * sum(value) for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _curve(row: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Survival and shares offered of a row: by its histogram, else by the shares at each depth."""
+    histogram = row.accepted_histogram
+    if histogram and (steps := sum(map(sum, histogram))):
+        depth = len(histogram) - 1
+        survived = [sum(sum(own[k + 1 :]) for own in histogram) / steps for k in range(depth)]
+        offered = [sum(sum(own) for own in histogram[k + 1 :]) / steps for k in range(depth)]
+        return tuple(survived), tuple(offered)
+    shares = [share or 0.0 for share in row.accepted_by_depth]
+    return tuple(shares), tuple(1.0 for _ in shares)
+
+
+def _interval(rows: Sequence[Row], steps: int, center: Sequence[float]) -> tuple[float, float]:
+    """Factors on what is accepted, at the ends of the 95 % interval: over prompts, else over steps."""
+    known = [row.tokens_per_step_range for row in rows]
+    if all(own is not None and None not in (own.center, own.low, own.high) for own in known):
+        ends = [(own.low - 1, own.center - 1, own.high - 1) for own in known]  # type: ignore[union-attr, operator]
+        middle = sum(own[1] for own in ends)
+        if middle > 0:
+            return sum(own[0] for own in ends) / middle, sum(own[2] for own in ends) / middle
+    mean = sum(center)
+    if mean <= 0:
+        return 1.0, 1.0
+    squares = sum((2 * k + 1) * share for k, share in enumerate(center))
+    error = 1.96 * math.sqrt(max(0.0, squares - mean**2) / max(1, steps)) / mean
+    return max(0.0, 1 - error), 1 + error
+
+
+def of_checkpoint(manifest: Mapping[str, Any], name: str) -> Acceptance | None:
+    """What a checkpoint says of its drafter's evaluation, at the lowest temperature; None where there was none."""
+    rows = [row for row in (manifest.get("report") or {}).get("rows", ()) if row.get("accepted_by_depth")]
+    rows = [row for row in rows if row["temperature"] == min(own["temperature"] for own in rows)]
+    if not rows:
+        return None
+    tokens = [row.get("tokens") or 1 for row in rows]
+    curves = [[share or 0.0 for share in row["accepted_by_depth"]] for row in rows]
+    center = tuple(_mean([own[k : k + 1] for own in curves], tokens) for k in range(max(map(len, curves))))
+    whole = _mean([[row.get("tokens_per_step") or 1 + sum(own)] for row, own in zip(rows, curves, strict=True)], tokens)
+    # drafts that the end of a text cut short count in neither share, and do in the tokens
+    scale = (whole - 1) / sum(center) if sum(center) else 1.0
+    prompts = sum(row.get("prompts") or 0 for row in rows)
+    own = tuple(min(1.0, share * scale) for share in center)
+    return _around(own, prompts, "checkpoint", f"the evaluation in {name}, {prompts} prompts")
+
+
+def _around(center: tuple[float, ...], texts: int, basis: Basis, source: str) -> Acceptance:
+    """With an interval as wide as that of a share over so many texts: the texts' own spread is not stored."""
+    error = lambda share: 1.96 * math.sqrt(share * (1 - share) / max(1, texts))
+    low = tuple(max(0.0, share - error(share)) for share in center)
+    high = tuple(min(1.0, share + error(share)) for share in center)
+    return Acceptance(low, center, high, basis, source)

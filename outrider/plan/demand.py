@@ -1,0 +1,104 @@
+"""What is asked of a server: lengths, and how many requests at once.  From a log, or from numbers.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.errors import ConfigError
+from outrider.traffic import traces
+from outrider.traffic.calls import Call
+
+CHARACTERS = 4
+"""Of a token, where a log holds texts and no counts."""
+
+
+class Demand(NamedTuple):
+    """Mean lengths of requests, and their number."""
+
+    prompt_tokens: float
+    new_tokens: float
+    concurrency: float | None = None
+    """Requests at once; None where only their rate is known."""
+    rate: float | None = None
+    """Requests a second."""
+    slo: Mapping[str, float] = {}
+    """Limits in seconds: ttft, tpot, e2e."""
+    source: str = "as given"
+
+    @property
+    def context(self) -> float:
+        """Tokens that a text has in the middle of its answer."""
+        return self.prompt_tokens + self.new_tokens / 2
+
+
+def given(
+    prompt_tokens: float | None, new_tokens: float | None, concurrency: float | None, rate: float | None,
+    slo: Mapping[str, float], log: Demand | None = None,
+) -> tuple[Demand | None, str]:  # fmt: skip
+    """The demand, or None and what is missing.  Numbers that are given win over the log's.  Raises ConfigError."""
+    numbers = {
+        "--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens, "--concurrency": concurrency, "--rate": rate,
+    }  # fmt: skip
+    for option, value in numbers.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{option} must be above 0, got {value:g}")
+    prompt = prompt_tokens or (log.prompt_tokens if log else None)
+    new = new_tokens or (log.new_tokens if log else None)
+    own_rate = rate or (log.rate if log and concurrency is None else None)
+    missing = [name for name, value in (("--prompt-tokens", prompt), ("--new-tokens", new)) if value is None]
+    if own_rate is None and concurrency is None:
+        missing.append("--concurrency or --rate")
+    if prompt is None or new is None or missing:
+        return None, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not known"
+    return Demand(prompt, new, concurrency, own_rate, slo, log.source if log else "as given"), ""
+
+
+def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | None = None) -> Demand:
+    """Mean lengths and rate of a log.  Raises DataError, and ConfigError where no call says how long its answer is.
+
+    count: tokens of a text, where the target's tokenizer is at hand; a quarter of its characters otherwise.
+    """
+    trace = traces.read(path, format)
+    measure = count or (lambda text: max(1, len(text) // CHARACTERS))
+    prompts = answers = answered = 0
+    for call in trace.calls():
+        prompts += measure(_text(call))
+        tokens = _answer_tokens(call, measure)
+        if tokens is not None:
+            answers, answered = answers + tokens, answered + 1
+    if not answered:
+        raise ConfigError(f"no call in {path} says how long its answer was; give --new-tokens")
+    rate = trace.size / trace.span_s if trace.has_times and trace.span_s > 0 else None
+    about = f"{path}, {trace.size} calls" + ("" if rate is None else f" over {trace.span_s:.0f} s")
+    return Demand(prompts / trace.size, answers / answered, None, rate, {}, about)
+
+
+def _text(call: Call) -> str:
+    body = call.body
+    parts = [str(message.get("content") or "") for message in body.get("messages") or ()] or [str(body.get("prompt"))]
+    return "\n".join(parts)
+
+
+def _answer_tokens(call: Call, measure: Callable[[str], int]) -> int | None:
+    """Of the answer in the log; else the most that was asked for."""
+    if call.expected_tokens is not None:
+        return call.expected_tokens
+    if call.answer is not None:
+        return measure(call.answer)
+    most = call.body.get("max_tokens") or call.body.get("max_completion_tokens")
+    return int(most) if most else None
+
+
+def at_once(rate: float, seconds_of: Callable[[float], float], most: float) -> float | None:
+    """Requests at once by Little's law: `rate` times the seconds that a request takes among so many.  None beyond
+    `most`: the server can't keep up."""
+    busy = lambda many: rate * seconds_of(many)
+    if busy(most) > most:
+        return None
+    low, high = 0.0, most
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if busy(max(middle, 1.0)) > middle else (low, middle)
+    return high

@@ -1,0 +1,103 @@
+"""What a drafter costs before it serves, and what it saves a day: hours, bytes, money.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from outrider.plan.anatomy import Anatomy
+from outrider.plan.demand import Demand, at_once
+from outrider.plan.drafts import DraftModelOnPaper
+from outrider.plan.hardware import Place
+from outrider.plan.predict import MOST_AT_ONCE, Costs, Memory, request_seconds
+from outrider.plan.schema import Cost, Once, Row
+
+DAY_S = 86_400
+SHARES = (0.5, 1.0, 2.0)
+"""Of the traffic, for which costs are shown."""
+MONTHS = 12
+
+
+class Prices(NamedTuple):
+    """The user's prices, in any currency; None where one is not known."""
+
+    device_hour: float | None = None
+    gb_month: float | None = None
+
+
+class Training(NamedTuple):
+    """How a drafter would be trained."""
+
+    answers: int
+    """Of the target, which it learns from."""
+    epochs: float
+    token_bytes: float
+    """Of a token's stored features; 0 where the target reads the texts in every pass."""
+
+
+def once(
+    training: Training, demand: Demand, draft: DraftModelOnPaper, model: Anatomy, place: Place, costs: Costs,
+    memory: Memory | None, prices: Prices,
+) -> Once:  # fmt: skip
+    """What the drafter costs before it serves, with its answers as long as the traffic's."""
+    length = demand.prompt_tokens + demand.new_tokens
+    slots = min(256, memory.slots(length)) if memory else 256
+    writing = training.answers * demand.new_tokens * costs.plain(max(1, slots), demand.context) / max(1, slots)
+    tokens = training.answers * length
+    passes = 1.0 if training.token_bytes else training.epochs
+    reading = 2 * model.active * tokens * passes
+    own = draft.model.parameters + draft.model.head if draft.model else 0
+    made = reading + 6 * own * tokens * training.epochs
+    speed = place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
+    hours = writing / 3600, made / speed / 3600
+    stored = training.token_bytes * tokens + draft.weight_bytes
+    money = None
+    if prices.device_hour is not None:
+        money = sum(hours) * place.devices * prices.device_hour
+        money += stored / 1e9 * MONTHS * (prices.gb_month or 0.0)
+    assumed = (
+        f"{training.answers:,} answers of {demand.new_tokens:.0f} tokens, written {slots} at once",
+        f"{training.epochs:g} passes over {tokens:,.0f} tokens, six operations a trained weight and token",
+        *(["storage has no price"] if prices.device_hour is not None and prices.gb_month is None else []),
+    )
+    return Once(data_hours=hours[0], training_hours=hours[1], storage_bytes=stored, money=money, assumed=assumed)
+
+
+def daily(
+    demand: Demand, costs: Costs, devices: int, again: Callable[[float], Row | None], most: float, prices: Prices,
+    spent: float | None,
+) -> list[Cost]:  # fmt: skip
+    """What serving costs and saves at half, all and twice the traffic.
+
+    again: the chosen method's row at so many requests at once, None where none was chosen; most: texts that fit.
+    """
+    if demand.rate is None:
+        return []
+    found = []
+    for share in SHARES:
+        rate = share * demand.rate
+        load = at_once(rate, lambda many: request_seconds(costs, demand, many), most)
+        if load is None:
+            found.append(Cost(traffic=share))
+            continue
+        row = again(max(1.0, load))
+        # a step serves all texts that are there, so the machine is busy for a day's tokens at this load's speed
+        seconds = DAY_S * min(1.0, load)
+        hours = devices * seconds / 3600
+        speedup = row.speedup.center if row else None
+        saved = hours * max(0.0, 1 - 1 / speedup) if speedup else 0.0
+        money = None if prices.device_hour is None else saved * prices.device_hour
+        back = spent / money if spent is not None and money else None
+        found.append(
+            Cost(
+                traffic=share, concurrency=load, speedup=speedup, device_hours_per_day=hours,
+                device_hours_saved_per_day=saved, saved_per_day=money, pays_back_after_days=back,
+            )
+        )  # fmt: skip
+    return found
+
+
+def most_at_once(demand: Demand, memory: Memory | None) -> float:
+    """The most texts that fit, where the size of memory is known."""
+    most = memory.slots(demand.prompt_tokens + demand.new_tokens) if memory else MOST_AT_ONCE
+    return float(max(1, min(most, MOST_AT_ONCE)))

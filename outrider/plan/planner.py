@@ -1,0 +1,218 @@
+"""A plan: the costs of a target, the acceptance of its drafters and what is asked of it, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.drafters import kinds
+from outrider.errors import ConfigError
+from outrider.loading import describe
+from outrider.plan import acceptance, drafts, money
+from outrider.plan.acceptance import Acceptance
+from outrider.plan.anatomy import Anatomy, of_sketch, read, sketched
+from outrider.plan.decide import decide
+from outrider.plan.demand import Demand, at_once
+from outrider.plan.drafts import DraftModelOnPaper
+from outrider.plan.hardware import Place
+from outrider.plan.predict import Costs, Memory, PaperCosts, break_even, loads_up_to, request_seconds, row
+from outrider.plan.roofline import saturation_rows
+from outrider.plan.schema import BreakEven, Once, Plan, Row
+from outrider.plan.weights import stored
+from outrider.report.schema import Report
+from outrider.targets.sketch import Sketch
+
+DEPTHS = (1, 2, 3, 4, 5, 7)
+LOADS = (1, 4, 16, 64)
+"""Requests at once that a plan shows beside those that were asked for."""
+NO_PRICES = money.Prices()
+USUAL_CONTEXT = 1024.0
+"""Tokens of a text where no traffic was given."""
+
+
+class Method(NamedTuple):
+    """One way to draft that a plan judges."""
+
+    name: str
+    """As it was given: a kind, or the folder of a drafter."""
+    kind: str
+    settings: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target and the methods that may draft for it, known by their configs."""
+
+    target: str
+    model: Anatomy
+    sketch: Sketch
+    methods: Mapping[str, Method]
+    drafts: Mapping[str, DraftModelOnPaper]
+    accepted: Mapping[str, Acceptance] = field(default_factory=dict)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Methods of whose acceptance nothing is known."""
+        return [name for name in self.methods if name not in self.accepted]
+
+
+def subject(
+    target: str, methods: Sequence[str], weight: str | None = None, draft_model: str | None = None,
+    reports: Sequence[str] = (),
+) -> Subject:  # fmt: skip
+    """What a plan is about.  Reads configs, manifests and reports, no weights.  Raises TargetError, ConfigError,
+    DataError."""
+    fields = read(target)
+    sketch = sketched(fields, target)
+    model = of_sketch(sketch, stored(fields, weight, target))
+    found = {name: method(name) for name in methods or drafts.default_kinds()}
+    small = None
+    if draft_model is not None:
+        other = read(draft_model)
+        small = of_sketch(sketched(other, draft_model), stored(other, None, draft_model))
+    on_paper = {
+        name: drafts.on_paper(own.kind, sketch, small, **own.settings) for name, own in found.items()
+    }  # fmt: skip
+    loaded = [(path, Report.load(path)) for path in reports]
+    known = {name: value for name, own in found.items() if (value := _accepted(own, loaded)) is not None}
+    return Subject(target, model, sketch, found, on_paper, known)
+
+
+def method(name: str) -> Method:
+    """A method by its kind, or by the folder of a drafter."""
+    if name in kinds():
+        return Method(name, name, {}, {})
+    source = describe(name)
+    settings = {key: value for key, value in (source.manifest.get("config") or {}).items() if key != "kind"}
+    return Method(name, source.kind, settings, source.manifest)
+
+
+def _accepted(own: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance | None:
+    """The best that is known: a report's, the checkpoint's own, what was published."""
+    for path, report in reports:
+        for name in (own.name, own.kind):
+            if (found := acceptance.of_report(report, name, path)) is not None:
+                return found
+    return acceptance.of_checkpoint(own.manifest, own.name) or acceptance.published(own.kind)
+
+
+def on_paper(own: Subject, place: Place) -> PaperCosts:
+    """Costs by the data sheet.  Raises ConfigError for a target that does not fit."""
+    if own.model.weight_bytes > place.memory_bytes:
+        raise ConfigError(
+            f"the weights of {own.target} take {own.model.weight_bytes / 1e9:.0f} GB, and {place.devices} "
+            f"{place.accelerator.name} have {place.memory_bytes / 1e9:.0f} GB; give more --devices, or --weights int4"
+        )
+    return PaperCosts(own.model, place, own.drafts)
+
+
+class Given(NamedTuple):
+    """What a plan is made from beside its subject."""
+
+    costs: Costs
+    demand: Demand | None
+    missing: str
+    """Why there is no demand."""
+    hardware: str
+    memory: Memory | None
+    depths: Sequence[int] = DEPTHS
+    loads: Sequence[int] = LOADS
+    most: float = 4096.0
+    """Most requests at once for which there are costs."""
+    is_measured: bool = False
+
+
+def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training: money.Training | None = None,
+         place: Place | None = None) -> Plan:  # fmt: skip
+    """The plan."""
+    notes = [f"costs may be wrong by {given.costs.error:.0%}, which the intervals hold", *_notes(own, place)]
+    sources = {name: f"{value.basis}: {value.source}" for name, value in own.accepted.items()}
+    whole: dict[str, Any] = {
+        "target": own.target, "hardware": given.hardware, "measured": given.is_measured, "acceptance": sources,
+    }  # fmt: skip
+    if given.demand is None:
+        points = even_points(own, given, USUAL_CONTEXT, 1.0)
+        notes.append(f"the points are for texts of {USUAL_CONTEXT:.0f} tokens, one at once")
+        because = f"{given.missing}; without traffic nothing can be decided, but this is what must be reached"
+        return Plan(decision="NEED DATA", because=because, break_even=tuple(points), notes=tuple(notes), **whole)
+    demand, costs = given.demand, given.costs
+    most = min(given.most, money.most_at_once(demand, given.memory))
+    load = demand.concurrency or at_once(demand.rate or 0.0, lambda many: request_seconds(costs, demand, many), most)
+    asked = {key: value for key, value in demand._asdict().items() if value is not None and key != "slo"}
+    whole["demand"] = asked | {"concurrency": load, "slo": dict(demand.slo)}
+    if load is None:
+        because = (
+            f"{demand.rate:g} requests a second need more than the {most:.0f} texts at once that fit; more machines or "
+            "larger batches come first"
+        )
+        return Plan(decision="BATCH INSTEAD", because=because, notes=tuple(notes), **whole)
+    load = max(1.0, load)
+    loads = sorted({load, *(float(each) for each in given.loads if each <= given.most)})
+    rows = [made for name in own.accepted for at in loads for made in rows_of(own, given, demand, name, at)]
+    choice = decide(rows, demand, load, own.unknown)
+    chosen = choice.row if choice.decision == "ENABLE" else None
+    first = _once(own, given, demand, training, prices, place, choice.row)
+    again = lambda many: _at(own, given, demand, chosen, many)
+    spent = first.money if first else None
+    costs_of = money.daily(demand, costs, place.devices if place else 1, again, most, prices, spent)
+    return Plan(
+        decision=choice.decision, because=choice.because, method=chosen.method if chosen else None,
+        depth=chosen.depth if chosen else None, depths=dict(choice.depths), rows=tuple(rows),
+        break_even=tuple(even_points(own, given, demand.context, load)), once=first, costs=tuple(costs_of),
+        notes=tuple(notes), **whole,
+    )  # fmt: skip
+
+
+def rows_of(own: Subject, given: Given, demand: Demand, name: str, load: float) -> list[Row]:
+    """A method at every depth whose acceptance is known."""
+    known = own.accepted[name]
+    depths = [depth for depth in given.depths if depth <= known.depth]
+    return [row(given.costs, name, depth, known, demand, load, given.memory) for depth in depths]
+
+
+def even_points(own: Subject, given: Given, context: float, load: float) -> list[BreakEven]:
+    """What each method must reach at each depth."""
+    most = min(given.most, 4096.0)
+    loads = loads_up_to(most)
+    found = []
+    for name in own.methods:
+        known = own.accepted.get(name)
+        for depth in given.depths:
+            if known is None or depth <= known.depth:
+                found.append(break_even(given.costs, name, depth, known, context, load, loads))
+    return found
+
+
+def _at(own: Subject, given: Given, demand: Demand, chosen: Row | None, load: float) -> Row | None:
+    """The chosen method's best row at another load."""
+    if chosen is None:
+        return None
+    return max(rows_of(own, given, demand, chosen.method, load), key=lambda each: each.speedup.center or 0.0)
+
+
+def _once(
+    own: Subject, given: Given, demand: Demand, training: money.Training | None, prices: money.Prices,
+    place: Place | None, best: Row | None,
+) -> Once | None:  # fmt: skip
+    if training is None or place is None or best is None:
+        return None
+    return money.once(
+        training, demand, own.drafts[best.method], own.model, place, given.costs, given.memory, prices
+    )  # fmt: skip
+
+
+def _notes(own: Subject, place: Place | None) -> list[str]:
+    found = []
+    if any(value.basis == "published" for value in own.accepted.values()):
+        names = ", ".join(name for name, value in own.accepted.items() if value.basis == "published")
+        found.append(
+            f"acceptance of {names} was published for other targets; measure it on your texts before you rely on it"
+        )
+    if own.unknown:
+        found.append(f"nothing is known of the acceptance of {', '.join(own.unknown)}; name a --report that has it")
+    if place is not None:
+        rows = saturation_rows(own.model, place)
+        found.append(f"from {rows:.0f} rows a pass on, this target's layers compute instead of waiting for memory")
+    return found

@@ -1,0 +1,116 @@
+"""What a plan found, as its JSON has it.  The names are a promise under `outrider_plan` 1; more may come.  No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.report.schema import Part, Range
+
+Decision = Literal["ENABLE", "BATCH INSTEAD", "NEED DATA"]
+
+
+class Row(Part):
+    """One method at one depth under one load.  Seconds are of a step of all texts together."""
+
+    method: str
+    depth: int
+    concurrency: float
+    context: float
+    """Tokens of a text in the middle of its answer."""
+    tokens_per_step: Range
+    """Bonus token included."""
+    speedup: Range
+    """Speed of decoding over plain decoding's, with what acceptance and the model of costs leave open."""
+    request_speedup: float
+    """Of a whole request, the reading of its prompt by both models included."""
+    plain_s: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+    tokens_per_s: float
+    """Of all texts together."""
+    plain_tokens_per_s: float
+    tpot_ms: float
+    plain_tpot_ms: float
+    memory_bytes: float | None
+    """What the drafter takes of the room for keys and values; null where the size of memory is not known."""
+    slots: int | None
+    """Texts that fit beside the drafter."""
+    plain_slots: int | None
+    fits: bool | None
+    """So many texts fit beside the drafter."""
+    break_even_tokens: float | None
+    """Length of an answer from which on drafting wins what reading its prompt cost; null where it wins nothing."""
+    basis: Literal["report", "checkpoint", "published"]
+    """Where acceptance is from."""
+    meets_slo: bool | None = None
+
+
+class BreakEven(Part):
+    """What a method must reach to pay."""
+
+    method: str
+    depth: int
+    concurrency: float
+    tokens_per_step: float
+    """From which on a drafted step wins over plain ones."""
+    acceptance: float | None
+    """The same as a chance per token, equal at every depth; null where not even all tokens accepted would do."""
+    crossover: int | None = None
+    """The most requests at once at which it pays by its acceptance; null where it pays at all that were looked at."""
+    pays: bool | None = None
+    """Whether it pays at one request at once by its acceptance; null where that is not known."""
+
+
+class Cost(Part):
+    """Hours, bytes and money at one share of the traffic."""
+
+    traffic: float
+    """Share of the given rate: 0.5, 1 or 2."""
+    concurrency: float | None = None
+    """Null where the server can't keep up."""
+    speedup: float | None = None
+    device_hours_per_day: float | None = None
+    """Of all accelerators, without a drafter."""
+    device_hours_saved_per_day: float | None = None
+    """The hours that the same tokens would not take, which a smaller or shared machine can use."""
+    saved_per_day: float | None = None
+    """Money."""
+    pays_back_after_days: float | None = None
+    """From the money spent on data, training and a year's storage; null where nothing is saved or no price is known."""
+
+
+class Once(Part):
+    """What a drafter costs before it serves; null where it is not known."""
+
+    data_hours: float | None = None
+    training_hours: float | None = None
+    storage_bytes: float | None = None
+    money: float | None = None
+    """Hours of all accelerators at their price, and a year of storage."""
+    assumed: tuple[str, ...] = ()
+
+
+class Plan(Part):
+    """The decision, the numbers, and the one that decided."""
+
+    outrider_plan: Literal[1] = 1
+    decision: Decision
+    because: str
+    method: str | None = None
+    depth: int | None = None
+    depths: dict[str, int] = Field(default_factory=dict)
+    """Depth of the chosen method by requests at once."""
+    target: str
+    hardware: str
+    measured: bool
+    demand: dict[str, Any] | None = None
+    rows: tuple[Row, ...] = ()
+    break_even: tuple[BreakEven, ...] = ()
+    once: Once | None = None
+    costs: tuple[Cost, ...] = ()
+    acceptance: dict[str, str] = Field(default_factory=dict)
+    """Source of each method's acceptance."""
+    notes: tuple[str, ...] = ()

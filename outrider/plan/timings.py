@@ -1,0 +1,279 @@
+"""What passes, drafts and the loop take on this machine: timed once, kept by machine and target, used again.
+
+Kept in `$OUTRIDER_CACHE/plan`, one file for each machine, versions and target; what is there is not timed again, and
+what is new is added.  As with all times of this machine, those taken while other programs were busy are not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider import machine
+from outrider.decoding.accept import Accepted
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import DecodeState, Request, Timing
+from outrider.drafters import find, kinds
+from outrider.generation import batch, serve
+from outrider.loading import describe, load_drafter
+from outrider.measure.fingerprint import fingerprint
+from outrider.policies.step_rates import StepRates, timed
+from outrider.sampling.settings import Sampling
+from outrider.targets.protocol import Target
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of each text in the timed passes."""
+MOST_ROWS = 1024
+"""Of all texts together."""
+STEPS, SKIPPED = 5, 1
+"""Timed steps of each depth in a round, and steps before them that warm up."""
+ROUNDS = 2
+"""Times that everything is timed in turn, so that other load slows all of it."""
+GRAIN = 64
+"""Contexts are rounded to it, so that plans for similar traffic share times."""
+
+
+class Cell(NamedTuple):
+    """Median seconds of steps of one kind."""
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+    drafted: float = 0.0
+    """Nodes of every such draft; 0 where steps differ, as those of drafters do that look texts up."""
+    spread: float = 0.0
+    """Half of the range of the middle half of the steps' seconds, over their median."""
+
+
+Key = tuple[int, int, int]
+
+
+@dataclass
+class Timings:
+    """The times of one target on one machine."""
+
+    passes: dict[Key, float] = field(default_factory=dict)
+    """By slots, rows of each, context."""
+    plain: dict[Key, Cell] = field(default_factory=dict)
+    """By slots, 0, context."""
+    drafts: dict[str, dict[Key, Cell]] = field(default_factory=dict)
+    """By drafter, then by slots, depth, context."""
+    prompt_s: float = 0.0
+    """Of the target for a token of a prompt."""
+    prompts: dict[str, float] = field(default_factory=dict)
+    """The same of each drafter, beside the target's."""
+
+    def rates(self, context: int) -> StepRates | None:
+        """The table of the target's passes at the nearest context; None before any is timed."""
+        if not self.passes:
+            return None
+        near = nearest(context, {key[2] for key in self.passes})
+        return StepRates({key[:2]: seconds for key, seconds in self.passes.items() if key[2] == near})
+
+
+def nearest(value: float, known: set[int] | Sequence[int]) -> int:
+    return min(known, key=lambda other: (abs(other - value), other))
+
+
+def rounded(context: float, most: int) -> int:
+    """A context as it is timed."""
+    return max(1, min(GRAIN * max(1, round(context / GRAIN)), most - max(ROWS) - 1))
+
+
+# ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def folder() -> Path:
+    """Where times are."""
+    return machine.cache_folder() / "plan"
+
+
+def place(target: Target) -> Path:
+    """The file of this target's times on this machine."""
+    spec = target.spec
+    about = [machine.identity(), fingerprint(target), spec.name, spec.weights_hash, spec.layers, spec.hidden]
+    return folder() / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+
+
+def cached(target: Target) -> Timings:
+    """What was timed before; nothing where there is no file, or a damaged one."""
+    try:
+        found = json.loads(place(target).read_text(encoding="utf-8"))
+        cells = lambda rows: {tuple(key): Cell(*values) for key, values in rows}
+        return Timings(
+            {tuple(key): float(seconds) for key, seconds in found["passes"]}, cells(found["plain"]),
+            {name: cells(rows) for name, rows in found["drafts"].items()},
+            float(found["prompt_s"]), {name: float(each) for name, each in found["prompts"].items()},
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Timings()
+
+
+def keep(target: Target, found: Timings) -> Path | None:
+    """Write the times; None where they may be wrong, since other programs were busy, or can't be written."""
+    if machine.is_busy():
+        log.info("other programs are busy: these times are used now, and the next plan measures again")
+        return None
+    rows = lambda cells: [[list(key), list(cell)] for key, cell in cells.items()]
+    content = {
+        "target": target.spec.name, "fingerprint": fingerprint(target),
+        "passes": [[list(key), seconds] for key, seconds in found.passes.items()], "plain": rows(found.plain),
+        "drafts": {name: rows(cells) for name, cells in found.drafts.items()},
+        "prompt_s": found.prompt_s, "prompts": found.prompts,
+    }  # fmt: skip
+    with suppress(OSError), machine.keeping(place(target)) as part:
+        part.write_text(json.dumps(content), encoding="utf-8")
+        return place(target)
+    return None
+
+
+def identity_of(name: str) -> str:
+    """What a drafter's times depend on: its kind and settings, whatever it learnt."""
+    if name in kinds():
+        kind, settings = name, find(name).Config().model_dump(mode="json")
+    else:
+        source = describe(name)
+        kind, settings = source.kind, dict(source.manifest.get("config") or {"folder": str(source.folder)})
+    return f"{kind} {hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+# ── timed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure(
+    target: Target, names: Sequence[str], batches: Sequence[int], depths: Sequence[int], context: int, found: Timings,
+    load: Callable[[str], Drafter] | None = None, say: Callable[[str], None] = lambda line: None,
+) -> Timings:  # fmt: skip
+    """Add to `found` what is not in it: passes, plain steps, and steps of each drafter at each depth.
+
+    load: how a drafter is made of its name.
+    """
+    sizes = [size for size in product(batches, ROWS) if size[0] * size[1] <= MOST_ROWS]
+    new = [size for size in sizes if (*size, context) not in found.passes]
+    if new:
+        say(f"timing {len(new)} sizes of pass at {context} tokens")
+        seconds = timed(target, Drafter(), new, context=context, repeats=5, most_s=15.0)
+        found.passes |= {(*size, context): each for size, each in seconds.items()}
+    if not found.prompt_s:
+        found.prompt_s = _prompt_seconds(target, context)
+    for slots in batches:
+        keys = {name: identity_of(name) for name in names}
+        new_names = [name for name in names if any(
+            (slots, depth, context) not in found.drafts.get(keys[name], {}) for depth in depths
+        )]  # fmt: skip
+        if new_names or (slots, 0, context) not in found.plain:
+            say(f"timing steps of {slots} at once: {', '.join(['plain', *new_names])}")
+            drafters = {name: load(name) if load else load_drafter(name, target) for name in new_names}
+            _add(found, target, {keys[name]: drafter for name, drafter in drafters.items()}, slots, depths, context)
+    return found
+
+
+def _add(
+    found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int
+) -> None:  # fmt: skip
+    """Plain steps and those of these drafters, in turn."""
+    samples: dict[tuple[str, int], list[Cell]] = {}
+    for _ in range(ROUNDS):
+        for key, drafter in {"": None, **drafters}.items():
+            own = [depth for depth in depths if drafter is not None and depth <= drafter.limit] or [0]
+            steps, state = timed_steps(target, drafter, slots, own, context)
+            for depth, cells in steps.items():
+                samples.setdefault((key, depth), []).extend(cells)
+            if drafter is not None:
+                found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
+    for (key, depth), cells in samples.items():
+        place = found.plain if not key else found.drafts.setdefault(key, {})
+        if depth or not key:
+            place[slots, depth, context] = middle(cells)
+
+
+def middle(cells: Sequence[Cell]) -> Cell:
+    """The median of steps, part by part."""
+    whole = sorted(cell.draft_s + cell.verify_s + cell.other_s for cell in cells)
+    quarter = len(whole) // 4
+    spread = (whole[-1 - quarter] - whole[quarter]) / 2 / whole[len(whole) // 2]
+    parts = [statistics.median(each) for each in list(zip(*cells, strict=True))[:3]]
+    drafted = {cell.drafted for cell in cells}
+    return Cell(parts[0], parts[1], parts[2], drafted.pop() if len(drafted) == 1 else 0.0, spread)
+
+
+class RoundRobin(Policy):
+    """One depth after the other, step by step."""
+
+    def __init__(self, depths: Sequence[int]):
+        self.depths, self.step, self.nodes = depths, -1, 0
+
+    @property
+    def depth(self) -> int:
+        """Of the last step."""
+        return self.depths[self.step % len(self.depths)]
+
+    def budget(self, state: DecodeState) -> torch.Tensor:
+        self.step += 1
+        return torch.full((len(state.rows),), self.depth)
+
+    def observe(self, state: DecodeState, sizes: torch.Tensor, accepted: Accepted, timing: Timing) -> None:
+        self.nodes = int(sizes.max()) if len(sizes) else 0
+
+
+def timed_steps(
+    target: Target, drafter: Drafter | None, slots: int, depths: Sequence[int], context: int
+) -> tuple[dict[int, list[Cell]], DecodeState]:
+    """Steps of the loop over random text, by depth; and the state that they leave."""
+    rounds = STEPS + SKIPPED
+    room = min(rounds * sum(depth + 1 for depth in depths) + 1, target.spec.context // 2)
+    length = max(2, min(context - room // 4, target.spec.context - room - max(depths) - 2))
+    noise = torch.Generator().manual_seed(slots)
+    texts = torch.randint(target.spec.vocabulary, (slots, length), generator=noise).tolist()
+    state, policy = batch(target, slots, ends=frozenset()), RoundRobin(depths)
+    asked = [Request(text, room, Sampling()) for text in texts]
+    samples: dict[int, list[Cell]] = {depth: [] for depth in depths}
+    timing, count = None, 0
+    for _ in serve(target, asked, drafter, policy=policy if drafter else None, state=state):
+        if state.timing is timing:
+            continue
+        timing, count = state.timing, count + 1
+        depth = policy.depth if drafter else 0
+        if count > SKIPPED * len(depths):
+            samples[depth].append(Cell(timing.draft, timing.verify, timing.other, float(policy.nodes)))
+        if count == rounds * len(depths):
+            break
+    return {depth: cells for depth, cells in samples.items() if cells}, state
+
+
+def _prompt_seconds(target: Target, context: int) -> float:
+    """Of a prompt's token, where one prompt is read alone."""
+    text = torch.randint(target.spec.vocabulary, (1, context), generator=torch.Generator().manual_seed(1))
+    taken = []
+    for _ in range(3):
+        cache = target.allocate(1, context + 1)
+        began = perf_counter()
+        scores = target.prefill(cache, [0], text.to(target.device), [context], ())
+        float(scores.logits.flatten()[0])  # waits for a GPU
+        taken.append(perf_counter() - began)
+    return min(taken) / context
+
+
+def known_rates(target: Target, slots: int) -> StepRates | None:
+    """A kept table of this target's passes for up to so many slots, for policies; None where there is none."""
+    found = cached(target)
+    most = max((key[0] for key in found.passes), default=0)
+    return found.rates(0) if most >= slots else None
+
+
+def as_mapping(found: Timings) -> Mapping[str, Any]:
+    """Counts of what is known, for a line of output."""
+    return {"passes": len(found.passes), "drafts": sum(map(len, found.drafts.values()))}

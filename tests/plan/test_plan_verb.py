@@ -1,0 +1,217 @@
+"""`outrider plan`: what it writes, what it refuses; times that are kept; published points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from verbs import outrider_with
+
+from benchmarks import plan as benchmark
+from outrider import machine
+from outrider.drafters import find
+from outrider.plan import timings
+from outrider.plan.predict import StepCost
+from outrider.plan.schema import Plan
+from outrider.plan.timed import TimedCosts
+from outrider.plan.timings import Cell, Timings
+from outrider.targets.transformers import TransformersTarget
+
+TRAFFIC = ("--prompt-tokens", "200", "--new-tokens", "200", "--concurrency", "1")
+
+
+def planned(path: Path, *words: str) -> Plan:
+    assert outrider_with("plan", *words, "--json", str(path)) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    assert {"decision", "because", "rows"} <= found.keys()
+    return Plan.model_validate(found)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a plan says that can't be made."""
+    assert outrider_with("plan", *words) in (1, 2)
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_on_paper_has_rows_for_every_method_depth_and_load(tmp_path: Path) -> None:
+    """Catches a table that leaves out what lost."""
+    found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "h100", *TRAFFIC)
+    assert found.decision == "ENABLE" and found.method in ("dflash", "dspark") and found.depth
+    assert {row.method for row in found.rows} == {"ngram", "suffix", "eagle3", "dflash", "dspark"}
+    assert {row.concurrency for row in found.rows if row.method == "dflash"} == {1, 4, 16, 64}
+    chosen = next(r for r in found.rows if (r.method, r.depth, r.concurrency) == (found.method, found.depth, 1))
+    assert f"{chosen.speedup.center:.2f} [{chosen.speedup.low:.2f}, {chosen.speedup.high:.2f}]" in found.because
+    assert all(source.startswith("published: ") for source in found.acceptance.values())
+    assert any("was published for other targets" in note for note in found.notes)
+
+
+def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: Path) -> None:
+    """Catches lengths that are made up."""
+    found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", "--new-tokens", "100")
+    assert found.decision == "NEED DATA" and not found.rows and found.break_even
+    assert "--prompt-tokens, --concurrency or --rate are not known" in found.because and found.demand is None
+
+
+def test_more_traffic_than_the_machine_can_do_asks_for_batches(tmp_path: Path) -> None:
+    """Catches a rate that is quietly taken for another."""
+    words = ("--prompt-tokens", "2000", "--new-tokens", "2000", "--rate", "100000")
+    found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", *words)
+    assert found.decision == "BATCH INSTEAD" and "100000 requests a second need more than" in found.because
+
+
+def test_costs_are_shown_at_half_all_and_twice_the_traffic(tmp_path: Path) -> None:
+    """Catches money that does not follow the price, and hours that do not follow the answers."""
+    words = ("--target", "demo", "--hardware", "h100", "--method", "dflash", "--prompt-tokens", "800", "--new-tokens",
+             "300", "--rate", "40", "--train-answers", "1000", "--price-per-gb-month", "0.02")  # fmt: skip
+    one = planned(tmp_path / "one.json", *words, "--price-per-hour", "2")
+    two = planned(tmp_path / "two.json", *words, "--price-per-hour", "4", "--epochs", "20")
+    assert [cost.traffic for cost in one.costs] == [0.5, 1, 2]
+    assert one.once is not None and two.once is not None
+    for a, b in zip(one.costs, two.costs, strict=True):
+        assert a.saved_per_day and b.saved_per_day == pytest.approx(2 * a.saved_per_day)
+        hours = 24 * (1 - 1 / (a.speedup or 1))
+        assert a.device_hours_saved_per_day == pytest.approx(hours)
+        assert a.pays_back_after_days == pytest.approx((one.once.money or 0) / a.saved_per_day)
+    assert one.once.training_hours and two.once.training_hours and two.once.training_hours > one.once.training_hours
+    assert one.once.data_hours == two.once.data_hours and one.once.storage_bytes == two.once.storage_bytes
+
+
+def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a number that is made up where something is missing."""
+    assert "no hardware was given; name it with --hardware (a100-40gb" in refused(capsys, *TRAFFIC)
+    assert "hardware 'toaster' is not in the table" in refused(capsys, "--hardware", "toaster")
+    assert "--prompt-tokens must be above 0, got -3" in refused(capsys, "--hardware", "h100", "--prompt-tokens", "-3")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    said = refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
+    assert "lacks intermediate_size, num_attention_heads, num_hidden_layers, vocab_size" in said
+    assert "eagle4" in refused(capsys, "--hardware", "h100", "--method", "eagle4")
+    assert "--again has no effect without --measure" in refused(capsys, "--hardware", "h100", "--again")
+    assert "choose one" in refused(capsys, "--hardware", "h100", "--rate", "1", "--concurrency", "2")
+    assert "there is no report at" in refused(capsys, "--hardware", "h100", "--report", str(tmp_path / "none.json"))
+
+
+def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a plan for weights that the hardware can't hold."""
+    fields = benchmark.yaml.safe_load(benchmark.POINTS.read_text())["models"]["llama-3.3-70b"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    said = refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
+    assert "take 141 GB, and 1 h100 have 80 GB; give more --devices, or --weights int4" in said
+    assert outrider_with("plan", "--target", str(tmp_path), "--hardware", "h100", "--weights", "int4", *TRAFFIC) == 0
+
+
+def test_hardware_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a table that nobody can see."""
+    assert outrider_with("plan", "--hardware", "list") == 0
+    assert "NVIDIA H200 data sheet" in " ".join(capsys.readouterr().out.split())
+
+
+# ── timed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of its own for times, and a machine that is not busy."""
+    monkeypatch.setattr(timings, "folder", lambda: tmp_path / "times")
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    return tmp_path / "times"
+
+
+def test_times_are_kept_and_not_taken_again(
+    target: TransformersTarget, quiet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches times that are lost, or measured again by every plan."""
+    monkeypatch.setattr(timings, "ROWS", (1, 2))
+    first = timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, timings.cached(target))
+    assert {key[:2] for key in first.passes} == {(1, 1), (1, 2), (2, 1), (2, 2)} and len(first.plain) == 2
+    assert timings.keep(target, first) == timings.place(target)
+    again = timings.cached(target)
+    assert (again.passes, again.plain, again.drafts) == (first.passes, first.plain, first.drafts)
+    monkeypatch.setattr(timings, "timed", lambda *_, **__: pytest.fail("timed again"))
+    monkeypatch.setattr(timings, "timed_steps", lambda *_, **__: pytest.fail("timed again"))
+    timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, again)
+    assert timings.known_rates(target, 2) is not None and timings.known_rates(target, 3) is None
+
+
+def test_times_of_a_busy_machine_are_not_kept(
+    target: TransformersTarget, quiet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a table that is wrong for good; and a damaged file that stops every plan."""
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    assert timings.keep(target, Timings(prompt_s=1.0)) is None and timings.cached(target) == Timings()
+    timings.place(target).parent.mkdir(parents=True)
+    timings.place(target).write_text('{"passes": 3}')
+    assert timings.cached(target) == Timings()
+
+
+def test_depths_are_timed_in_turn(target: TransformersTarget) -> None:
+    """Catches steps that are counted for another depth than they drafted."""
+    drafter = find("recycle").build(find("recycle").Config(), target)
+    steps, state = timings.timed_steps(target, drafter, 2, [1, 3], 40)
+    assert set(steps) == {1, 3} and all(cell.verify_s > 0 for cells in steps.values() for cell in cells)
+    assert all(cell.drafted <= depth for depth, cells in steps.items() for cell in cells)
+    assert state.read_tokens > 0
+
+
+def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
+    """Catches a depth or a batch that is read from the wrong neighbour."""
+    cell = lambda seconds, nodes: Cell(seconds, 10 * seconds, 0.0, nodes)
+    found = Timings(
+        {(1, n, 64): float(n) for n in (1, 2, 4)} | {(4, n, 64): 4.0 * n for n in (1, 2, 4)},
+        {(1, 0, 64): Cell(0, 1.0, 0.5), (4, 0, 64): Cell(0, 4.0, 0.5)},
+        {"deep": {(1, 1, 64): cell(1, 1), (1, 3, 64): cell(3, 3), (4, 1, 64): cell(2, 1), (4, 3, 64): cell(6, 3)},
+         "found": {(1, 3, 64): cell(1, 0)}},
+        0.5, {"deep": 0.1},
+    )  # fmt: skip
+    costs = TimedCosts(found, {"dflash": "deep", "ngram": "found"})
+    assert (costs.plain(1, 70), costs.plain(2.5, 70)) == (1.5, 3.0)
+    assert costs.drafted("dflash", 1, 2, (), 64) == StepCost(2, 20, 0)
+    assert costs.drafted("dflash", 2.5, 1, (), 64) == StepCost(1.5, 15, 0)
+    # a lookup that drafts one node in half of its steps reads one row or two
+    assert costs.drafted("ngram", 1, 3, (0.5, 0.0, 0.0), 64).verify_s == pytest.approx(1.5)
+    assert costs.drafted("ngram", 4, 3, (0.5, 0.0, 0.0), 64).verify_s == pytest.approx(4 + 4 * (1 - 0.5**4))
+    assert costs.prompt_of("dflash", 10) == pytest.approx(1) and costs.prompt_of("ngram", 10) == 0
+
+
+def test_a_measured_plan_writes_its_decision(quiet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a measured plan that needs more than it times.  No time is asserted."""
+    monkeypatch.setattr("outrider.cli.plan.MULTIPLES", (1,))
+    monkeypatch.setattr("outrider.cli.plan.TIMED_DEPTHS", (1, 4))
+    monkeypatch.setattr(timings, "ROWS", (1, 4))
+    monkeypatch.setattr(timings, "ROUNDS", 1)
+    monkeypatch.setattr(timings, "STEPS", 2)
+    words = ("--target", "demo", "--measure", "--method", "ngram", "--method", "dflash", "--prompt-tokens", "40",
+             "--new-tokens", "40", "--concurrency", "1")  # fmt: skip
+    found = planned(tmp_path / "plan.json", *words)
+    assert found.measured and {(row.method, row.depth) for row in found.rows} == {
+        (name, depth) for name in ("ngram", "dflash") for depth in (1, 4)
+    }
+    assert found.decision in ("ENABLE", "BATCH INSTEAD", "NEED DATA") and found.because
+    assert len(list(quiet.glob("*.json"))) == 1
+
+
+# ── published points ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_published_results_are_reproduced_from_configs() -> None:
+    """Catches a model of costs that no longer gives what engines reached, all with one set of constants."""
+    found = benchmark.points()
+    assert found["hits"] >= 18 and len(found["hits_by_model"]) >= 6 and found["median_error"] < 0.1
+    for point in found["points"]:
+        assert point["hit"] == (abs(point["error"]) <= 0.2) and ("lacks" in point) == (not point["hit"])
+        assert len(point["source"]) > 10
+    assert all(len(each["lacks"]) > 20 for each in found["lacking"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_as_a_cpu_is(quiet: Path) -> None:
+    """Catches a timing that does not wait for the device: a pass then takes microseconds."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from outrider import load_target
+
+    target = load_target("demo", device="cuda")
+    found = timings.measure(target, [], [1], [1], 64, Timings())
+    assert found.passes[1, 1, 64] > 1e-4
