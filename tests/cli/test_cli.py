@@ -344,7 +344,7 @@ def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     verbs = [[verb] for verb in cli.app.commands]
     for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS), ("learning", cli.LEARNING)):
         verbs += [[group, verb] for verb in table["Commands"]]
-    assert len(verbs) == 38
+    assert len(verbs) == 39
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
