@@ -323,6 +323,11 @@ def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     yield "has non-finite", not_finite({name: weight.to(expected[name].dtype) for name, weight in weights.items()})
 
 
+def has_state(folder: str | Path) -> bool:
+    """Whether a checkpoint has what a resume needs besides the weights."""
+    return (whole(folder) / TRAINING).exists()
+
+
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
     """What a resume needs, or None where the checkpoint holds weights only."""
     path = whole(folder) / TRAINING

@@ -1,16 +1,20 @@
 """Batches of texts and the target's states of them, padded or packed, whichever way the states come."""
 
+import dataclasses
 import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.data.feature_shards import Stored
 from outrider.data.packing import Rows, side_by_side
 from outrider.data.texts import Texts
-from outrider.nn.draft_model import Batch
+from outrider.errors import DataError
+from outrider.nn.draft_model import Batch, Share
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target
 
@@ -21,6 +25,21 @@ class OfTexts(ABC):
     order: Texts
     target: Target
     taps: tuple[int, ...]
+    _process: tuple[int, int] | None = None
+    """Rank of this process and number of processes, where several share the rows of a batch."""
+
+    def share(self, rank: int, count: int) -> None:
+        """From now on give every `count`-th row of a batch, from row `rank` on.
+
+        Raises DataError where a packed batch may have fewer rows than there are processes.
+        """
+        budget, longest = self.order.budget, int(self.order.answers.lengths.max())
+        if budget is not None and budget < count * longest:
+            raise DataError(
+                f"train.tokens {budget} holds {budget // longest} texts as long as the longest, {longest} tokens, but "
+                f"{count} processes share the rows of a batch; set at least {count * longest}, or start fewer processes"
+            )
+        self._process = rank, count
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: tokens, taps and hidden states of its texts."""
@@ -32,16 +51,27 @@ class OfTexts(ABC):
             yield self._joined(rows)
 
     def _joined(self, rows: Rows) -> Batch:
-        """The batch of these texts."""
-        device = self.target.device
-        tokens, loss_mask, documents = (part.to(device) for part in self.order.tensors(rows))
+        """The batch of these texts, or this process's rows of it."""
+        tokens, loss_mask, documents = (part.to(self.target.device) for part in self.order.tensors(rows))
+        none, per_row = torch.empty(*tokens.shape, 0, device=tokens.device), max(map(len, rows))
+        whole = Batch(tokens, loss_mask, documents, none[..., None], none, per_row=per_row)
+        if self._process is None:
+            return self._with_states(whole, rows)
+        rank, count = self._process
+        there = slice(rank, None, count) if rank < len(rows) else slice(0, 1)
+        share = Share(whole, there, counts=rank < len(rows))
+        own = Batch(tokens[there], loss_mask[there], documents[there], none, none, per_row=per_row, share=share)
+        return self._with_states(own, rows[there])
+
+    def _with_states(self, batch: Batch, rows: Rows) -> Batch:
+        """The batch of these texts with their states."""
         states = self._states([i for row in rows for i in row])
-        laid = lambda values: side_by_side([[values(states[i]) for i in row] for row in rows])
+        laid = lambda values: _as_wide(side_by_side([[values(states[i]) for i in row] for row in rows]), batch.tokens)
         top = None
         if states[rows[0][0]].top is not None:
             top = TopLogprobs(*(laid(operator.attrgetter(f"top.{name}")) for name in ("ids", "logprobs", "rest")))
         taps, hidden = laid(operator.attrgetter("taps")), laid(operator.attrgetter("hidden"))
-        return Batch(tokens, loss_mask, documents, taps, hidden, top, per_row=max(map(len, rows)))
+        return dataclasses.replace(batch, taps=taps, hidden=hidden, top=top)
 
     @abstractmethod
     def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
@@ -55,3 +85,9 @@ class OfTexts(ABC):
     @property
     def steps_per_pass(self) -> int:
         return self.order.steps_per_pass
+
+
+def _as_wide(values: Tensor, tokens: Tensor) -> Tensor:
+    """values [B, n, ...] padded with zeros to the width of tokens [B, S], which another process's row may give."""
+    missing = tokens.shape[1] - values.shape[1]
+    return values if not missing else F.pad(values, (*[0, 0] * (values.dim() - 2), 0, missing))

@@ -21,6 +21,7 @@ serving: R says which of them are learnt.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -114,12 +115,12 @@ class Model(DraftModel, MaskedModule):
         mask = torch.cat([text, block_mask(at + 1, length, block, batch.documents, live)], 2)
         return self(batch.tokens, positions, at.shape[1], mask)
 
-    def weights(self, at: Tensor) -> Tensor:
+    def weights(self, batch: Batch, at: Tensor) -> Tensor:
         """What a learnt row weighs in this stage, [K] or [B, A, K]."""
         if self.progress < self.config.refine:
             return torch.ones(self.config.block, device=at.device)
         # on the CPU, whose random state a checkpoint keeps
-        lengths = torch.randint(1, self.config.block + 1, at.shape)
+        lengths = batch.random(functools.partial(torch.randint, 1, self.config.block + 1), *at.shape[1:])
         return suffix_weights(lengths, self.config.block, self.config.alpha).to(at.device)
 
     def drafter(self) -> MaskDrafter:

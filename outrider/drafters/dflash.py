@@ -124,7 +124,7 @@ class Backbone(MaskedModule, FusedTaps):
         anchors, anchors_at = batch.tokens.gather(1, at), positions.gather(1, at)
         return self(batch.taps, positions, anchors, anchors_at, None, attend=attend)
 
-    def weights(self, at: Tensor) -> Tensor:
+    def weights(self, batch: Batch, at: Tensor) -> Tensor:
         """[K] weight of a learnt row of each depth."""
         return torch.exp(-torch.arange(self.config.block, device=at.device) / self.config.decay)
 
@@ -283,7 +283,7 @@ class BlockRows(DetachedRows):
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
         """[M], the token before each row's label."""
-        rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(at)).flatten(0, 1))
+        rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(batch, at)).flatten(0, 1))
         super().__init__(model, states.flatten(0, 2), batch.final, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:

@@ -98,7 +98,8 @@ class DominoRows(BlockRows):
     def __init__(self, model: Model, batch: Batch):
         super().__init__(model, model.backbone, batch)
         # on the CPU, whose random state a checkpoint stores
-        is_base = torch.rand(len(self.labels) // self.slots) < base_share(model.progress, model.config.curriculum)
+        chance = batch.random(torch.rand, len(self.labels) // self.slots // len(batch.tokens)).flatten()
+        is_base = chance < base_share(model.progress, model.config.curriculum)
         self.is_base = is_base.to(self.labels.device).repeat_interleave(self.slots)
         """[M], which rows train by their base logits."""
 

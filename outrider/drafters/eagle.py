@@ -15,6 +15,7 @@ the noise is drawn again in every step; `ttt` above 1 unrolls further steps, whi
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -58,7 +59,8 @@ class Model(RecurrentModel):
         if self.config.noise:
             # on the CPU, whose random state a checkpoint stores; always drawn, so that what is drawn after it stays the
             # same
-            noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
+            noise = batch.random(functools.partial(torch.rand, dtype=torch.float32), *features.shape[1:])
+            noise = noise.to(features.device, features.dtype)
             features = features + self.config.noise * (2 * noise - 1) * self.training
         return UnrolledRows(self, batch, features)
 

@@ -14,7 +14,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -172,7 +172,8 @@ class Rows(DetachedRows):
     def __init__(self, model: Model, batch: Batch):
         config, count = model.config, batch.tokens.shape[1] - 1
         drawn = draw(batch, config.anchors, 2, config.length)
-        there = conditional_drop(drawn.learnt, config.ratio, config.floor)
+        draw_for = lambda shape: batch.random(torch.rand, *shape[1:])
+        there = conditional_drop(drawn.learnt, config.ratio, config.floor, draw_for)
         rows = drafting_rows(drawn.at, there, count)
         mask = training_mask(pair_mask(batch.documents), rows)[:, None]
         at = batch.positions.gather(1, rows.pair) + rows.depth
@@ -189,15 +190,18 @@ class Rows(DetachedRows):
         super().__init__(model, states[b, rows.of[b, a, depth]], batch.final, labelled)
 
 
-def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:
+def conditional_drop(
+    learnt: Tensor, ratio: float, floor: float, draw_for: Callable[[torch.Size], Tensor] = torch.rand
+) -> Tensor:
     """Which depths of which positions COD retains, [B, A, D] bool; of those whose depth 0 is learnt.  learnt [B, A, D]
     bool.
 
     The positions of a text are put in a random order; the first max(ratio^d, floor) of them retain depth d, so a
     position that retains a depth retains the one before.
+    draw_for: gives random numbers for a shape [B, A].
     """
     live = learnt[..., 0]
-    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, 2.0)
+    chance = draw_for(live.shape).to(live.device).masked_fill(~live, 2.0)
     place = chance.argsort(1).argsort(1)
     share = (ratio ** torch.arange(learnt.shape[-1], device=live.device)).clamp(min=floor)
     # plus a half: the number retained is rounded, not cut

@@ -18,6 +18,7 @@ B slots or texts, S tokens, A drawn positions, P = S - 1 pairs, K kinds of featu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -195,7 +196,8 @@ class Rows(DetachedRows):
     def __init__(self, model: Model, batch: Batch):
         drawn = draw(batch, model.config.anchors or batch.tokens.shape[1], 2, 1)
         # on the CPU, whose random state a checkpoint stores
-        fill = torch.randint(1, model.config.stages + 1, drawn.at.shape).to(drawn.at.device)
+        fill = batch.random(functools.partial(torch.randint, 1, model.config.stages + 1), *drawn.at.shape[1:])
+        fill = fill.to(drawn.at.device)
         # no more are in flight than the text has
         fill = torch.minimum(fill, batch.positions.gather(1, drawn.at) + 2)
         states = model.drafted(batch, drawn.at, fill).flatten(0, 1)

@@ -96,6 +96,8 @@ class Shift(nn.Module):
 class Model(VocabularyModel, FusedTaps):
     """Takes a feature and a token; returns K states, and heads' outputs of them."""
 
+    rows_are_independent = False  # classes of ranks weigh by how often they are in the batch
+
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target, resolve_taps(config.taps, target.spec, 3))
         hidden, shape = target.spec.hidden, self.shape

@@ -9,7 +9,7 @@ B sequences, S tokens, T taps, H hidden size, V vocabulary, M predicted rows, m 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -44,6 +44,8 @@ class Batch:
     """The target's likeliest tokens, where a cache has them in place of hidden states."""
     per_row: int = 1
     """Most texts of one row; more than 1 in a packed batch."""
+    share: Share | None = None
+    """Whose rows these are, where several processes have a part of the batch each."""
 
     @property
     def final(self) -> Tensor | TopLogprobs:
@@ -54,6 +56,32 @@ class Batch:
     def positions(self) -> Tensor:
         """[B, S], each token's position within its own text, from 0."""
         return positions(self.documents)
+
+    @property
+    def whole(self) -> Batch:
+        """The batch of all processes; its states are there in one process only."""
+        return self if self.share is None else self.share.whole
+
+    def own(self, values: Tensor) -> Tensor:
+        """These rows of what is there for all rows of `whole`, [B, ...]."""
+        return values if self.share is None else values[self.share.rows]
+
+    def random(self, draw: Callable[[tuple[int, ...]], Tensor], *shape: int) -> Tensor:
+        """Random numbers [B, *shape] for these rows, by torch.rand or the like, on the CPU.
+
+        All processes draw for all rows: what a row gets does not depend on which of them has it.
+        """
+        return self.own(draw((len(self.whole.tokens), *shape)))
+
+
+class Share(NamedTuple):
+    """The rows of a batch that one of several processes has."""
+
+    whole: Batch
+    """Tokens, loss mask and documents of all rows, without states."""
+    rows: slice
+    counts: bool = True
+    """False where there were too few rows for this process: it repeats another's, which must not count again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +114,9 @@ class FeatureSource(Protocol):
 
     def packed(self, steps: range) -> Iterator[Batch]:
         """The texts of these steps, several to a row, in batches of at most as many tokens as its budget."""
+
+    def share(self, rank: int, count: int) -> None:
+        """From now on give the rows of process `rank` of `count` alone, each batch with its `Share`."""
 
 
 class Predictions(Protocol):
@@ -122,6 +153,9 @@ class DraftModel(nn.Module, ABC):
     taps: tuple[int, ...]
     reads_target: bool = True
     """It needs the target's embedding, head or states, and not its tokens alone."""
+    rows_are_independent: bool = True
+    """A row's loss is its own; False where it depends on the batch's other rows, of which several processes have some
+    each."""
     progress: float = 1.0
     """Share of the training that is done, set before every step; 1 where no training runs."""
 
@@ -223,8 +257,9 @@ class Drawn(NamedTuple):
 def draw(batch: Batch, most: int, first: int, depths: int) -> Drawn:
     """Up to `most` positions a text from which there is something to learn, drawn without replacement; see
     `labelled`."""
-    every = torch.arange(batch.tokens.shape[1] - first, device=batch.tokens.device).expand(len(batch.tokens), -1)
-    at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most, batch)
+    whole = batch.whole
+    every = torch.arange(whole.tokens.shape[1] - first, device=whole.tokens.device).expand(len(whole.tokens), -1)
+    at, live = map(batch.own, drawn(labelled(whole, every, first, 1)[1][..., 0], most, whole))
     labels_at, learnt = labelled(batch, at, first, depths)
     return Drawn(at, live, labels_at, learnt & live[..., None])
 

@@ -53,7 +53,8 @@ def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple
     labels_at, learnt = labelled(batch, at, 2, depths)
     live = learnt[..., 0]
     if most is not None and most < live.shape[1]:
-        live = torch.zeros_like(live).scatter(1, *drawn(live, most, batch))
+        every = labelled(batch.whole, at[:1].expand(len(batch.whole.tokens), -1), 2, 1)[1][..., 0]
+        live = torch.zeros_like(live).scatter(1, *map(batch.own, drawn(every, most, batch.whole)))
     weight = learnt[live] * decay ** torch.arange(depths, device=at.device)
     return live, labels_at[live], Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
 

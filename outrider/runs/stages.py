@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +40,9 @@ from outrider.targets.load import load_target
 from outrider.targets.served import RunTarget, ServedTarget, load_served
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
-from outrider.training import resume, trainer
+from outrider.training import distributed, resume, trainer
 from outrider.training.config import Config as TrainConfig
+from outrider.training.distributed import Processes
 from outrider.training.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,22 @@ def run(
     Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
     section.
     """
+    is_training = stages is not None and list(stages) == ["train"]
+    with distributed.joined() if is_training else nullcontext(distributed.ALONE) as processes:
+        return _run(file, overrides, stages, reporter or Reporter(), force, processes)
+
+
+def _run(
+    file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None, reporter: Reporter, force: bool,
+    processes: Processes,
+) -> Report | None:  # fmt: skip
+    """As `run`.  processes: that train together."""
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
         inputs = check(settings, chosen)
-    reporter = reporter or Reporter()
+    if not processes.is_first:
+        reporter = Reporter()
+        logging.getLogger("outrider").setLevel(logging.ERROR)  # the first one warns
     if "prepare" in chosen:
         reporter.writing(written_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
@@ -77,7 +90,7 @@ def run(
     if "prepare" in chosen:
         prepare(settings, target, reporter, inputs)
     if "train" in chosen:
-        train(settings, target, reporter, inputs, force)
+        train(settings, target, reporter, inputs, force, processes)
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
@@ -109,13 +122,18 @@ def _chosen(
         if sections[stage] is None:
             raise ConfigError(f"{file} has no `{stage}:` section; add one, at least `{stage}: {{}}`")
     chosen = [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
-    alone = [stage for stage in chosen if stage != "evaluate"]
-    if alone and (shard := evaluation.launched()):
-        raise ConfigError(
-            f"{' and '.join(alone)} must run in one process, but a launcher started {shard.count} (WORLD_SIZE); start "
-            "`outrider` without it, and share out `outrider evaluate` alone"
-        )
+    if len(chosen) > 1 or "prepare" in chosen:
+        _refuse_several(chosen)
     return settings, chosen
+
+
+def _refuse_several(chosen: Sequence[Stage]) -> None:
+    """Raises ConfigError where a launcher started several processes for what only one can do."""
+    if (found := distributed.launched()) is not None:
+        raise ConfigError(
+            f"{' and '.join(chosen)} must run in one process, but a launcher started {found[1]} (WORLD_SIZE); start "
+            "`outrider` without it, and share out `outrider train` or `outrider evaluate`, each by itself"
+        )
 
 
 def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None) -> Any:
@@ -125,6 +143,8 @@ def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] |
     """
     section = settings.target
     machine.set_up_process()
+    if chosen == ["train"]:
+        section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
     why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen)
     how = section.model_dump(exclude={"name"})
@@ -184,10 +204,16 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
         )  # fmt: skip
 
 
-def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False) -> Path:
-    """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint."""
+def train(
+    settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False,
+    processes: Processes = distributed.ALONE,
+) -> Path:  # fmt: skip
+    """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint.
+
+    processes: that train together; the first one writes, and reports.
+    """
     assert settings.train is not None
-    config = trainer.with_dtype(settings.train, settings.folder, target.device)
+    config = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     kind, model = settings.drafter["kind"], _model(settings, target)
@@ -196,17 +222,18 @@ def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: In
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
     learnt, held_out = hold_out(answers, config.held_out, inputs.openings)
-    store_features(settings, config, target, model, answers, reporter)
+    _fill_features(settings, config, target, model, answers, reporter, processes)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
-    write_config(settings)
     about = {
         "texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights,
-        "data": source_manifest.read(settings.answers),
+        "data": source_manifest.read(settings.answers), "world_size": processes.count,
     }  # fmt: skip
-    write_provenance(settings.folder, settings.model_dump(mode="json"), about)
+    if processes.is_first:
+        write_config(settings)
+        write_provenance(settings.folder, settings.model_dump(mode="json"), about)
     usual = settings.usual_minutes.get("train")
     before, each = _steps_done(settings.folder / "checkpoint"), config.accumulate * facts.tokens / source.steps_per_pass
     plan = events.TrainingPlan(
@@ -216,11 +243,14 @@ def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: In
     with reporter.working(plan) as update:
         place = trainer.train(
             model, source, config, settings.folder, reference=reference, origin=origin, force=force,
+            processes=processes,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
             ),
         )  # fmt: skip
+    if not processes.is_first:
+        return place
     if trains_target(kind):
         model.save_target(evaluation.target_folder(settings))
     metrics = metrics_of(place)
@@ -233,6 +263,27 @@ def train(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: In
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
     return place
+
+
+def _fill_features(
+    settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer],
+    reporter: Reporter, processes: Processes,
+) -> None:  # fmt: skip
+    """`store_features`.  Raises ConfigError for what several processes can't train."""
+    if processes.count > 1:
+        kind, store = settings.drafter["kind"], run_features.store(settings, config, target, model, answers)
+        if trains_target(kind):
+            raise ConfigError(
+                f"drafter {kind!r} trains the target itself, which one process must do; start `outrider train` without "
+                "a launcher"
+            )
+        if store is not None and store.done < store.total:
+            raise ConfigError(
+                f"{store.total - store.done} of {store.total} shards of {store.folder} are not written yet; run "
+                "`outrider prepare` first, in one process"
+            )
+        return
+    store_features(settings, config, target, model, answers, reporter)
 
 
 def _model(settings: RunConfig, target: RunTarget) -> Any:

@@ -17,7 +17,8 @@ import torch
 from outrider import checkpoint
 from outrider.nn.draft_model import DraftModel
 from outrider.training.config import FREE, Config
-from outrider.training.metrics import Metrics
+from outrider.training.distributed import Processes
+from outrider.training.metrics import Metrics, Unwritten
 
 FOLDER, BEST = "checkpoints", "best"
 Probe = Callable[[DraftModel], Mapping[str, Any]]
@@ -62,8 +63,11 @@ def tokens_per_step(row: Mapping[str, Any]) -> float | None:
 class Probes:
     """Measures a model while it trains, keeps the best, and says when it gets no better."""
 
-    def __init__(self, probe: Probe | None, config: Config, folder: Path, metrics: Metrics):
+    def __init__(
+        self, probe: Probe | None, config: Config, folder: Path, metrics: Metrics | Unwritten, processes: Processes
+    ):  # fmt: skip
         self.probe, self.config, self.folder, self.metrics = probe, config, folder, metrics
+        self.processes = processes
 
     def is_due(self, step: int) -> bool:
         """Whether the model is measured after this step, and so has its checkpoint written."""
@@ -78,16 +82,21 @@ class Probes:
         return 0 < self.config.patience <= sum(step > best for step in found)
 
     def look(self, model: DraftModel, step: int) -> None:
-        """Measure the model, whose checkpoint is the newest.  The random state stays, so that training is the same."""
+        """Measure the model, whose checkpoint is the newest.  The random state stays, so that training is the same.
+
+        The first process measures, and all know what it found.
+        """
         if self.probe is None or step in self.metrics.probes:
             return
         state = torch.get_rng_state()
-        found = dict(self.probe(model.eval()))
+        with self.processes.weights.whole(model) as whole:
+            found = self.processes.same({} if whole is None else dict(self.probe(whole.eval())))
         torch.clear_autocast_cache()  # it holds weights cast without a gradient
         model.train()
         torch.set_rng_state(state)
         value = tokens_per_step(found)
-        if self.config.probe_every and value is not None and value > max(self._found().values(), default=0.0):
+        is_best = value is not None and value > max(self._found().values(), default=0.0)
+        if self.config.probe_every and is_best and self.processes.is_first:
             checkpoint.copy(self.folder / "checkpoint", self.folder / FOLDER / BEST, without=(checkpoint.TRAINING,))
         self.metrics.write({"step": step, **found})
 

@@ -18,8 +18,9 @@ from outrider import checkpoint
 from outrider.errors import TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.training.config import Config
+from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers, unpack
-from outrider.training.step import chunk_size
+from outrider.training.step import chunk_size, first_of
 
 log = logging.getLogger(__name__)
 REMEMBERED, FEWEST = 32, 8
@@ -56,8 +57,11 @@ class Guard:
     does not help either, training ends.
     """
 
-    def __init__(self, config: Config, place: Path, model: DraftModel, optimizer: Optimizers):
+    def __init__(
+        self, config: Config, place: Path, model: DraftModel, optimizer: Optimizers, processes: Processes = ALONE
+    ):  # fmt: skip
         self.config, self.place, self.model, self.optimizer = config, place, model, optimizer
+        self.processes = processes
         self.held: Any = Held(optimizer)
         """Given to `step.optimise` in the optimiser's place."""
 
@@ -68,7 +72,7 @@ class Guard:
         Raises TrainingError for one bad step too many.
         """
         if "bad" in found:
-            found["bad"] += self._blame(batch)
+            found["bad"] += first_of(self.processes, self._blame(batch))
         elif (spike := self._spike(found["loss"], facts.get("losses", ()))) is not None:
             found["bad"] = spike
         if "bad" not in found:
@@ -97,7 +101,8 @@ class Guard:
         usual = statistics.median(before)
         if usual <= 0 or loss <= self.config.spike * usual:
             return None
-        norms = {name: float(w.grad.norm()) for name, w in self.model.named_parameters() if w.grad is not None}
+        local = self.processes.weights.local
+        norms = {name: float(local(w.grad).norm()) for name, w in self.model.named_parameters() if w.grad is not None}
         largest = max(norms, key=lambda name: norms[name])
         return (
             f"the loss is {loss:.4g}, {loss / usual:.1f} times the median of the last {len(before)} (train.spike "
@@ -106,6 +111,8 @@ class Guard:
 
     def _blame(self, batch: Callable[[], Iterator[Batch]]) -> str:
         """The first module that makes values that are not finite of finite ones; empty where none does."""
+        if self.config.distributed == "fsdp" and self.processes.count > 1:
+            return ""  # its layers are gathered by all processes at once, and the others may see nothing wrong
         after = torch.get_rng_state()
         torch.set_rng_state(self.held.noise)
         try:
@@ -121,8 +128,8 @@ class Guard:
         state = checkpoint.load_state(self.place)
         if state is None:
             return False
-        checkpoint.load_weights(self.place, self.model)
-        unpack(state, self.model, self.optimizer)
+        self.processes.weights.load(self.place, self.model)
+        unpack(state, self.model, self.optimizer, self.processes.weights)
         return True
 
 

@@ -72,6 +72,24 @@ class Metrics:
         self.trackers.log(values)
 
 
+class Unwritten:
+    """In place of `Metrics` in the processes that write none."""
+
+    def __init__(self, probes: Mapping[int, dict[str, Any]]):
+        self.probes = dict(probes)
+        """What probes found, by step."""
+
+    def __enter__(self) -> Unwritten:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        if "loss" not in values:
+            self.probes[values["step"]] = dict(values)
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """A line of metrics; None where it is none."""
     try:

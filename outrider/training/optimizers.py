@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from outrider.training.replicas import Weights, Whole
+
 Kind = Literal["adamw", "muon"]
 
 
@@ -26,8 +28,13 @@ class Muon(torch.optim.Optimizer):
     a step.
     """
 
-    def __init__(self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, momentum: float = 0.95):
+    def __init__(
+        self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, layout: Weights,
+        momentum: float = 0.95,
+    ):  # fmt: skip
+        """layout: how weights lie in the processes; an iteration takes the whole of each, in every process."""
         super().__init__(weights, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
+        self.layout = layout
         self.dtype = dtype
         """Type of the iterations; weights and momentum keep theirs."""
 
@@ -41,7 +48,8 @@ class Muon(torch.optim.Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 momentum_buffer = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(momentum_buffer, group["momentum"]), self.dtype)
+                whole = self.layout.full(weight.grad.lerp(momentum_buffer, group["momentum"]))
+                update = self.layout.like(orthogonal(whole, self.dtype).to(whole.dtype), weight)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
@@ -66,8 +74,10 @@ class Optimizers:
     """
 
     def __init__(
-        self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float, dtype: torch.dtype = torch.float32
+        self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float, dtype: torch.dtype = torch.float32,
+        layout: Weights | None = None,
     ):  # fmt: skip
+        """layout: how the model lies in the processes of its training; whole in one unless given."""
         weights = dict(model.named_parameters())
         inner = [w for name, w in weights.items() if kind == "muon" and _is_inner(name, w, vocabulary)]
         taken = set(map(id, inner))
@@ -76,7 +86,7 @@ class Optimizers:
         if others:
             self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
         if inner:
-            self.parts.append(Muon(inner, weight_decay, dtype))
+            self.parts.append(Muon(inner, weight_decay, dtype, layout or Whole()))
         self._part_of = {
             weight: part for part in self.parts for group in part.param_groups for weight in group["params"]
         }
@@ -101,20 +111,31 @@ def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
     return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_excluded
 
 
-def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Optimiser moments by parameter name, and torch's random state."""
-    prepacked = {"rng": torch.get_rng_state()}
+def pack(
+    model: nn.Module, optimizer: Optimizers, layout: Weights | None = None, is_first: bool = True
+) -> dict[str, Tensor]:  # fmt: skip
+    """Optimiser moments by parameter name, and torch's random state.
+
+    layout: how they lie in the processes of the training; whole in one unless given.  is_first: False gives nothing, in
+    a process that only hands its part to another.
+    """
+    layout, prepacked = layout or Whole(), {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state_of(parameter).items():
-            prepacked[f"{name}/{key}"] = torch.as_tensor(value)
+        for key, value in sorted(optimizer.state_of(parameter).items()):  # in one order, or processes would mix them up
+            whole = layout.full(torch.as_tensor(value))
+            if is_first:
+                prepacked[f"{name}/{key}"] = whole
     return prepacked
 
 
-def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
+def unpack(
+    state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers, layout: Weights | None = None
+) -> None:  # fmt: skip
     """Restore a model and an optimiser from what `pack` made."""
+    layout = layout or Whole()
     torch.set_rng_state(state["rng"])
     parameters = dict(model.named_parameters())
-    for name in state.keys() - {"rng"}:
+    for name in sorted(state.keys() - {"rng"}):
         owner, _, key = name.rpartition("/")
         place = "cpu" if key == "step" else parameters[owner].device
-        optimizer.state_of(parameters[owner])[key] = state[name].to(place)
+        optimizer.state_of(parameters[owner])[key] = layout.like(state[name].to(place), parameters[owner])

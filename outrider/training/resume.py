@@ -16,6 +16,7 @@ from outrider.errors import CheckpointError
 from outrider.nn.draft_model import DraftModel
 from outrider.training.config import FREE, Config
 from outrider.training.optimizers import Optimizers, unpack
+from outrider.training.replicas import Weights
 from outrider.training.step import Joined, rate
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,9 @@ class Change(NamedTuple):
         return f"{self.key} was {self.before}, is {self.now}"
 
 
-def resume(
-    place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any], force: bool = False
-) -> dict[str, Any]:
-    """Go on from the checkpoint in `place`, if there is one; returns its facts that go on.
+def resume(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> dict[str, Any]:
+    """Take the weights of the checkpoint in `place`, if there is one; returns its facts that go on.  `resume_moments`
+    takes the rest, when there is an optimiser.
 
     settings: `train`'s, resolved.  force: with other settings too; they are noted in the facts, as `changed`.
     Raises CheckpointError for a checkpoint of another target or of other settings, naming each with both values.
@@ -56,10 +56,7 @@ def resume(
     checkpoint.check_taps(manifest, model, place)
     _check_files(place)
     _load(place, model, found)
-    state = checkpoint.load_state(place)
-    if state is not None:
-        unpack(state, model, optimizer)
-    elif step < settings["steps"]:
+    if step < settings["steps"] and not checkpoint.has_state(place):
         lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
         raise CheckpointError(
             f"{place} {lacks}, without which it can't go on; put the file back, or give the run another name"
@@ -70,6 +67,13 @@ def resume(
     if found:
         _note(before, found, step)
     return {key: before[key] for key in RESUMED if key in before}
+
+
+def resume_moments(place: Path, model: DraftModel, optimizer: Optimizers, layout: Weights) -> None:
+    """Take the moments and the random state of the checkpoint in `place`, if it has them.  layout: of the model."""
+    state = checkpoint.load_state(place) if checkpoint.is_there(place) else None
+    if state is not None:
+        unpack(state, model, optimizer, layout)
 
 
 def changes(place: Path, model: DraftModel, settings: Mapping[str, Any], force: bool = False) -> list[Change]:

@@ -85,12 +85,16 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def most_learnable(rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int) -> Tensor:
+def most_learnable(
+    rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int,
+    together: Callable[[Tensor], Tensor] = lambda gains: gains,
+) -> Tensor:  # fmt: skip
     """[M] bool: of the learnt rows the `share` whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
 
     The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can
     still learn; where both fail, perhaps not.  Rows equal to the last one taken are taken too.
-    size: rows a chunk.  Raises ConfigError where the two predict other rows.
+    size: rows a chunk.  together: gives the gains of all processes' rows for those of this one.
+    Raises ConfigError where the two predict other rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
         raise ConfigError(
@@ -101,7 +105,8 @@ def most_learnable(rows: Predictions, reference: Predictions, share: float, loss
         for each in (rows, reference)
     )
     learnt = rows.weight > 0
-    if not bool(learnt.any()):
+    gains = together((mine - theirs)[learnt])
+    if not len(gains):
         return learnt
-    threshold = (mine - theirs)[learnt].topk(max(1, round(share * int(learnt.sum())))).values[-1]
+    threshold = gains.topk(max(1, round(share * len(gains)))).values[-1]
     return learnt & (mine - theirs >= threshold)

@@ -20,7 +20,9 @@ from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel, Predictions
 from outrider.training import losses, rows
 from outrider.training.config import Config
+from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers
+from outrider.training.replicas import Weights, Whole
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer
@@ -51,7 +53,7 @@ class Sums:
     def __init__(self) -> None:
         self.first: Tensor | None = None
         self.weight: Tensor | None = None
-        """Weight of all rows: of the first batch, and of every batch so far.  On the device."""
+        """Weight of all rows: of the first batch, in all processes, and of every batch so far.  On the device."""
         self.terms: dict[str, float] = {}
         """The loss and its terms, weighted; not yet divided."""
         self.shares, self.rows = torch.zeros(0), torch.zeros(0)
@@ -65,14 +67,24 @@ class Sums:
         return float(self.first / self.weight)
 
     def add(self, weight: Tensor, terms: Mapping[str, float], shares: Tensor, rows: Tensor) -> None:
-        """A batch whose loss was divided by `self.first`, or by its own weight where it is the first."""
+        """A batch whose loss was divided by `self.first`."""
         self.weight = weight if self.weight is None else self.weight + weight
-        self.first = weight if self.first is None else self.first
         for name, term in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + term
         depths = max(len(self.shares), len(shares))
         grown = [torch.cat([each, torch.zeros(depths - len(each))]) for each in (self.shares, shares, self.rows, rows)]
         self.shares, self.rows = grown[0] + grown[1], grown[2] + grown[3]
+
+    def over(self, processes: Processes) -> Sums:
+        """What the batches of all processes add up to."""
+        if processes.count == 1:
+            return self
+        found = Sums()
+        assert self.first is not None and self.weight is not None
+        for parts in processes.gather((self.weight.cpu(), self.terms, self.shares, self.rows)):
+            found.add(*parts)
+        found.first = self.first.cpu()
+        return found
 
     def says(self) -> dict[str, Any]:
         """Loss and terms, and where rows were counted acceptance by depth and mean overlap."""
@@ -91,8 +103,11 @@ class Sums:
 def optimise(
     model: DraftModel, optimizer: Optimizers, batches: Iterable[Batch], config: Config, step: int, is_counted: bool,
     reference: DraftModel | None = None, near: float = 0.0, joined: Joined | None = None,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser over these batches, one after the other, as if they were one.
+
+    processes: have other rows of the same batches; all learn from all rows, and find the same.
 
     Returns the loss, its terms and, where counted, expected acceptance by depth; `bad` and nothing done where the loss
     or the gradient is not finite.
@@ -106,24 +121,37 @@ def optimise(
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             noise = torch.get_rng_state()
             predictions = model.predict(batch)
-            chosen = None if reference is None else select(predictions, reference, batch, config, noise, near)
-            accumulate(predictions, config, is_counted, chosen, near, sums)
+            if batch.share is not None and not batch.share.counts:
+                predictions.weight = torch.zeros_like(predictions.weight)
+            chosen = None
+            if reference is not None:
+                chosen = select(predictions, reference, batch, config, noise, near, processes)
+            accumulate(predictions, config, is_counted, chosen, near, sums, processes)
         predictions.backward()
+    processes.weights.reduce(model)
+    sums = sums.over(processes)
     found, scale = sums.says(), sums.scale
     if scale != 1:
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad *= scale
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    norm = processes.weights.full(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip))
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
         what = f"the loss is {found['loss']}, the gradient's norm {float(norm)}"
-        return found | {"bad": f"{what}; first bad tensor: {first_bad(model, batch)}"}
+        tensor = first_of(processes, first_bad(model, batch, processes.weights).removeprefix(NONE)) or NONE
+        return found | {"bad": f"{what}; first bad tensor: {tensor}"}
     optimizer.step(lr)
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
 
+def first_of(processes: Processes, problem: str) -> str:
+    """The problem that the first of all processes has; empty where none has any."""
+    return next(filter(None, processes.gather(problem)), "")
+
+
 def select(
-    predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0
+    predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0,
+    processes: Processes = ALONE,
 ) -> Tensor:  # fmt: skip
     """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the
     same."""
@@ -133,7 +161,8 @@ def select(
         theirs = reference.predict(batch)
     torch.set_rng_state(after)
     loss = functools.partial(losses.combine, config.loss, near=near)
-    chosen = rows.most_learnable(predictions, theirs, config.select, loss, chunk_size(predictions))
+    together = lambda gains: torch.cat(processes.gather(gains.cpu())).to(gains.device)
+    chosen = rows.most_learnable(predictions, theirs, config.select, loss, chunk_size(predictions), together)
     # the cache holds weights cast without a gradient, and the next passes need one
     torch.clear_autocast_cache()
     return chosen
@@ -141,13 +170,14 @@ def select(
 
 def accumulate(
     predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0,
-    sums: Sums | None = None,
+    sums: Sums | None = None, processes: Processes = ALONE,
 ) -> dict[str, Any]:  # fmt: skip
     """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms,
     acceptance by depth and mean overlap.
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
     sums: of the step's batches before this one; gets this one's, and what is returned is over all of them.
+    processes: have other rows of the batch, and divide by the weight of all.
     """
     sums = Sums() if sums is None else sums
     learnt = predictions.weight > 0 if chosen is None else chosen
@@ -155,7 +185,9 @@ def accumulate(
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
     own = weights.sum().clamp(min=1e-9)
-    total = own if sums.first is None else sums.first
+    if sums.first is None:
+        sums.first = own if processes.count == 1 else sum(processes.gather(own.cpu()), torch.zeros(())).to(own.device)
+    total = sums.first
     terms_at: dict[str, float] = {"loss": 0.0}
     whole = torch.zeros((), dtype=torch.float64, device=total.device)
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) and is_counted else 0
@@ -237,12 +269,17 @@ def rate(step: int, config: Config, joined: Joined | None = None) -> float:
     return joined.rate + share * (found - joined.rate)
 
 
-def first_bad(model: DraftModel, batch: Batch) -> str:
-    """The first tensor, from the input on, that holds a NaN or an infinity."""
+NONE = "none of inputs, weights and gradients: the loss itself overflowed"
+
+
+def first_bad(model: DraftModel, batch: Batch, layout: Weights | None = None) -> str:
+    """The first tensor, from the input on, that holds a NaN or an infinity.  layout: how the model lies in the
+    processes of its training; whole in one unless given."""
+    local = (layout or Whole()).local
     inputs = [("batch.taps", batch.taps), ("batch.hidden", batch.hidden)]
     weights = [(f"weight {name}", weight) for name, weight in model.named_parameters()]
     gradients = [(f"gradient of {name}", w.grad) for name, w in model.named_parameters() if w.grad is not None]
     for name, value in (*inputs, *weights, *gradients):
-        if not value.isfinite().all():
+        if not local(value).isfinite().all():
             return f"{name} {tuple(value.shape)}"
-    return "none of inputs, weights and gradients: the loss itself overflowed"
+    return NONE

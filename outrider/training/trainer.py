@@ -5,11 +5,12 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider import checkpoint, machine
 from outrider.errors import ConfigError, TrainingError
@@ -18,10 +19,11 @@ from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config
+from outrider.training.distributed import ALONE, Processes
 from outrider.training.guard import Guard
-from outrider.training.metrics import Metrics
+from outrider.training.metrics import Metrics, Unwritten
 from outrider.training.optimizers import Optimizers, pack
-from outrider.training.resume import joined_of, resume
+from outrider.training.resume import joined_of, resume, resume_moments
 from outrider.training.step import optimise
 from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
@@ -54,7 +56,7 @@ def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Conf
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
     probe: Probe | None = None, reference: DraftModel | None = None, origin: str | None = None, force: bool = False,
-    track: Sequence[Tracker] = (),
+    track: Sequence[Tracker] = (), processes: Processes = ALONE,
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps`; goes on from a checkpoint that is there.  Returns the best one's folder where
     `config.probe_every` asks for one, else the newest's.
@@ -66,36 +68,45 @@ def train(
     and starts from; other models begin with what `DraftModel.begin` gives them.
     force: go on from a checkpoint also with other settings than it was trained with.
     track: trackers that get the metrics, besides those that `config.track` names.
+    processes: that train together, each with the same arguments; they share the rows of every batch, and the first one
+    writes.
     Raises TrainingError where too many losses are not finite (see `Guard`), naming the first bad tensor, and where
     another process trains there; no good checkpoint is overwritten.
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
-    _check(model, config, folder, reference)
+    _check(model, config, folder, reference, processes.count)
     busy = TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")
-    with held(folder, busy):
+    with held(folder, busy) if processes.is_first else nullcontext():
         torch.manual_seed(config.seed)
         model = model.float().train()
-        config = with_steps(with_dtype(config, folder, model.target.device), source)
-        dtype = getattr(torch, config.dtype)
-        optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
+        config = processes.same(with_steps(with_dtype(config, folder, model.target.device), source))
+        if processes.count > 1:
+            source.share(processes.rank, processes.count)
+        processes.lay_out(config.distributed)
+        layout = processes.weights
         place = folder / "checkpoint"
         facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
-        facts["world_size"] = 1
+        facts["world_size"] = processes.count
         if origin is not None:  # the texts that it was trained on are not known
             facts |= {"from": origin, "ngram_hashes": [None]}
-        facts |= resume(place, model, optimizer, facts["config"], force)
-        checkpoint.tidy(place)
+        facts |= resume(place, model, facts["config"], force)
+        if processes.is_first:
+            checkpoint.tidy(place)
         given = _name_texts(facts, source)
         if not facts["step"] and origin is None:
             model.begin(source.counts)
+        layout.spread(model)
+        vocabulary, dtype = model.target.spec.vocabulary, getattr(torch, config.dtype)
+        optimizer = Optimizers(model, config.optimizer, vocabulary, config.weight_decay, dtype, layout)
+        resume_moments(place, model, optimizer, layout)
         joined = joined_of(facts)
         before, began = facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
-        trackers = Trackers([*track, *named(config.track, folder, facts["step"])], facts["config"])
-        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"], trackers) as metrics:
-            probes, guard = Probes(probe, config, folder, metrics), Guard(config, place, model, optimizer)
+        with _finish_the_step(processes) as asked_to_stop, _metrics(config, folder, facts, track, processes) as metrics:
+            probes = Probes(probe, config, folder, metrics, processes)
+            guard = Guard(config, place, model, optimizer, processes)
             while facts["step"] < config.last_step:
                 if probes.is_due(facts["step"]):
                     probes.look(model, facts["step"])
@@ -105,8 +116,9 @@ def train(
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
                 found = optimise(
-                    model, guard.held, batches, config, facts["step"], is_logged or looks, reference, near, joined
-                )
+                    model, guard.held, batches, config, facts["step"], is_logged or looks, reference, near, joined,
+                    processes,
+                )  # fmt: skip
                 facts["step"] += 1
                 guard.meet(found, facts, batches.again)
                 if looks and "bad" not in found:
@@ -121,14 +133,14 @@ def train(
                 is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
                 if stops or is_saved or probes.is_due(facts["step"]):
                     facts["seconds"] = round(seconds(), 3)
-                    if is_saved and checkpoint.is_there(place):
+                    if is_saved and processes.is_first and checkpoint.is_there(place):
                         keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
-                    _save(place, model, optimizer, facts, given)
+                    _save(place, model, optimizer, facts, given, processes)
                 if stops:
                     raise KeyboardInterrupt
             probes.look(model, facts["step"])
     model.eval()
-    return chosen(folder)
+    return processes.same(chosen(folder) if processes.is_first else folder)
 
 
 class _Batches:
@@ -141,7 +153,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.again():
-            self.tokens += int((batch.documents > 0).sum())
+            self.tokens += int((batch.whole.documents > 0).sum())
             yield batch
 
     def again(self) -> Iterator[Batch]:
@@ -149,7 +161,7 @@ class _Batches:
         return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
-def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
+def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None, processes: int) -> None:
     """Make the folder.  Refuse what can't be trained there; warn of a slow number type."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,6 +169,16 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         raise TrainingError(
             f"can't make {folder} ({error.strerror}); give the run another name, or move the file that is in the way"
         ) from error
+    if config.batch < processes:
+        raise ConfigError(
+            f"train.batch {config.batch} is less than the {processes} processes that share its rows; set at least "
+            f"{processes} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
+        )
+    if processes > 1 and not model.rows_are_independent:
+        raise ConfigError(
+            f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
+            "share one; train it in one process"
+        )
     if config.select < 1 and reference is None:
         raise ConfigError(
             f"train.select {config.select} needs the reference {config.reference}; give its loaded model as `reference`"
@@ -172,10 +194,21 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
 
 
 def _save(
-    place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
+    place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path],
+    processes: Processes,
 ) -> None:  # fmt: skip
-    """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
-    state = pack(model, optimizer)
+    """Write the checkpoint, as of one process, with the hashes of all texts that it was trained on; `given` are those
+    not stored yet."""
+    state = pack(model, optimizer, processes.weights, processes.is_first)
+    with processes.weights.whole(model) as whole:
+        if whole is not None:
+            _write(place, whole, state, facts, given)
+
+
+def _write(
+    place: Path, model: DraftModel, state: Mapping[str, Tensor], facts: Mapping[str, Any], given: Mapping[str, Path]
+) -> None:  # fmt: skip
+    """As `_save`, in the process that writes."""
     if lost := not_finite({**weights_of(model), **state}):
         raise TrainingError(
             f"step {facts['step']}: {', '.join(lost[:4])} is not finite, so no checkpoint is written; the last one is "
@@ -207,13 +240,29 @@ def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]
     return {name: mine.path}
 
 
+def _metrics(
+    config: Config, folder: Path, facts: Mapping[str, Any], track: Sequence[Tracker], processes: Processes
+) -> Metrics | Unwritten:  # fmt: skip
+    """What gets the metrics: the first process writes them."""
+    if not processes.is_first:
+        return Unwritten(processes.same({}))
+    step = facts["step"]
+    metrics = Metrics(folder, step, Trackers([*track, *named(config.track, folder, step)], facts["config"]))
+    processes.same(metrics.probes)
+    return metrics
+
+
 @contextmanager
-def _finish_the_step() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once."""
+def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once.
+
+    Of several processes all stop where one was asked.  There a second signal changes nothing: the launcher passes on
+    what came to every process already.
+    """
     asked: list[bool] = []
 
     def ask(number: int, frame: Any) -> None:
-        if asked:
+        if asked and processes.count == 1:
             raise KeyboardInterrupt
         asked.append(True)
 
@@ -222,7 +271,7 @@ def _finish_the_step() -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:
-        yield lambda: bool(asked)
+        yield lambda: any(processes.gather(bool(asked)))
     finally:
         for number_before, handler in before.items():
             signal.signal(number_before, handler)

@@ -122,7 +122,7 @@ def test_a_stage_that_is_named_must_be_in_the_file(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("stages", [["prepare"], ["train"], None])
+@pytest.mark.parametrize("stages", [["prepare"], ["prepare", "train"], None])
 def test_what_one_process_does_is_refused_under_a_launcher_of_several(
     stages: list[Any] | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,13 +26,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "rnn": DRAFTER | {"markov": "rnn"},
 }
 """Every kind that trains, with every head; fewer anchors than places, so that they are drawn at random."""
+OTHERS: dict[str, dict[str, Any]] = {"domino": DRAFTER | {"kind": "domino", "gru": 8, "curriculum": 1.0}}
+"""Kinds that few tests train."""
 
 TAPS = (1,)
 
 
 def make_model(target: TransformersTarget, kind: str = "vanilla", seed: int = 1, **settings: Any) -> DraftModel:
     """A small model in float32 with no weight at its initial zero."""
-    values = {"anchors": 8, "taps": TAPS} | KINDS[kind] | settings
+    values = {"anchors": 8, "taps": TAPS} | (KINDS | OTHERS)[kind] | settings
     module = drafters.find(values["kind"])
     torch.manual_seed(seed)
     return randomise(module.Model(build(module.Config, values), target).float(), seed=seed)

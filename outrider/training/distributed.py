@@ -1,0 +1,176 @@
+"""Several processes that train one model: who they are, what they tell each other, and which one writes.
+
+The trainer asks `Processes`.  `ALONE`, one process, answers by itself; a `Group` speaks over torch's process group,
+gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or `accelerate launch` started.  All take every
+step together and decide alike: what one of them finds is gathered before anything follows from it.  The first writes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import distributed
+
+from outrider.errors import ConfigError, OutriderError, TrainingError, first_line
+from outrider.training.alive import Watch
+from outrider.training.replicas import Replicas, Weights, Whole
+
+T = TypeVar("T")
+Way = Literal["ddp", "fsdp"]
+PATIENCE = timedelta(hours=2)
+"""The others wait so long for one that measures or writes; one that has died is noticed within seconds."""
+
+
+class Processes(Protocol):
+    """The processes of a training, as one of them sees them."""
+
+    rank: int
+    """Of this process, from 0; the first one writes files and prints."""
+    count: int
+    weights: Weights
+    """How the model lies in them."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def lay_out(self, way: Way) -> None:
+        """Set `weights`, as the run asks for it."""
+
+    def gather(self, value: T) -> list[T]:
+        """What every process gives here, by rank; all must ask, in the same order."""
+
+    def same(self, value: T) -> T:
+        """What the first process gives here; all must ask, in the same order."""
+
+
+class Alone:
+    """One process."""
+
+    rank, count, is_first = 0, 1, True
+
+    def __init__(self) -> None:
+        self.weights: Weights = Whole()
+
+    def lay_out(self, way: Way) -> None:
+        pass
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def same(self, value: T) -> T:
+        return value
+
+
+ALONE = Alone()
+
+
+class Group:
+    """One of several processes.  Use `joined`."""
+
+    def __init__(self, rank: int, count: int, control: Any):
+        """control: a process group for what is small and on the CPU."""
+        self.rank, self.count, self._control = rank, count, control
+        self.weights: Weights = Replicas(self.gather)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def lay_out(self, way: Way) -> None:
+        if way == "fsdp":
+            from outrider.training.shards import Shards  # loads a second longer
+
+            self.weights = Shards()
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, value, group=self._control)
+        return found
+
+    def same(self, value: T) -> T:
+        found = [value]
+        distributed.broadcast_object_list(found, src=0, group=self._control)
+        return found[0]
+
+
+def launched() -> tuple[int, int] | None:
+    """Rank and number of processes by a launcher's variables, as torchrun and accelerate set them; None for one."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ.get("RANK", "0")), count) if count > 1 else None
+
+
+def device_of(given: str | None) -> str | None:
+    """The device of this process: the GPUs of a machine are shared out where none is named."""
+    count = torch.cuda.device_count()
+    if launched() is None or given not in (None, "cuda") or not count:
+        return given
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
+
+
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """The processes that a launcher started, or `ALONE`.
+
+    Where one of them fails or dies, all end, and one error says which and why; the others end in silence, by
+    SystemExit.
+    """
+    place = launched()
+    if place is None:
+        yield ALONE
+        return
+    (rank, count), store = place, _store()
+    watch = Watch(distributed.PrefixStore("outrider", store), rank, count)
+    try:
+        _start(store, rank, count)
+        is_gloo = distributed.get_backend() == "gloo"
+        group = Group(rank, count, None if is_gloo else distributed.new_group(backend="gloo", timeout=PATIENCE))
+        yield group
+        group.gather(None)  # nobody is gone while another still works
+    except BaseException as error:
+        _end(watch, error)
+        raise
+    watch.close()
+    distributed.destroy_process_group()
+
+
+def _store() -> Any:
+    """The launcher's store of keys and values.  Raises ConfigError where its address is not given."""
+    try:
+        store, _, _ = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    except ValueError as error:
+        raise ConfigError(
+            f"WORLD_SIZE says {os.environ['WORLD_SIZE']} processes, but {first_line(error)}; start them by torchrun or "
+            "accelerate launch, or unset WORLD_SIZE"
+        ) from error
+    return store
+
+
+def _start(store: Any, rank: int, count: int) -> None:
+    """Begin the process group: NCCL where every process of this machine has a GPU of its own."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = "nccl" if 0 < local <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif "OMP_NUM_THREADS" not in os.environ:  # or every process would want all of the machine
+        torch.set_num_threads(max(1, torch.get_num_threads() // local))
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+
+
+def _end(watch: Watch, error: BaseException) -> None:
+    """End this process after an error: raises one that says which process died, or SystemExit where another has said
+    it."""
+    lost: list[int] = []
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it as soon as one has died
+    if isinstance(error, RuntimeError) and not isinstance(error, OutriderError):
+        lost = watch.wait_for_lost()
+    if not watch.claim():
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from error
+    if lost:
+        raise TrainingError(watch.obituary(lost)) from error

@@ -1,0 +1,66 @@
+"""One of several processes that train tiny models together: `torchrun … -m training.ranks TARGET FOLDER JOBS`.
+
+JOBS is a JSON list of keyword arguments for `bench.fit`, with `name` of the run's folder, and `batch`; further keys are
+`stop_at`: the step after which the last process asks for a stop, and `tokens`: the budget of a packed batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.data.features import LiveFeatures
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config
+from outrider.training.distributed import ALONE, Processes, joined
+from outrider.training.trainer import train
+from training.bench import SETTINGS, TAPS, make_answers, make_model
+
+
+def trained(
+    target: TransformersTarget, folder: Path, job: Mapping[str, Any], processes: Processes = ALONE
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train one job in `folder`/name, or go on there; what every step found."""
+    settings = {key: value for key, value in job.items() if key not in ("name", "kind", "stop_at", "probe")}
+    config, found = Config(**(SETTINGS | {"batch": 4} | settings)), list[dict[str, Any]]()
+    model = make_model(target, job.get("kind", "vanilla"))
+    source = LiveFeatures(
+        target, make_answers(), TAPS if model.taps else (), batch=config.batch, length=64, budget=config.tokens
+    )
+
+    def on_step(step: int, row: Mapping[str, Any]) -> None:
+        found.append({"step": step, **row})
+        if step == job.get("stop_at") and processes.rank == processes.count - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def probe(model: Any) -> dict[str, Any]:
+        assert processes.is_first
+        return {"probe_tokens_per_step": 2.0 - sum(float(w.detach().abs().mean()) for w in model.parameters()) / 100}
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(
+            model, source, config, folder / job["name"], on_step=on_step, processes=processes,
+            probe=probe if job.get("probe") else None,
+        )  # fmt: skip
+    return found
+
+
+def main(target: TransformersTarget, folder: Path, jobs: list[dict[str, Any]]) -> None:
+    with joined() as processes:
+        for job in jobs:
+            found = trained(target, folder, job, processes)
+            (folder / f"{job['name']}.{processes.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(load_target(sys.argv[1], dtype="float64"), Path(sys.argv[2]), json.loads(sys.argv[3]))
