@@ -16,6 +16,8 @@ from outrider.plan.schema import Decision, Row
 
 PAYS = 1.1
 """Speed-up from which on drafting is worth its trouble."""
+UNSURE = 0.3
+"""Error of costs that is due to other programs: on paper it is a fifth, on a quiet machine about a tenth."""
 LONG_ENOUGH = 3.0
 """Break-even lengths that an answer must have."""
 
@@ -29,8 +31,13 @@ class Choice(NamedTuple):
     depths: Mapping[str, int] = {}
 
 
-def decide(rows: Sequence[Row], demand: Demand, concurrency: float, unknown: Sequence[str]) -> Choice:
-    """The choice on rows of one load and others.  unknown: methods whose acceptance is not known."""
+def decide(
+    rows: Sequence[Row], demand: Demand, concurrency: float, unknown: Sequence[str], error: float = 0.0
+) -> Choice:
+    """The choice on rows of one load and others.
+
+    unknown: methods whose acceptance is not known.  error: share by which costs may be wrong.
+    """
     here = [row for row in rows if row.concurrency == concurrency]
     allowed = [row for row in here if not objection(row, demand)]
     sure = [row for row in allowed if (row.speedup.low or 0) > PAYS]
@@ -41,7 +48,7 @@ def decide(rows: Sequence[Row], demand: Demand, concurrency: float, unknown: Seq
     hopeful = [row for row in allowed if (row.speedup.high or 0) > PAYS]
     if hopeful:
         best = max(hopeful, key=lambda row: row.speedup.center or 0)
-        return Choice("NEED DATA", f"{_text(best)}: its ends lie on both sides of {PAYS:g}; {_next(best)}", best)
+        return Choice("NEED DATA", f"{_text(best)}: its ends lie on both sides of {PAYS:g}; {_next(best, error)}", best)
     if unknown:
         return Choice("NEED DATA", f"the acceptance of {', '.join(unknown)} is not known; name a --report that has it")
     if not here:
@@ -82,7 +89,9 @@ def _text(row: Row) -> str:
     return f"{row.method} at depth {row.depth}: {spread} times plain decoding at {row.concurrency:.3g} at once"
 
 
-def _next(row: Row) -> str:
+def _next(row: Row, error: float) -> str:
+    if error > UNSURE:
+        return f"timed steps may be wrong by {error:.0%}: plan again, with --measure, while nothing else runs"
     if row.basis == "published":
         return "measure its acceptance on your own texts (`outrider evaluate`), and name that --report"
     return "measure on more prompts, or time the steps with --measure"

@@ -151,7 +151,7 @@ def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training:
     load = max(1.0, load)
     loads = sorted({load, *(float(each) for each in given.loads if each <= given.most)})
     rows = [made for name in own.accepted for at in loads for made in rows_of(own, given, demand, name, at)]
-    choice = decide(rows, demand, load, own.unknown)
+    choice = decide(rows, demand, load, own.unknown, costs.error)
     chosen = choice.row if choice.decision == "ENABLE" else None
     first = _once(own, given, demand, training, prices, place, choice.row)
     again = lambda many: _at(own, given, demand, chosen, many)

@@ -185,6 +185,7 @@ def test_a_hopeless_draft_asks_for_batches() -> None:
 def test_an_interval_on_both_sides_asks_for_what_would_narrow_it() -> None:
     """Catches a decision by the center alone."""
     wide = rows(Simple(0.1, error=0.1), accepted(0.4, 4, spread=0.6, basis="published"))
+    assert "while nothing else runs" in decide(wide, ASKED, 1, [], error=0.5).because
     choice = decide(wide, ASKED, 1, [])
     assert choice.decision == "NEED DATA" and "outrider evaluate" in choice.because
     assert decide([], ASKED, 1, ["small_model"]).because.startswith("the acceptance of small_model is not known")
