@@ -22,6 +22,7 @@ from outrider.cli.console import Forecast, lasting
 from outrider.cli.stages import why_slow
 from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal
+from outrider.training.replicas import Whole
 
 SLOW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """An AVX2 machine without bfloat16 units, as far as torch and oneDNN go by it."""
@@ -202,7 +203,7 @@ def test_muon_in_bfloat16_is_torchs_own(shape: tuple[int, int]) -> None:
     start, gradients = torch.randn(shape, generator=noise), torch.randn(3, *shape, generator=noise)
     made = []
     for kind in (
-        lambda weight: Muon([weight], 0.1, torch.bfloat16),
+        lambda weight: Muon([weight], 0.1, torch.bfloat16, Whole()),
         lambda weight: torch.optim.Muon([weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
     ):
         weight = torch.nn.Parameter(start.clone())

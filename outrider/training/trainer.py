@@ -84,63 +84,105 @@ def train(
         if processes.count > 1:
             source.share(processes.rank, processes.count)
         processes.lay_out(config.distributed)
-        layout = processes.weights
-        place = folder / "checkpoint"
-        facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
-        facts["world_size"] = processes.count
-        if origin is not None:  # the texts that it was trained on are not known
-            facts |= {"from": origin, "ngram_hashes": [None]}
-        facts |= resume(place, model, facts["config"], force)
-        if processes.is_first:
-            checkpoint.tidy(place)
-        given = _name_texts(facts, source)
-        if not facts["step"] and origin is None:
-            model.begin(source.counts)
-        layout.spread(model)
-        vocabulary, dtype = model.target.spec.vocabulary, getattr(torch, config.dtype)
-        optimizer = Optimizers(model, config.optimizer, vocabulary, config.weight_decay, dtype, layout)
-        resume_moments(place, model, optimizer, layout)
-        joined = joined_of(facts)
-        before, began = facts["seconds"], time.monotonic()
-        seconds = lambda: before + time.monotonic() - began
-        by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
-        with _finish_the_step(processes) as asked_to_stop, _metrics(config, folder, facts, track, processes) as metrics:
+        loop = _Loop(model, source, config, folder, reference, processes)
+        loop.begin(origin, force)
+        with (
+            _finish_the_step(processes) as asked_to_stop,
+            _metrics(config, folder, loop.facts, track, processes) as metrics,
+        ):
             probes = Probes(probe, config, folder, metrics, processes)
-            guard = Guard(config, place, model, optimizer, processes)
-            while facts["step"] < config.last_step:
-                if probes.is_due(facts["step"]):
-                    probes.look(model, facts["step"])
+            while loop.step < config.last_step:
+                if probes.is_due(loop.step):
+                    probes.look(model, loop.step)
                 if probes.is_over:
                     break
-                is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
-                looks = by_overlap and facts["step"] % LOOK_EVERY == 0
-                batches, near = _Batches(source, config, facts["step"]), facts.get("overlap", 0.0)
-                found = optimise(
-                    model, guard.held, batches, config, facts["step"], is_logged or looks, reference, near, joined,
-                    processes,
-                )  # fmt: skip
-                facts["step"] += 1
-                guard.meet(found, facts, batches.again)
-                if looks and "bad" not in found:
-                    facts["overlap"] = found["overlap"]
-                facts["tokens"] += batches.tokens
-                if is_logged and "bad" not in found:
-                    taken = {"seconds": round(seconds(), 2), "tokens": facts["tokens"]}
-                    metrics.write({"step": facts["step"], **found, **taken})
+                found = loop.take(metrics)
                 if on_step is not None:
-                    on_step(facts["step"], found)
+                    on_step(loop.step, found)
                 stops = asked_to_stop()
-                is_saved = facts["step"] % config.save_every == 0 or facts["step"] == config.steps
-                if stops or is_saved or probes.is_due(facts["step"]):
-                    facts["seconds"] = round(seconds(), 3)
-                    if is_saved and processes.is_first and checkpoint.is_there(place):
-                        keep(folder, checkpoint.manifest_of(place)["training"]["step"], config.keep)
-                    _save(place, model, optimizer, facts, given, processes)
+                loop.save(stops or probes.is_due(loop.step))
                 if stops:
                     raise KeyboardInterrupt
-            probes.look(model, facts["step"])
+            probes.look(model, loop.step)
     model.eval()
     return processes.same(chosen(folder) if processes.is_first else folder)
+
+
+class _Loop:
+    """A training between two of its steps."""
+
+    optimizer: Optimizers
+    guard: Guard
+
+    def __init__(
+        self, model: DraftModel, source: FeatureSource, config: Config, folder: Path, reference: DraftModel | None,
+        processes: Processes,
+    ):  # fmt: skip
+        self.model, self.source, self.config, self.folder = model, source, config, folder
+        self.reference, self.processes, self.place = reference, processes, folder / "checkpoint"
+        self.facts: dict[str, Any] = {
+            "config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0,
+            "world_size": processes.count,
+        }  # fmt: skip
+        """What a checkpoint's manifest says of it."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        found: int = self.facts["step"]
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Of the training, those before a stop included."""
+        return self._before + time.monotonic() - self._began
+
+    def begin(self, origin: str | None, force: bool) -> None:
+        """Take weights and moments of the checkpoint, where there is one; else begin."""
+        model, config, facts, layout = self.model, self.config, self.facts, self.processes.weights
+        if origin is not None:  # the texts that it was trained on are not known
+            facts |= {"from": origin, "ngram_hashes": [None]}
+        facts |= resume(self.place, model, facts["config"], force)
+        if self.processes.is_first:
+            checkpoint.tidy(self.place)
+        self._given = _name_texts(facts, self.source)
+        if not self.step and origin is None:
+            model.begin(self.source.counts)
+        layout.spread(model)
+        vocabulary, dtype = model.target.spec.vocabulary, getattr(torch, config.dtype)
+        self.optimizer = Optimizers(model, config.optimizer, vocabulary, config.weight_decay, dtype, layout)
+        resume_moments(self.place, model, self.optimizer, layout)
+        self.guard = Guard(config, self.place, model, self.optimizer, self.processes)
+        self._joined, self._before, self._began = joined_of(facts), facts["seconds"], time.monotonic()
+
+    def take(self, metrics: Metrics | Unwritten) -> dict[str, Any]:
+        """One step, which metrics get where it is logged.  Returns what it found."""
+        config, facts = self.config, self.facts
+        is_logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
+        looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and self.step % LOOK_EVERY == 0
+        batches, near = _Batches(self.source, config, self.step), facts.get("overlap", 0.0)
+        found = optimise(
+            self.model, self.guard.held, batches, config, self.step, is_logged or looks, self.reference, near,
+            self._joined, self.processes,
+        )  # fmt: skip
+        facts["step"] += 1
+        self.guard.meet(found, facts, batches.again)
+        if looks and "bad" not in found:
+            facts["overlap"] = found["overlap"]
+        facts["tokens"] += batches.tokens
+        if is_logged and "bad" not in found:
+            metrics.write({"step": self.step, **found, "seconds": round(self.seconds, 2), "tokens": facts["tokens"]})
+        return found
+
+    def save(self, is_asked: bool) -> None:
+        """Write a checkpoint where one is asked for, or due; those that were due are kept."""
+        is_due = self.step % self.config.save_every == 0 or self.step == self.config.steps
+        if not (is_asked or is_due):
+            return
+        self.facts["seconds"] = round(self.seconds, 3)
+        if is_due and self.processes.is_first and checkpoint.is_there(self.place):
+            keep(self.folder, checkpoint.manifest_of(self.place)["training"]["step"], self.config.keep)
+        _save(self.place, self.model, self.optimizer, self.facts, self._given, self.processes)
 
 
 class _Batches:
