@@ -61,7 +61,31 @@ def main() -> None:
         for part in options.parts.split(","):
             found[part] = PARTS[part](Path(folder), options.steps, options.rounds)
             print(json.dumps({part: found[part]}), file=sys.stderr, flush=True)
-    publish({"provenance": provenance(time.perf_counter() - began), "wanted": WANTED} | found, options.out)
+    found["promises"] = promises(found)
+    publish({"provenance": provenance(time.perf_counter() - began)} | found, options.out)
+
+
+def promises(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows: list[tuple[str, float, float, bool]] = []
+    if "losses" in found:
+        off = max(value for row in found["losses"].values() if isinstance(row, dict) for value in row.values())
+        rows.append(
+            ("losses of 1, 2 and 4 processes: largest difference", WANTED["noise"], off, off <= WANTED["noise"])
+        )
+    if "kills" in found:
+        off = found["kills"]["from_one"]
+        rows.append(
+            ("one process, two, one across kills: largest difference", WANTED["noise"], off, off <= WANTED["noise"])
+        )
+    if "speed" in found:
+        ratio = found["speed"]["ratio"]
+        rows.append(("throughput of two processes over one's", WANTED["speed"], ratio, ratio >= WANTED["speed"]))
+    if "memory" in found:
+        share = found["memory"]["held_bytes_share"]
+        rows.append(
+            ("weights and moments in one of two FSDP2 processes", WANTED["memory"], share, share <= WANTED["memory"])
+        )
+    return [dict(zip(("promise", "wanted", "found", "holds"), row, strict=True)) for row in rows]
 
 
 # ── a process ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -157,6 +157,32 @@ def kills(found: dict[str, Any]) -> str:
     return f"{_source(found)}\n\n{said}\n\n{_table(heads, lines, right=slice(1, 3))}"
 
 
+def distributed(found: dict[str, Any]) -> str:
+    speed, memory = found["speed"], found["memory"]
+    said = (
+        f"Throughput of two processes, by rounds: {', '.join(f'{one:.2f}' for one in speed['ratios'])} of one's. "
+        f"One of two FSDP2 processes holds {memory['held_bytes_share']:.2f} of one's weights and moments; its peak of "
+        f"resident memory is {memory['peak_bytes_share']:.2f} of one's."
+    )
+    return f"{_source(found)}\n\n{said}\n\n{_promises(found)}"
+
+
+def plan(found: dict[str, Any]) -> str:
+    def line(point: dict[str, Any]) -> list[str]:
+        off = 100 * (point["predicted"] / point["published"] - 1)
+        figures = [f"{point['published']:.2f}", f"{point['predicted']:.2f}", f"{off:+.0f}"]
+        return [point["name"], point["hardware"], str(point["batch"]), *figures, ", ".join(point["assumed"]) or "–"]
+
+    lines = [line(point) for point in found["points"]]
+    said = f"{found['hits']} of {found['of']} within {found['within']:.0%}; median error {found['median_error']:.1%}."
+    heads = ["published result", "hardware", "batch", "published", "planned", "off, %", "assumed"]
+    lacking = "Not planned, and what each lacks: " + "; ".join(
+        f"{one['name']} ({one['lacks']})" for one in found["lacking"]
+    )
+    table = _table(heads, lines, right=slice(2, 6))
+    return "\n\n".join([f"`{found['command']}`, {found['made'][:10]}.", said, table, f"{lacking}."])
+
+
 def soak(found: dict[str, Any]) -> str:
     totals = found["totals"]
     families = [counts for name, counts in found["settings"].items() if name.startswith("family ")]
@@ -957,7 +983,7 @@ def _kept(found: dict[str, Any]) -> str:
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
-    "kills": kills,
+    "kills": kills, "distributed": distributed, "plan": plan,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
