@@ -19,7 +19,7 @@ from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.plan import weights as formats
-from outrider.targets.sketch import Sketch, of_config
+from outrider.targets.sketch import Sketch, of_config, unreadable
 
 NEEDED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -105,10 +105,7 @@ def read(name: str) -> dict[str, Any]:
         found = cached_file(path, "config.json")
         fields = json.loads(Path(found).read_text(encoding="utf-8")) if found else None
     except (OSError, ValueError) as error:
-        raise TargetError(
-            f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with "
-            "config.json, or a Hugging Face id (which needs the network the first time)"
-        ) from None
+        raise unreadable(name, error) from None
     if not isinstance(fields, dict):
         raise TargetError(f"the config.json of {name} must be an object with the model's sizes; restore it")
     return fields

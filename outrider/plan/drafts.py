@@ -6,7 +6,6 @@ counted.  `each` drafts a token a pass, `once` a block in one, `lookup` without 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +29,8 @@ WAYS: Mapping[str, Way] = {
     "ngram": "lookup", "suffix": "lookup", "recycle": "lookup",
 }  # fmt: skip
 """Kinds whose drafts are known on paper; others must be timed."""
+DEFAULT_KINDS = ("ngram", "suffix", "eagle3", "dflash", "dspark")
+"""Those that a plan compares unless others are named: with published acceptance, and fit for any target."""
 SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
 """Weights of a small head through which the tokens of a block pass one by one."""
 EMBEDDINGS = ("embed", "markov_w1")
@@ -127,9 +128,3 @@ def _attention(config: Any, spec: Any, layers: int, size: float) -> tuple[Attent
         return ()
     numbers, made = 2 * shared * width, 4 * heads * width
     return (Attention(layers, None, layers * numbers * size, layers * made),)
-
-
-@functools.cache
-def default_kinds() -> tuple[str, ...]:
-    """Kinds that a plan compares unless others are named: those with published acceptance that fit any target."""
-    return ("ngram", "suffix", "eagle3", "dflash", "dspark")

@@ -67,7 +67,7 @@ def subject(
     fields = read(target)
     sketch = sketched(fields, target)
     model = of_sketch(sketch, stored(fields, weight, target))
-    found = {name: method(name) for name in methods or drafts.default_kinds()}
+    found = {name: method(name) for name in methods or drafts.DEFAULT_KINDS}
     small = None
     if draft_model is not None:
         other = read(draft_model)

@@ -41,6 +41,7 @@ from outrider.runs.reporter import Reporter
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
+from outrider.training.distributed import launched
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def measure(
     """
     config, folder = evaluation.config, evaluation.folder
     refuse_fuller(evaluation)
-    shard = launched() or Shard(0, config.processes)
+    shard = Shard(*(launched() or (0, config.processes)))
     _share_processors(shard)
     found = _load(evaluation, target, drawn, reporter)
     if shard.rank > 0:
@@ -270,12 +271,6 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def launched() -> Shard | None:
-    """This process's share by a launcher's variables, as torchrun and accelerate set them; None where none did."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    return Shard(int(os.environ.get("RANK", "0")), count) if count > 1 else None
 
 
 def _share_processors(shard: Shard) -> None:

@@ -79,10 +79,15 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         tokenizer, _ = load_tokenizer(path, **options)
         return of_config(config, name, revision, tokenizer)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise TargetError(
-            f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with "
-            "config.json, or a Hugging Face id (which needs the network the first time)"
-        ) from error
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: Exception) -> TargetError:
+    """The error for a target whose config.json could not be read."""
+    return TargetError(
+        f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with config.json, or "
+        "a Hugging Face id (which needs the network the first time)"
+    )
 
 
 def of_config(config: Any, name: str, revision: str | None = None, tokenizer: Any = None) -> Sketch:

@@ -18,22 +18,13 @@ from pydantic import (
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
 from outrider.training import losses, rows, trackers
+from outrider.training.distributed import Way
 from outrider.training.optimizers import Kind
 
-FREE = frozenset(
-    {
-        "save_every",
-        "log_every",
-        "calibrate",
-        "steps",
-        "epochs",
-        "keep",
-        "probe_every",
-        "patience",
-        "track",
-        "distributed",
-    }
-)
+FREE = frozenset({
+    "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",
+    "distributed",
+})  # fmt: skip
 """Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
 
 
@@ -82,7 +73,7 @@ class Config(Base):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the
     fastest."""
-    distributed: Literal["ddp", "fsdp"] = "ddp"
+    distributed: Way = "ddp"
     """Where a launcher started several processes, which share the rows of every batch, so that a step learns the same
     texts however many they are.  ddp: all weights are in each; fsdp: a part of the weights and moments is in each
     (FSDP2).  One process has no use for it."""

@@ -197,11 +197,8 @@ def accumulate(
         labels = predictions.labels[part]
         divergence, gradient, share = diverge(config.loss, draft, target, labels, weight, near, is_counted)
         extra = _weighted(predictions.extra(part, draft, target), config.extra)
-        roots, gradients = [draft], [gradient]
-        for term in extra.values():
-            if term.requires_grad:
-                roots, gradients = [*roots, term], [*gradients, weight.to(term.dtype)]
-        torch.autograd.backward(roots, gradients)
+        learning = [term for term in extra.values() if term.requires_grad]
+        torch.autograd.backward([draft, *learning], [gradient, *(weight.to(term.dtype) for term in learning)])
         terms = {"divergence": divergence} | {name: term.detach() for name, term in extra.items()}
         # read once, after all chunks: a device that is asked for each waits for each
         whole += torch.stack([(weight * term).sum() for term in terms.values()]).sum()
@@ -227,17 +224,25 @@ def diverge(
 
     Row by row the same as in one go; a few at a time, what lies between logits and gradient stays in a CPU's cache.
     """
-    gradient, found, shares = torch.empty_like(draft), [], []
-    count = CACHED_ELEMENTS // draft.shape[-1] if draft.device.type == "cpu" else len(draft)
-    for begin in range(0, len(draft), max(1, count)):
-        here = slice(begin, begin + max(1, count))
+
+    def in_one_go(here: slice) -> tuple[Tensor, Tensor, Tensor]:
         own = draft[here].detach().requires_grad_()
         value = losses.combine(loss, own, target[here], labels[here], near)
-        [gradient[here]] = torch.autograd.grad(value, own, weight[here].to(value.dtype))
-        found.append(value.detach())
-        if is_counted:
-            shares.append(overlap(target[here].float().softmax(-1), own.detach().float().softmax(-1)))
-    return torch.cat(found), gradient, torch.cat(shares) if shares else weight[:0]
+        [gradient] = torch.autograd.grad(value, own, weight[here].to(value.dtype))
+        if not is_counted:
+            return value.detach(), gradient, weight[:0]
+        share = overlap(target[here].float().softmax(-1), own.detach().float().softmax(-1))
+        return value.detach(), gradient, share
+
+    count = max(1, CACHED_ELEMENTS // draft.shape[-1])
+    if draft.device.type != "cpu" or count >= len(draft):
+        return in_one_go(slice(None))
+    whole, parts = torch.empty_like(draft), []
+    for begin in range(0, len(draft), count):
+        value, whole[begin : begin + count], share = in_one_go(slice(begin, begin + count))
+        parts.append((value, share))
+    values, shares = zip(*parts, strict=True)
+    return torch.cat(values), whole, torch.cat(shares)
 
 
 def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
