@@ -1,6 +1,6 @@
 """Feature caches: bytes a token, what rounding costs in acceptance, how fast they are read and written.
 
-    python benchmarks/features.py [--answers runs/demo-answers] [--steps 60] [--seeds 0,1,2]
+    python benchmarks/features.py [--answers runs/demo-answers] [--steps 120] [--seeds 0,1,2]
         [--parts sizes,reading,writing,training] [--out FILE]
 
 `sizes` and `reading` are of rows as wide as Qwen3-4B's (hidden 2,560; five taps and the final state), random, with
@@ -33,6 +33,7 @@ from outrider.data import encodings, feature_cache, feature_shards
 from outrider.data.answers import ANSWERS, Answer, read_answers
 from outrider.data.cached_features import CachedFeatures, target_states
 from outrider.data.feature_cache import Binding, build
+from outrider.data.feature_shards import Stored
 from outrider.data.features import LiveFeatures
 from outrider.data.rotation import Rotation
 from outrider.data.texts import usable
@@ -67,9 +68,9 @@ SHARD = 4096
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, default=Path("runs/demo-answers"))
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each drafter")
+    parser.add_argument("--steps", type=int, default=120, help="training steps of each drafter")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--held-out", type=int, default=110, help="answers that acceptance is measured on")
+    parser.add_argument("--held-out", type=int, default=335, help="answers that acceptance is measured on")
     parser.add_argument("--parts", default="sizes,reading,writing,training")
     parser.add_argument("--ways", default=";".join(TRAINED), help="ways that are trained on, divided by semicolons")
     parser.add_argument("--out", type=Path)
@@ -227,7 +228,7 @@ class Trainings:
 
     def __init__(self, target: TransformersTarget, answers: list[Answer], folder: Path, options: argparse.Namespace):
         self.target, self.folder, self.options, self.ways = target, folder, options, options.ways.split(";")
-        self.read: dict[int, tuple[Tensor, Tensor]] = {}
+        self.read: dict[int, Stored] = {}
         """States of the texts that train, once they were read."""
         self.unseen: LiveFeatures | None = None
         self.rows = (options.out or folder / "features").with_suffix(".jsonl")
@@ -249,7 +250,7 @@ class Trainings:
 
     def once(self, way: str | None, seed: int) -> dict[str, Any]:
         """A row, taken from the file of rows where an earlier run has it."""
-        named = {"way": way or "live", "seed": seed, "steps": self.options.steps}
+        named = {"way": way or "live", "seed": seed, "steps": self.options.steps, "held_out": self.options.held_out}
         there = self.rows.read_text().splitlines() if self.rows.exists() else []
         for row in map(json.loads, there):
             if named.items() <= row.items():
@@ -296,8 +297,9 @@ class Trainings:
 
         def states(texts: Sequence[Answer]) -> Iterator[tuple[int, Tensor, Tensor]]:
             for n, text in enumerate(texts):
-                taps, hidden = live._from_cache([number[text.id]])
-                yield n, taps[0], hidden[0]
+                i = number[text.id]
+                taps, hidden, _ = live._states([i])[i]
+                yield n, taps, hidden
 
         build(folder, live.texts, states, mine, head=self.target.head, shard_tokens=16_384)
         return CachedFeatures(self.target, self.learnt, mine, folder, **common)
@@ -337,10 +339,10 @@ def of_training(found: dict[str, Any]) -> list[dict[str, Any]]:
         at_most(f"share of tokens per step that is lost, {way}", most, ways[way]["lost"])
         for way, most in MOST_LOST.items() if way in ways
     ]  # fmt: skip
-    rows = min(row["rows"] for row in found["rows"])
+    positions = min(row["positions"] for row in found["rows"])
     waits = max(row["waited"] for row in found["ways"])
     return [
-        *promises, at_least("held-out rows that it is measured on", 50_000, rows),
+        *promises, at_least("held-out positions that it is measured on", 50_000, positions),
         at_most("share of a training's time that it waits for features", 0.05, waits),
     ]  # fmt: skip
 

@@ -41,7 +41,7 @@ from outrider.data.answers import read_answers
 from outrider.data.features import LiveFeatures
 from outrider.drafters import find
 from outrider.measure.config import Config as MeasureConfig
-from outrider.measure.row import Entry
+from outrider.measure.record import Entry
 from outrider.measure.run import measure
 from outrider.nn.draft_model import Batch
 from outrider.report.schema import Row

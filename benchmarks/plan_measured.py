@@ -9,7 +9,7 @@ from typing import Any
 from outrider import demo, load_drafter, load_target
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
-from outrider.measure.row import Run
+from outrider.measure.record import Run
 from outrider.measure.timing import run_batch
 from outrider.plan import timings
 from outrider.plan.acceptance import Acceptance

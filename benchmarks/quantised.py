@@ -26,7 +26,8 @@ from outrider import load_drafter, load_target
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
-from outrider.measure.row import Run, first_difference
+from outrider.measure.record import Run
+from outrider.measure.row import first_difference
 from outrider.measure.timing import generate_once, run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised

@@ -28,7 +28,7 @@ from batch_time import parties, write
 
 from outrider import demo, load_drafter
 from outrider.decoding.state import Request
-from outrider.measure.row import Run
+from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.retrieval import corpus_build, suffix_array
 from outrider.sampling.settings import Sampling

@@ -20,7 +20,7 @@ import torch
 from batch_time import parties, prompts_of, write
 
 from outrider.decoding.state import Request
-from outrider.measure.row import Run
+from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget

@@ -21,7 +21,7 @@ from outrider.plan.planner import Given, Subject
 from outrider.plan.predict import Memory
 from outrider.plan.schema import Plan, Row
 from outrider.plan.timed import TimedCosts
-from outrider.report.schema import Range
+from outrider.report.parts import Range
 from outrider.targets.load import load_target
 from outrider.traffic.plan import limits
 

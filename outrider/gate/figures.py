@@ -16,7 +16,7 @@ from outrider.gate.pairing import Comparison
 from outrider.gate.policy import Policy
 from outrider.measure.tasks import TASKS
 from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
-from outrider.report.schema import PromptResult
+from outrider.report.parts import PromptResult
 
 Found = Iterator[Test | Part]
 

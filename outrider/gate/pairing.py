@@ -10,7 +10,8 @@ from typing import NamedTuple
 from outrider.errors import DataError
 from outrider.report.compare import by_occurrence
 from outrider.report.fingerprint import differences
-from outrider.report.schema import PromptResult, Report, Row
+from outrider.report.parts import PromptResult
+from outrider.report.schema import Report, Row
 
 
 class Pair(NamedTuple):

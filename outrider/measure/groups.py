@@ -16,10 +16,10 @@ from outrider.measure import prompts, rejections, timing
 from outrider.measure.config import Config
 from outrider.measure.contention import calmest, mean
 from outrider.measure.journal import PromptRecord, Record, Traced
-from outrider.measure.row import Measured, Run
+from outrider.measure.record import Measured, Run
 from outrider.measure.tasks import Prompt
 from outrider.policies import named
-from outrider.report.schema import Load, TracedToken
+from outrider.report.parts import Load, TracedToken
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.transformers import TransformersTarget
 

@@ -21,9 +21,9 @@ from outrider.config import flatten
 from outrider.errors import DataError
 from outrider.measure.contention import Contention
 from outrider.measure.prompts import digest
-from outrider.measure.row import Run
+from outrider.measure.record import Run
 from outrider.measure.tasks import Prompt
-from outrider.report.schema import LeftOut, TracedToken
+from outrider.report.parts import LeftOut, TracedToken
 
 NAME = "prompts"
 """Of the files: prompts.jsonl, and prompts.1.jsonl and so on of further processes."""

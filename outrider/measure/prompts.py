@@ -11,7 +11,7 @@ from outrider.decoding.state import Request
 from outrider.measure import scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.tasks import Prompt, PromptSet, task_name
-from outrider.report.schema import LeftOut
+from outrider.report.parts import LeftOut
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

@@ -21,7 +21,7 @@ from outrider.decoding.generate import Progress
 from outrider.decoding.protocols import Drafter, Policy, Probe
 from outrider.decoding.state import Judge, Request, Scores
 from outrider.generation import batch, serve
-from outrider.report.schema import Pattern, Rejections, TracedToken
+from outrider.report.parts import Pattern, Rejections, TracedToken
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.text import TextStream
 from outrider.targets.transformers import TransformersTarget

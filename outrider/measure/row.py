@@ -1,135 +1,19 @@
-"""From runs to a row: the record of every step, and every figure that follows from it.
-
-A run holds counts and seconds as they were measured; a row holds figures.  docs/metrics.md says what each means.
-"""
+"""From runs to a row: every figure that follows from what was measured.  docs/metrics.md says what each means."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from outrider.decoding.protocols import Drafter, Policy
-from outrider.measure.tasks import Prompt
-from outrider.report import bootstrap, schema
-from outrider.report.schema import PromptResult, Row, Score, Training
+from outrider.measure.record import Measured, Overlaps, Run, Sample
+from outrider.report import bootstrap
+from outrider.report.parts import Clean, Group, PositionRange, PromptResult, Score, Training
+from outrider.report.schema import Row
 from outrider.targets.transformers import TransformersTarget
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One drafter to measure, at one temperature."""
-
-    name: str
-    drafter: Drafter
-    temperature: float = 0.0
-    trained_on: str | None = None
-    """Precision of the target in its training, such as float32."""
-    acceptance: tuple[float | None, ...] = ()
-    """By depth, given that all before were accepted: what training measured on texts like these."""
-
-
-@dataclass(slots=True)
-class Run:
-    """One prompt continued once, all its turns."""
-
-    tokens: list[int] = field(default_factory=list)
-    steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-    """Drafted tokens that were accepted in each step."""
-    reached: list[int] = field(default_factory=list)
-    """Depth of each step's draft; where the text ended within it, the depth that was judged."""
-    seconds: float = 0.0
-    """In a batch, its part of the whole batch's time, by its tokens."""
-    first_s: float = 0.0
-    """Until its first tokens."""
-    done_s: float = 0.0
-    """Until its last tokens; 0 where that is `seconds`."""
-    gaps_s: list[float] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-    model_s: float = 0.0
-    invalid: int = 0
-    tv_distance: float = 0.0
-    """Sum over its tokens of the total variation distance from the target's distribution."""
-    nodes: list[int] = field(default_factory=list)
-    """Drafted tokens verified in each step, on all branches; empty where drafts are chains, as `reached` says."""
-    turns: list[int] = field(default_factory=list)
-    """Tokens written in each turn; empty is one turn."""
-    positions: list[int] = field(default_factory=list)
-    """Tokens of the text before each step, its prompt included; empty in older records."""
-    committed: list[int] = field(default_factory=list)
-    """Tokens that each step wrote, where `positions` are known."""
-    memory_peak_bytes: int | None = None
-    lost: float | None = None
-    """Share of its time that it lost to other programs."""
-    repeats: int = 0
-    """How often it was measured again because of that."""
-
-    def joined(self, other: Run) -> Run:
-        """This run and the next turn's, as one.  Seconds to the first token are summed: a reader waits for each."""
-        peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
-        lost = [run.lost for run in (self, other) if run.lost is not None]
-        added = (
-            "tokens", "steps", "accepted", "reached", "positions", "committed", "nodes", "seconds", "first_s", "done_s",
-            "gaps_s", "draft_s", "verify_s", "other_s", "model_s", "invalid", "tv_distance", "repeats",
-        )  # fmt: skip
-        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
-        turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
-        return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None), lost=max(lost, default=None))
-
-
-@dataclass(slots=True)
-class Sample:
-    """One prompt with one entry, and plain decoding of the same prompt."""
-
-    prompt: Prompt
-    run: Run
-    plain: Run
-    reference: list[list[int]]
-    """What transformers' generate wrote in each turn."""
-    generate_s: float
-    group: int | None = None
-    """Number of the batch that it was part of; None where it was alone."""
-    scores: tuple[float | None, float | None] = (None, None)
-    """Of the drafted and the plain answer; None where an answer was not scored."""
-
-
-@dataclass(slots=True)
-class Measured:
-    """All prompts of one entry."""
-
-    entry: Entry
-    task: str
-    samples: list[Sample] = field(default_factory=list)
-    rule: str | None = None
-    """The lossy rule's name, with its numbers."""
-    policy: str = "fixed"
-    chosen: Policy | None = None
-    """The policy itself, one for all prompts of the task."""
-    batch: int = 1
-    processes: int = 1
-    """That measured side by side on this machine."""
-    verification: str = "standard"
-    score_measure: str = ""
-    traced: list[schema.TracedPrompt] = field(default_factory=list)
-    rejections: schema.Rejections | None = None
-    overlap: list[float] = field(default_factory=list)
-    """sum(min(p, q)) of every judged token of the traced prompts."""
-
-
-class Overlaps(NamedTuple):
-    """Which prompts are in what one drafter was trained on, or draws from."""
-
-    found: Mapping[tuple[str, str], bool]
-    """By task and prompt id; a prompt that is missing is not known."""
-    rule: str = ""
-    """What counts as contained, in words."""
 
 
 def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:
@@ -345,13 +229,13 @@ def _score(prompts: Iterable[PromptResult], measure: str) -> Score | None:
     return Score(drafted=drafted, plain=plain, prompts=len(both), measure=measure)
 
 
-def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> schema.Clean | None:
+def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Clean | None:
     """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
     if all(prompt.contaminated is None for prompt in prompts):
         return None
     clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.contaminated is False]
     runs = [sample.run for sample, _ in clean]
-    return schema.Clean(
+    return Clean(
         contaminated=tuple(prompt.id for prompt in prompts if prompt.contaminated),
         checked=sum(prompt.contaminated is not None for prompt in prompts),
         rule=rule,
@@ -364,18 +248,18 @@ def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> sc
 # ── by language or category ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _by_group(samples: Sequence[Sample]) -> tuple[schema.Group, ...]:
+def _by_group(samples: Sequence[Sample]) -> tuple[Group, ...]:
     """Figures over the prompts of each group; none where no prompt has one."""
     names = sorted({sample.prompt.group for sample in samples})
     return tuple(_group(name, [s for s in samples if s.prompt.group == name]) for name in names) if any(names) else ()
 
 
-def _group(name: str, samples: Sequence[Sample]) -> schema.Group:
+def _group(name: str, samples: Sequence[Sample]) -> Group:
     runs = [sample.run for sample in samples]
     steps = [step for run in runs for step in zip(run.accepted, run.reached, strict=True)]
     judged, accepted = sum(a + (a < r) for a, r in steps), sum(a for a, _ in steps)
     tokens, passes = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)
-    return schema.Group(
+    return Group(
         name=name, prompts=len(runs), tokens=tokens, steps=passes, judged=judged, accepted=accepted,
         tokens_per_step=_share(tokens, passes), token_acceptance=_share(accepted, judged),
         speedup=_speed(samples)["speedup"],
@@ -388,7 +272,7 @@ ENDS = (1024, 4096, 16384)
 """Positions of a text where a range ends and the next begins."""
 
 
-def by_position(runs: Sequence[Run]) -> tuple[schema.PositionRange, ...]:
+def by_position(runs: Sequence[Run]) -> tuple[PositionRange, ...]:
     """Figures of the steps in each range of positions that has any; none where positions were not recorded."""
     steps: dict[int, list[list[int]]] = {}
     for run in (run for run in runs if run.positions):
@@ -397,11 +281,11 @@ def by_position(runs: Sequence[Run]) -> tuple[schema.PositionRange, ...]:
     return tuple(_range(number, steps[number]) for number in sorted(steps))
 
 
-def _range(number: int, steps: Sequence[Sequence[int]]) -> schema.PositionRange:
+def _range(number: int, steps: Sequence[Sequence[int]]) -> PositionRange:
     """steps: tokens written, accepted, and depth of each."""
     tokens, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
     judged = sum(a + (a < r) for _, a, r in steps)
-    return schema.PositionRange(
+    return PositionRange(
         begin=(0, *ENDS)[number], end=(*ENDS, None)[number], steps=len(steps), tokens=tokens, judged=judged,
         accepted=accepted, tokens_per_step=tokens / len(steps), token_acceptance=_share(accepted, judged),
     )  # fmt: skip

@@ -25,12 +25,14 @@ from outrider.measure.fingerprint import fingerprint
 from outrider.measure.groups import Asked
 from outrider.measure.journal import Journal, Record, Shard
 from outrider.measure.prompts import answer, as_tokens, digest, draw, left_out
+from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
 from outrider.measure.rejections import patterns
-from outrider.measure.row import Entry, Measured, Overlaps, Run, Sample, parts, summarise
+from outrider.measure.row import parts, summarise
 from outrider.measure.tasks import Prompt, PromptSet, task_name
 from outrider.measure.trust import trust
 from outrider.policies import lossy, named
-from outrider.report.schema import LeftOut, Load, Report, Row, TaskSource, TracedPrompt, Training
+from outrider.report.parts import LeftOut, Load, TaskSource, TracedPrompt, Training
+from outrider.report.schema import Report, Row
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

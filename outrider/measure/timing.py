@@ -17,8 +17,8 @@ from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request, Scores
 from outrider.generation import batch, serve
 from outrider.measure import memory
+from outrider.measure.record import Run
 from outrider.measure.rejections import TracedTarget
-from outrider.measure.row import Run
 from outrider.nn.ensemble import Ensemble
 from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy

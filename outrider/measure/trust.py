@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.measure.row import Measured, Run, Sample, batches
+from outrider.measure.record import Measured, Run, Sample
+from outrider.measure.row import batches
 
 CALM = 0.25
 """Quantile of the batches' step times that counts as undisturbed: load makes steps slower, never faster."""

@@ -19,7 +19,7 @@ from outrider.plan.drafts import DraftModelOnPaper
 from outrider.plan.hardware import Place
 from outrider.plan.roofline import pass_of, prefill_seconds
 from outrider.plan.schema import BreakEven, Row
-from outrider.report.schema import Range
+from outrider.report.parts import Range
 
 RESERVED = 0.1
 """Share of memory that an engine keeps for activations and graphs."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outrider.report.schema import Part, Range
+from outrider.report.parts import Part, Range
 
 Decision = Literal["ENABLE", "BATCH INSTEAD", "NEED DATA"]
 

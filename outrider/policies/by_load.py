@@ -9,13 +9,11 @@ a[r][n] is the probability that node n of slot r and all nodes before it are acc
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice, repeat, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +23,9 @@ from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Timing
 from outrider.errors import ConfigError
 from outrider.policies.adaptive import Acceptance, Probes, PromptCosts
+from outrider.policies.promises import Outcome, Promises
+from outrider.policies.scheduler import Rate, Survival, admitted, admitted_columns, best_count, columns, largest
 from outrider.policies.step_rates import StepRates, StepSeconds, StepSize
-
-Survival = Sequence[Sequence[float]]
-"""a of every slot, never rising; slots may have different numbers of nodes."""
-Rate = Callable[[int], float]
-"""Steps per second by tokens in the pass, anchors included."""
 
 
 class ByLoad(Policy):
@@ -310,149 +305,3 @@ class ByBatch(Policy):
         live = len(state.rows)
         nodes = next((nodes for slots, nodes in reversed(self.table.items()) if slots <= live), 0)
         return torch.tensor([max(0, min(nodes, own)) for own in state.room], dtype=torch.int64)
-
-
-# ── the scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def admitted(survival: Survival, rate: Rate, scale: float = 1.0) -> list[int]:
-    """Algorithm 1: how many nodes of each slot are verified.  scale: of a, which stays at most 1.
-
-    Nodes are admitted in descending order of a while expected tokens times steps per second rise.  The first that does
-    not raise it ends the search: to look beyond it would be inexact.
-    """
-    lengths = [0] * len(survival)
-    tokens, expected = len(survival), float(len(survival))
-    best = expected * rate(tokens)
-    for minus_a, slot in _descending(survival):
-        tokens, expected = tokens + 1, expected + min(1.0, -minus_a * scale)
-        if expected * rate(tokens) <= best:
-            break
-        best = expected * rate(tokens)
-        lengths[slot] += 1
-    return lengths
-
-
-def largest(survival: Survival, count: int) -> list[int]:
-    """The `count` nodes with the highest a: how many of each slot."""
-    lengths = [0] * len(survival)
-    for _, slot in islice(_descending(survival), count):
-        lengths[slot] += 1
-    return lengths
-
-
-def _descending(survival: Survival) -> Iterator[tuple[float, int]]:
-    """(-a, slot) of all nodes, the highest a first; a slot's later node is looked at after the one before it."""
-    return heapq.merge(*([(-a, slot) for a in own] for slot, own in enumerate(survival)))
-
-
-def columns(survival: Survival, scale: float = 1.0) -> list[float]:
-    """The sum of a over slots of the first nodes, of the second nodes, and so on, times `scale`."""
-    live = float(len(survival))
-    return [min(live, scale * sum(column)) for column in zip_longest(*survival, fillvalue=0.0)]
-
-
-def admitted_columns(gains: Sequence[float], live: int, rate: Rate, means: Sequence[float] = ()) -> int:
-    """Algorithm 1 over columns: how many of them are verified.  gains: as `columns` says.
-
-    means: of a by node, from earlier steps; columns that follow are expected to fall as these do, and a column is
-    admitted where it or some later one is expected to improve the rate.  () expects nothing, as the paper.
-    """
-    expected, current = float(live), live * rate(live)
-    for n, gain in enumerate(gains):
-        expected += gain
-        own = expected * rate(live * (2 + n))
-        if own <= current:
-            fall = gain / means[n] if n < len(means) and means[n] > 0 else 0.0
-            following = accumulate((fall * mean for mean in means[n + 1 :]), initial=expected)
-            if all(each * rate(live * (2 + later)) <= current for later, each in enumerate(following, n)):
-                return n
-        current = own
-    return len(gains)
-
-
-def best_count(gains: Sequence[float], live: int, tokens: int, rate: Rate) -> int:
-    """How many gains, the first ones, of `tokens` tokens each, give the highest rate; all are looked at."""
-    expected = accumulate(gains, initial=float(live))
-    found = [each * rate(live + n * tokens) for n, each in enumerate(expected)]
-    return max(range(len(found)), key=found.__getitem__)
-
-
-# ── what is known ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Outcome(NamedTuple):
-    """What a step did."""
-
-    wanted: list[int]
-    sizes: list[int]
-    """Verified nodes of each slot."""
-    survival: list[list[float]] | None
-    accepted: Accepted
-    draft_s: float
-    pass_s: float
-    """Seconds of all but the draft."""
-    is_odd: bool
-    """Its seconds are not usual."""
-    is_first: bool
-    """It follows plain steps."""
-
-    @property
-    def has_confidences(self) -> bool:
-        """Whether it has any, and they can be probabilities."""
-        own = self.survival
-        return own is not None and all(0.0 <= each[-1] <= each[0] <= 1.0 for each in own if each)
-
-    def paths(self) -> list[tuple[list[int], int]]:
-        """Accepted nodes and nodes wanted, of each slot that did not end inside its block."""
-        slots = zip(self.accepted.paths, self.wanted, self.accepted.next_tokens, strict=True)
-        return [(path, own) for path, own, token in slots if token >= 0]
-
-    def ends(self) -> list[tuple[int, int]]:
-        """Verified and accepted nodes of every slot; -1 accepted where it ended inside its block."""
-        slots = zip(self.sizes, self.accepted.paths, self.accepted.next_tokens, strict=True)
-        return [(size, len(path) if token >= 0 else -1) for size, path, token in slots]
-
-
-class Promises:
-    """What confidences promised lately: the mean of a by node, and how much of it was accepted."""
-
-    WINDOW, NEW_TEXT = 64.0, 16.0
-    """Slots' steps after which a mean has faded to 1/e, and most that it weighs once it is in doubt."""
-    COMPARED, PRIOR = 256.0, 16.0
-    """Promised nodes after which the comparison has faded to 1/e, and how many its first guess, 1, counts as."""
-
-    def __init__(self, limit: int):
-        self.sums, self.weights = [0.0] * limit, [0.0] * limit
-        self.accepted = self.promised = self.PRIOR
-
-    @property
-    def scale(self) -> float:
-        """Accepted nodes over promised ones."""
-        return self.accepted / self.promised
-
-    def means(self) -> list[float]:
-        """Mean of a by node, over slots that were to draft it; 0 where none was."""
-        return [total / max(weight, 1e-9) for total, weight in zip(self.sums, self.weights, strict=True)]
-
-    def lighten(self) -> None:
-        """Old means weigh little from now on."""
-        for n, weight in enumerate(self.weights):
-            share = min(1.0, self.NEW_TEXT / max(weight, 1e-9))
-            self.sums[n], self.weights[n] = share * self.sums[n], share * weight
-
-    def read(self, steps: Sequence[Outcome]) -> None:
-        """What steps with confidences promised, and what was accepted of what they verified."""
-        survival = [own for each in steps for own in each.survival or ()]
-        wanted = sorted(own for each in steps for own in each.wanted)
-        for n, total in enumerate(islice(chain(columns(survival), repeat(0.0)), wanted[-1])):
-            slots = len(wanted) - bisect_right(wanted, n)
-            fade = (1 - 1 / self.WINDOW) ** slots
-            self.sums[n] = self.sums[n] * fade + total
-            self.weights[n] = self.weights[n] * fade + slots
-        ends = (end for each in steps for end in each.ends())
-        verified = [(sum(own[:size]), accepted) for own, (size, accepted) in zip(survival, ends, strict=True)]
-        promised = sum(each for each, accepted in verified if accepted >= 0)
-        fade = (1 - 1 / self.COMPARED) ** promised
-        self.accepted = self.accepted * fade + sum(accepted for _, accepted in verified if accepted >= 0)
-        self.promised = self.promised * fade + promised

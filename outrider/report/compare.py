@@ -21,7 +21,8 @@ from rich.text import Text
 
 from outrider.errors import DataError
 from outrider.report.bootstrap import MIN_PROMPTS, Floats, estimate_of, rate_ratio, resampled
-from outrider.report.schema import PromptResult, Report, Row
+from outrider.report.parts import PromptResult
+from outrider.report.schema import Report, Row
 from outrider.report.summary import many, named, say
 
 Statistic = Callable[[Floats], Floats]

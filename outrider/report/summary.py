@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from outrider.report.schema import PositionRange, Range, Report, Row
+from outrider.report.parts import PositionRange, Range
+from outrider.report.schema import Report, Row
 
 MISSING = "not measured"
 NOT_EXACT = "NOT EXACT"

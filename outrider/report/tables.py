@@ -11,7 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.report.schema import Range, Report, Row
+from outrider.report.parts import Range
+from outrider.report.schema import Report, Row
 from outrider.report.summary import UNDER_LOAD, by_group, by_position, loss, named, say
 
 ALARM = "bold white on red"

@@ -12,9 +12,10 @@ from outrider.data.contamination import check, sources_of
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.loading import Source, describe, load_drafter
-from outrider.measure.row import Overlaps, training_of
+from outrider.measure.record import Overlaps
+from outrider.measure.row import training_of
 from outrider.measure.tasks import PromptSet, task_name
-from outrider.report.schema import Training
+from outrider.report.parts import Training
 from outrider.runs.reporter import Reporter
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import checkpoints

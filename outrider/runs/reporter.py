@@ -10,7 +10,8 @@ from outrider.data.cached_features import CachedFeatures
 from outrider.data.contamination import Found
 from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
-from outrider.report.schema import Report, Training
+from outrider.report.parts import Training
+from outrider.report.schema import Report
 from outrider.runs.file import TargetConfig
 from outrider.targets.served import RunTarget
 from outrider.training.calibrate import Calibration

@@ -18,7 +18,7 @@ import pytest
 from outrider.decoding.protocols import Drafter
 from outrider.measure import contention
 from outrider.measure.contention import Contention, Reading, between, calmest, mean, read, watched
-from outrider.measure.row import Entry, Measured, Run, Sample
+from outrider.measure.record import Entry, Measured, Run, Sample
 from outrider.measure.tasks import Prompt
 from outrider.measure.trust import possible_speedup, trust
 

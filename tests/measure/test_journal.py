@@ -14,7 +14,8 @@ from outrider.errors import DataError
 from outrider.measure.config import Config
 from outrider.measure.journal import Journal, Record, first
 from outrider.measure.run import evaluate
-from outrider.report.schema import LeftOut, Report
+from outrider.report.parts import LeftOut
+from outrider.report.schema import Report
 from outrider.targets.transformers import TransformersTarget
 
 

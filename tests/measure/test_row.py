@@ -16,9 +16,10 @@ from tiny import folder, talker
 
 from outrider import load_drafter
 from outrider.measure import row as summary
-from outrider.measure.row import Entry, Measured, Overlaps, Run, Sample, difference, predicted, training_of
+from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
+from outrider.measure.row import difference, predicted, training_of
 from outrider.measure.tasks import Prompt
-from outrider.report.schema import Score
+from outrider.report.parts import Score
 from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]

@@ -29,17 +29,9 @@ from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.errors import ConfigError
 from outrider.generation import serve
 from outrider.policies import by_load
-from outrider.policies.by_load import (
-    ByBatch,
-    ByLoad,
-    Survival,
-    admitted,
-    admitted_columns,
-    best_count,
-    columns,
-    largest,
-)
+from outrider.policies.by_load import ByBatch, ByLoad
 from outrider.policies.fixed import Fixed
+from outrider.policies.scheduler import Survival, admitted, admitted_columns, best_count, columns, largest
 from outrider.policies.step_rates import StepRates
 from outrider.sampling.settings import Sampling
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.report.schema import Range, Report, Row
+from outrider.report.parts import Range
+from outrider.report.schema import Report, Row
 from outrider.report.summary import MISSING, conditions
 
 Colours = dict[str, int]

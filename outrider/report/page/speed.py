@@ -8,7 +8,8 @@ from dataclasses import replace
 from outrider.report.page import charts
 from outrider.report.page.charts import Axis, Dot, Line, Lines, Panel, Rows
 from outrider.report.page.groups import Colours, grouped
-from outrider.report.schema import Percentiles, PromptResult, Report, Row
+from outrider.report.parts import Percentiles, PromptResult
+from outrider.report.schema import Report, Row
 from outrider.report.summary import many, say
 
 TIMES = "times as fast as the target alone"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.report.schema import Report, Row, TracedPrompt, TracedToken
+from outrider.report.parts import TracedPrompt, TracedToken
+from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions
 
 MAX_ALL = 1600

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from outrider.report.page.cost import CostLine, cost_line
-from outrider.report.schema import Percentiles, Report, Row
+from outrider.report.parts import Percentiles
+from outrider.report.schema import Report, Row
 from outrider.report.summary import MISSING, UNDER_LOAD, compared, interval, many, say
 
 

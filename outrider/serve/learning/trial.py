@@ -19,7 +19,8 @@ from outrider.gate.outcome import Outcome
 from outrider.gate.policy import Policy, Rule
 from outrider.gate.verdict import gate
 from outrider.report.bootstrap import Interval
-from outrider.report.schema import Percentiles, PromptResult, Report, Row, Share
+from outrider.report.parts import Percentiles, PromptResult, Share
+from outrider.report.schema import Report, Row
 from outrider.sampling.settings import Sampling
 from outrider.serve.learning.buffer import Text
 from outrider.targets.protocol import Target

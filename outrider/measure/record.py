@@ -1,0 +1,123 @@
+"""What was measured, before any figure follows from it: every step of every run, in counts and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.measure.tasks import Prompt
+from outrider.report.parts import Rejections, TracedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One drafter to measure, at one temperature."""
+
+    name: str
+    drafter: Drafter
+    temperature: float = 0.0
+    trained_on: str | None = None
+    """Precision of the target in its training, such as float32."""
+    acceptance: tuple[float | None, ...] = ()
+    """By depth, given that all before were accepted: what training measured on texts like these."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One prompt continued once, all its turns."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """Drafted tokens that were accepted in each step."""
+    reached: list[int] = field(default_factory=list)
+    """Depth of each step's draft; where the text ended within it, the depth that was judged."""
+    seconds: float = 0.0
+    """In a batch, its part of the whole batch's time, by its tokens."""
+    first_s: float = 0.0
+    """Until its first tokens."""
+    done_s: float = 0.0
+    """Until its last tokens; 0 where that is `seconds`."""
+    gaps_s: list[float] = field(default_factory=list)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    model_s: float = 0.0
+    invalid: int = 0
+    tv_distance: float = 0.0
+    """Sum over its tokens of the total variation distance from the target's distribution."""
+    nodes: list[int] = field(default_factory=list)
+    """Drafted tokens verified in each step, on all branches; empty where drafts are chains, as `reached` says."""
+    turns: list[int] = field(default_factory=list)
+    """Tokens written in each turn; empty is one turn."""
+    positions: list[int] = field(default_factory=list)
+    """Tokens of the text before each step, its prompt included; empty in older records."""
+    committed: list[int] = field(default_factory=list)
+    """Tokens that each step wrote, where `positions` are known."""
+    memory_peak_bytes: int | None = None
+    lost: float | None = None
+    """Share of its time that it lost to other programs."""
+    repeats: int = 0
+    """How often it was measured again because of that."""
+
+    def joined(self, other: Run) -> Run:
+        """This run and the next turn's, as one.  Seconds to the first token are summed: a reader waits for each."""
+        peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
+        lost = [run.lost for run in (self, other) if run.lost is not None]
+        added = (
+            "tokens", "steps", "accepted", "reached", "positions", "committed", "nodes", "seconds", "first_s", "done_s",
+            "gaps_s", "draft_s", "verify_s", "other_s", "model_s", "invalid", "tv_distance", "repeats",
+        )  # fmt: skip
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
+        turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
+        return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None), lost=max(lost, default=None))
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt with one entry, and plain decoding of the same prompt."""
+
+    prompt: Prompt
+    run: Run
+    plain: Run
+    reference: list[list[int]]
+    """What transformers' generate wrote in each turn."""
+    generate_s: float
+    group: int | None = None
+    """Number of the batch that it was part of; None where it was alone."""
+    scores: tuple[float | None, float | None] = (None, None)
+    """Of the drafted and the plain answer; None where an answer was not scored."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """All prompts of one entry."""
+
+    entry: Entry
+    task: str
+    samples: list[Sample] = field(default_factory=list)
+    rule: str | None = None
+    """The lossy rule's name, with its numbers."""
+    policy: str = "fixed"
+    chosen: Policy | None = None
+    """The policy itself, one for all prompts of the task."""
+    batch: int = 1
+    processes: int = 1
+    """That measured side by side on this machine."""
+    verification: str = "standard"
+    score_measure: str = ""
+    traced: list[TracedPrompt] = field(default_factory=list)
+    rejections: Rejections | None = None
+    overlap: list[float] = field(default_factory=list)
+    """sum(min(p, q)) of every judged token of the traced prompts."""
+
+
+class Overlaps(NamedTuple):
+    """Which prompts are in what one drafter was trained on, or draws from."""
+
+    found: Mapping[tuple[str, str], bool]
+    """By task and prompt id; a prompt that is missing is not known."""
+    rule: str = ""
+    """What counts as contained, in words."""
