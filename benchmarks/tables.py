@@ -54,6 +54,9 @@ def glance(found: dict[str, Any]) -> str:
     lines = [_line(name, promise, "0", f"{bad:,} of {every:,}", not bad) for name, promise, bad, every in at_most_none]
     by_engine = f"vLLM accepts what is accepted here, step by step; not, by faults of its own: {', '.join(parted)}"
     lines.append(_line("engines", by_engine, "all", f"{len(engines) - len(parted)} of {len(engines)}", not parted))
+    plans = found["plan"]
+    lines.append(_line("plan", f"published speed-ups, planned within {plans['within']:.0%}", str(plans["of"]),
+                       f"{plans['hits']} of {plans['of']}", plans["hits"] == plans["of"]))  # fmt: skip
     for name in SECTIONS:
         promises = found.get(name, {}).get("promises")
         if isinstance(promises, dict):  # facts that hold or do not
@@ -980,6 +983,23 @@ def _kept(found: dict[str, Any]) -> str:
     return _table(["promise", "wanted", "found", "holds"], lines, slice(1, 3))
 
 
+def sources(found: dict[str, Any]) -> str:
+    """One line a stage: conversations a second of one core, and the highest memory of its process."""
+    lines = [
+        [name, f"{one['per_second_and_core']:,.0f}", f"{one['peak_bytes'] / 2**20:,.0f}", f"{one['count']:,}"]
+        for name, one in found["stages"].items()
+    ]
+    heads = ["stage", "conversations a second", "peak, MiB", "conversations that are left"]
+    said = f"{found['conversations']:,} conversations, a file of {found['file_bytes'] / 1e9:.1f} GB."
+    return "\n\n".join([_machine(found), said, _table(heads, lines, slice(1, 4)), _promises(found)])
+
+
+def regeneration(found: dict[str, Any]) -> str:
+    """What was promised of this file, and what was found."""
+    made = f"`{found['command']}`, {found['seconds'] / 60:.0f} minutes, {found['made'][:10]}."
+    return f"{made}\n\n{_promises(found)}"
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
@@ -988,6 +1008,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
+    "sources": sources, "regeneration": regeneration, "regeneration_outrider": regeneration,
+    "regeneration_vllm": regeneration,
     "training": training,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
     "llama_cpp": llama_cpp,

@@ -284,6 +284,16 @@ def test_answers_that_end_in_bursts_are_counted_by_their_share(clock: list[float
     assert line == "about 7 min for 100 answers, 4 s each"
 
 
+def test_the_first_answers_of_a_slow_batch_tell_nothing(clock: list[float]) -> None:
+    """Catches `2 of 544 answers, 2 h 16 min left` of what takes six minutes, of which a batch's start is half one."""
+    forecast = Forecast("answers", 544, 0, False, None)
+    assert not said(forecast, clock, [31.0, 0.0]) and "left" not in str(forecast.line(""))
+    [(step, line)] = said(forecast, clock, [9.0, *[0.1] * 40], done=2)
+    assert step == 28 and line.startswith("about 14 min for 544 answers")
+    clock[0] += 40
+    assert str(forecast.line("")).endswith("left")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.2134, "0.21 s"), (9.9, "9.9 s"), (89, "89 s"), (100, "2 min"), (7265, "2 h 1 min")]
 )

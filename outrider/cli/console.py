@@ -28,6 +28,8 @@ LINE_EVERY_S, LINE_AFTER_S = 30.0, 1.0
 
 STEADY_STEPS = 24
 """Steps of a kind after which their time is known."""
+BURST = 200
+"""Answers after which the time of one is known: those of a batch end at about the same time."""
 
 out = Console()
 note = Console(stderr=True)
@@ -239,18 +241,23 @@ class Forecast:
             return None
         self.steps += [(now - self.at) / new_steps] * new_steps
         self.done, self.at = done, now
-        spent, count = now - self.began, len(self.steps)
-        is_known = spent > 30 or (
-            spent > 5 and (count >= STEADY_STEPS if self.is_steady else count >= 0.05 * self.total)
-        )
-        if self.is_printed or not is_known:
+        if self.is_printed or not self.is_known:
             return None
         self.is_printed = True
-        whole = spent + self.left_s
-        line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(self.each_s)} each"
+        whole = now - self.began + self.left_s
+        count = len(self.steps) + self.total - done
+        line = f"about {lasting(whole)} for {count} {self.unit}, {lasting(self.each_s)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
             return line
         return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {self.why_slow()}"
+
+    @property
+    def is_known(self) -> bool:
+        """Enough was timed to tell the rest from: of a batch, whose answers end in bursts, more than its first ones."""
+        spent, count = self.at - self.began, len(self.steps)
+        if self.is_steady:
+            return spent > 30 or (spent > 5 and count >= STEADY_STEPS)
+        return spent > 120 or (spent > 5 and count >= min(0.05 * self.total, BURST))
 
     @property
     def each_s(self) -> float:
@@ -270,7 +277,7 @@ class Forecast:
         if not self.steps or (waited < LINE_EVERY_S and not (is_tenth and waited >= LINE_AFTER_S)):
             return None
         self.line_at, self.line_done = now, self.done
-        left = f"{lasting(self.left_s)} left" if self.done < self.total else ""
+        left = f"{lasting(self.left_s)} left" if self.is_known and self.done < self.total else ""
         return ", ".join(filter(None, (f"{self.done} of {self.total} {self.unit}", note, left)))
 
 
