@@ -61,8 +61,9 @@ def named(names: Sequence[str], folder: Path, step: int) -> list[Tracker]:
 
 
 def _made(name: str, folder: Path, step: int) -> Tracker:
-    from accelerate import tracking  # a second to load, and not always there
+    from accelerate import PartialState, tracking  # a second to load, and not always there
 
+    PartialState()  # without it trackers of every process, wandb and trackio, fail as they write their own log
     if name == "tensorboard":  # what lies behind the step is trained, and written, again
         return tracking.TensorBoardTracker("tensorboard", folder, purge_step=step + 1)
     if name == "wandb":

@@ -116,3 +116,12 @@ def test_tensorboard_shows_each_step_once_after_a_resume(talker: TransformersTar
 
 def _crash() -> None:
     raise ConnectionError
+
+
+def test_trackers_of_every_process_may_write_their_own_log(tmp_path: Path) -> None:
+    """Catches wandb and trackio left out of every run: accelerate's log wants a state, which only TensorBoard's
+    tracker makes."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.PartialState._reset_state()
+    trackers._made("wandb", tmp_path, 0)
+    accelerate.logging.get_logger("accelerate.tracking").debug("of a tracker")
