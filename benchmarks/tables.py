@@ -1000,6 +1000,20 @@ def regeneration(found: dict[str, Any]) -> str:
     return f"{made}\n\n{_promises(found)}"
 
 
+def versus_speculators(found: dict[str, Any]) -> str:
+    """One line a method: both trainers' paces, what products bound, and their peaks."""
+    peaks = {row["kind"]: row["peak_bytes"] for row in found["memory"]}
+    lines = [
+        [row["kind"], *(f"{row['tokens_per_s'][way]:,.0f}" for way in ("ours", "uncounted", "one", "packed")),
+         *(f"{row['times'][way]:.2f}" for way in ("one", "packed")), f"{row['bound']['one']:.2f}",
+         *(f"{peaks[row['kind']][way] / 2**20:,.0f}" for way in ("ours", "one", "packed"))]
+        for row in found["speed"]
+    ]  # fmt: skip
+    heads = ["method", "ours, tokens/s", "uncounted", "theirs, one text", "theirs, packed", "times one text",
+             "times packed", "bound", "our peak, MiB", "theirs, one text", "packed"]  # fmt: skip
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 11)), _promises(found)])
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
@@ -1010,7 +1024,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
     "sources": sources, "regeneration": regeneration, "regeneration_outrider": regeneration,
     "regeneration_vllm": regeneration,
-    "training": training,
+    "training": training, "versus_speculators": versus_speculators,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
     "llama_cpp": llama_cpp,
 }  # fmt: skip
