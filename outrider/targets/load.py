@@ -83,7 +83,7 @@ def load_target(
     }  # fmt: skip
     if tensor_parallel == 1:
         return _from_checkpoint(**given, device=device, device_map=device_map)
-    _refuse_beside_parts(tensor_parallel, device=device, device_map=device_map, quantize=quantize, of=quantization)
+    _refuse_with_parts(tensor_parallel, device=device, device_map=device_map, quantize=quantize, of=quantization)
     calls = tensor_parallelism.join(tensor_parallel)
     if calls.rank:
         tensor_parallelism.work(calls, _from_checkpoint)
@@ -101,7 +101,7 @@ def work_for_first(tensor_parallel: int) -> None:
         tensor_parallelism.work(tensor_parallelism.join(tensor_parallel), _from_checkpoint)
 
 
-def _refuse_beside_parts(count: int, **options: Any) -> None:
+def _refuse_with_parts(count: int, **options: Any) -> None:
     """Raises ConfigError for what does not go with tensor_parallel."""
     if count < 1:
         raise ConfigError(f"tensor_parallel must be at least 1, got {count}")

@@ -49,7 +49,7 @@ class Calls:
         self.rank, self.count = rank, count
         self.lock = threading.RLock()
         """Held while a call runs: threads of the first process may not mix theirs."""
-        self._control, self._numbers, self._waiting = control, itertools.count(1), list[tuple[Any, ...]]()
+        self._control, self._numbers, self._buffered = control, itertools.count(1), list[tuple[Any, ...]]()
         self._is_sound = True
 
     def number(self) -> int:
@@ -59,13 +59,13 @@ class Calls:
     def later(self, number: int, method: str, *args: Any) -> None:
         """A call that speaks to no other process: it goes with the next one that does."""
         with self.lock:
-            self._waiting.append((number, method, args))
+            self._buffered.append((number, method, args))
 
     @contextmanager
     def together(self, number: int, method: str, *args: Any) -> Iterator[None]:
         """While this is open, the others make this call.  Raises TargetError where one of them is gone."""
         with self.lock:
-            calls, self._waiting = [*self._waiting, (number, method, args)], []
+            calls, self._buffered = [*self._buffered, (number, method, args)], []
             self._is_sound = False
             try:
                 self.send(calls)
