@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contracts.parties import Oracle
 
 from outrider import generate, load_drafter, load_target
 
@@ -21,17 +22,29 @@ PROMPTS = [[3, 4, 5, 6, 7] * 3, [9, 8, 7]]
 HOW: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "seed": 5}}
 NEW = 8
 """Tokens of a text."""
-DRAFTERS = ("recycle", "eagle3")
-"""A tree of tokens, and a drafter that taps layers and borrows embedding and head."""
 TYPES = {"qwen3_moe": "float32"}
 """transformers multiplies experts in float32 at most."""
 
 
-def texts(target: Any, drafter: str | None) -> dict[str, list[list[int]]]:
-    """Token ids after each prompt, for each way to sample."""
-    own = None if drafter is None else load_drafter(drafter, target)
+def plainly(target: Any) -> dict[str, list[list[int]]]:
+    """Token ids after each prompt without a drafter, for each way to sample."""
     return {
-        name: [found.tokens for found in generate(target, PROMPTS, own, max_new_tokens=NEW, policy="fixed", **how)]
+        name: [found.tokens for found in generate(target, PROMPTS, max_new_tokens=NEW, **how)]
+        for name, how in HOW.items()
+    }
+
+
+def drafted(target: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """The same by eagle3, which taps layers and borrows embedding and head; and greedily by a tree that hides the
+    text, so that what stays of a pass does not lie side by side."""
+    tree = Oracle(
+        [prompt + text for prompt, text in zip(PROMPTS, texts["greedy"], strict=True)], target.spec.vocabulary
+    )
+    found = generate(target, PROMPTS, tree, max_new_tokens=NEW, policy="fixed")
+    assert max(found[0].accepted) == tree.depth
+    eagle = load_drafter("eagle3", target)
+    return {"tree": [own.tokens for own in found]} | {
+        name: [own.tokens for own in generate(target, PROMPTS, eagle, max_new_tokens=NEW, policy="fixed", **how)]
         for name, how in HOW.items()
     }
 
@@ -49,6 +62,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     for place in sorted(path.parent for path in folder.glob("*/config.json")):
         target: Any = load_target(place, dtype=TYPES.get(place.name, "float64"), tensor_parallel=2)
+        known = load_target(place, dtype=target.spec.dtype, compile=False)
         assert rank == 0  # the other one works for this one, and never gets here
         own = target._own.model.model.layers[0].self_attn.k_proj.weight.to_local()
         greedily = target.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW, do_sample=False)
@@ -56,7 +70,7 @@ def main(folder: Path) -> None:
             "hash": target.spec.weights_hash, "mode": target.spec.mode, "local": list(own.shape),
             "whole": whole(target),
             "generate": greedily[0, len(PROMPTS[0]) :].tolist(),
-            **{kind: texts(target, kind) for kind in DRAFTERS},
+            "drafted": drafted(target, plainly(known)),
         }  # fmt: skip
     (folder / "texts.json").write_text(json.dumps(found))
 

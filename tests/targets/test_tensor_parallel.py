@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from conftest import scaled
-from targets.parts import DRAFTERS, HOW, TYPES, texts, whole
+from targets.parts import TYPES, drafted, plainly, whole
 
 from outrider.errors import ConfigError, TargetError
 from outrider.targets.load import load_target
@@ -82,10 +82,8 @@ def test_two_processes_decode_what_one_decodes(name: str, shared: Mapping[str, A
     """Token for token, in float64 but for experts.  The processes have other seeds.  Catches parts that are summed
     twice or not at all, a path of a tree that one of them keeps in another place, a process that draws for itself, and
     a slot that one of them does not free."""
-    wanted, found = texts(plain[name], None), shared[name]
-    for drafter in DRAFTERS:
-        for way in HOW:
-            assert found[drafter][way] == wanted[way]
+    wanted, found = plainly(plain[name]), shared[name]
+    assert found["drafted"] == wanted | {"tree": wanted["greedy"]}
     assert found["generate"] == wanted["greedy"][0]
     assert (found["hash"], found["mode"]) == (plain[name].spec.weights_hash, plain[name].spec.mode)
     assert plain[name].model.model.layers[0].self_attn.k_proj.weight.shape[0] == 2 * found["local"][0]
@@ -119,8 +117,8 @@ def test_layers_on_disk_decode_what_layers_in_memory_decode(
     target = load_target(targets / name, dtype=known.spec.dtype, device_map=where)
     assert not target.is_whole and target.spec == known.spec
     assert caplog.text.count("its steps stay plain") == 1
-    for drafter in DRAFTERS:
-        assert texts(target, drafter) == texts(known, None)
+    wanted = plainly(known)
+    assert drafted(target, wanted) == wanted | {"tree": wanted["greedy"]}
     tokens = torch.tensor([3, 5])
     assert torch.equal(target.head_rows(tokens), known.head_rows(tokens))
     pairs = zip(target.layer(1).state_dict().values(), known.layer(1).state_dict().values(), strict=True)
