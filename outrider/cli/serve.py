@@ -42,7 +42,7 @@ from outrider.serve.learning.learner import Learner
 from outrider.serve.metrics import Telemetry
 from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
-from outrider.targets.load import load_target
+from outrider.targets.load import load_target, work_for_first
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
 
@@ -124,6 +124,7 @@ def serve(
     more = {"name": target, "quantize": quantize, "compile": compile}
     overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
     served = _served(what or (), overrides, drafter, settings or ())
+    work_for_first(served.target.tensor_parallel)
     if verbose:
         _log_all()
     if (batch_in is None) != (batch_out is None):

@@ -4,7 +4,7 @@
 
 The lines of answers.jsonl are what counts.  A prompt is entered as answered before its line is written, so a killed run
 may leave an entry without a line: `reconcile` opens it again.  Of all prompts that a run was given, answered, failed,
-skipped and open ones add up to the whole.
+skipped, taken and open ones add up to the whole.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from outrider.errors import DataError
 
 LEDGER = "answers.sqlite"
 FORMAT = 1
-Status = Literal["open", "answered", "failed", "skipped"]
-STATUSES: tuple[Status, ...] = ("open", "answered", "failed", "skipped")
+Status = Literal["open", "taken", "answered", "failed", "skipped"]
+"""`taken`: a process is at it."""
+STATUSES: tuple[Status, ...] = ("open", "taken", "answered", "failed", "skipped")
 TABLE = """
 CREATE TABLE IF NOT EXISTS prompts (
     prompt_hash TEXT PRIMARY KEY,
@@ -51,7 +52,7 @@ class Origin(NamedTuple):
 
 
 class Ledger:
-    """The prompts of a folder.  One process at a time, which holds the folder's lock."""
+    """The prompts of a folder, for the process with the folder's lock, and for others that it shares them with."""
 
     def __init__(self, folder: Path):
         """Raises DataError for a file that is not a ledger of this format."""
@@ -139,6 +140,12 @@ class Ledger:
         found: Status = "open" if row is None else row[0]
         return found
 
+    def take(self, prompt_hash: str) -> bool:
+        """Whether an open prompt is this process's from here on; of several that ask, one gets it."""
+        with self.reported():
+            query = "UPDATE prompts SET status = 'taken' WHERE prompt_hash = ? AND status = 'open'"
+            return self._db.execute(query, (prompt_hash,)).rowcount == 1
+
     def position(self, prompt_hash: str) -> int | None:
         """Its number among the prompts of this run; None where it is another run's."""
         row = self._db.execute("SELECT position FROM prompts WHERE prompt_hash = ?", (prompt_hash,)).fetchone()
@@ -171,7 +178,7 @@ class Ledger:
     # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def counts(self) -> dict[Status, int]:
-        """How many of this run's prompts are open, answered, failed and skipped; they add up to all of them."""
+        """How many of this run's prompts are open, taken, answered, failed and skipped; they add up to all of them."""
         query = "SELECT status, count(*) FROM prompts WHERE position IS NOT NULL GROUP BY status"
         return dict.fromkeys(STATUSES, 0) | dict(self._db.execute(query).fetchall())
 

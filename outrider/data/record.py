@@ -28,6 +28,8 @@ class Record:
     """Conversations of this run that are answered."""
     on_answer: OnAnswer
     skipped: Skipped
+    is_shared: bool = False
+    """Whether other processes answer prompts of the same ledger."""
 
     def answer(self, answer: Answer, origin: Origin = HERE) -> None:
         """Write an answer; from here on a killed process does not lose it."""
@@ -35,7 +37,7 @@ class Record:
         self.ledger.answer(answer.prompt_hash or "", written, answer.finish_reason, origin)
         self.file.write(to_line(answer, self.settings_hash))
         self.file.flush()
-        self.done += 1
+        self.done = self.ledger.counts()["answered"] if self.is_shared else self.done + 1
         self.on_answer(self.done, answer)
 
     def fail(self, talk: Talk, reason: str) -> None:

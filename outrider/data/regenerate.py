@@ -34,6 +34,7 @@ from outrider.data.duplicates import content_hash
 from outrider.data.ledger import Ledger
 from outrider.data.record import OnAnswer, Record
 from outrider.data.rendering import check_template, render
+from outrider.data.sharing import ALONE, Together, part, take_in
 from outrider.data.spool import Spool
 from outrider.data.talks import Asked, Talk, iterate_asked
 from outrider.decoding.protocols import Drafter
@@ -44,11 +45,14 @@ from outrider.targets.protocol import Target
 
 WAVE = 4096
 """Conversations that are in memory at the same time."""
+SHARED_WAVE = 4
+"""Conversations for each slot that one of several processes takes at a time."""
 
 
 def prepare(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
     drafter: Drafter | None = None, on_answer: OnAnswer | None = None, skipped: Skipped | None = None,
+    processes: Together = ALONE,
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
@@ -56,27 +60,53 @@ def prepare(
     drafter: changes the speed, not the text.
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.
+    processes: that share the prompts, each of which calls this; the first one brings their answers together.
     Raises DataError where the folder holds answers of another target, sampling or template, or another process writes
     there, with file and line for a conversation that the chat template refuses, and where no server answers.
     """
     folder, path, skipped = Path(folder), Path(folder, ANSWERS), Skipped() if skipped is None else skipped
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
+    tell = on_answer or (lambda *_: None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if processes.rank:
+            _help(target, tokenizer, conversations, folder, config, drafter, tell, skipped, processes)
+            return path
         with held(folder, busy), Ledger(folder) as ledger, ledger.reported(), Spool(folder) as spool:
             mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
+            take_in(folder)  # what a stopped run's other processes wrote
             _enter(ledger, spool, folder, tokenizer, target, conversations, config, mine, skipped)
+            processes.gather(None)  # from here on the others take prompts
             with path.open("a", encoding="utf-8") as file:
-                done = ledger.counts()["answered"]
-                record = Record(file, ledger, content_hash(mine), done, on_answer or (lambda *_: None), skipped)
-                _answer_all(target, tokenizer, _open(spool, ledger), config, drafter, record)
+                done, is_shared = ledger.counts()["answered"], processes.count > 1
+                record = Record(file, ledger, content_hash(mine), done, tell, skipped, is_shared)
+                _answer_all(target, tokenizer, _open(spool, ledger, is_shared), config, drafter, record)
+            processes.gather(None)  # all prompts are answered
+            take_in(folder)
             put_in_order(path, ledger.position)
             if config.ngram_hashes:
                 keep_hashes(folder, target, _prompts(spool, ledger))
     except OSError as error:
         why = f"{error.strerror or error}; what is written stays; make room and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
+    processes.gather(None)  # the others may read the file
     return path
+
+
+def _help(
+    target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: Path, config: Config,
+    drafter: Drafter | None, on_answer: OnAnswer, skipped: Skipped, processes: Together,
+) -> None:  # fmt: skip
+    """In a process after the first: answer prompts that no other has taken, into a file of its own."""
+    processes.gather(None)
+    if config.regenerate and not config.servers:  # else one process is enough
+        mine = agreed(whose(target, tokenizer, config), manifest_of(folder))
+        with Ledger(folder) as ledger, ledger.reported(), part(folder, processes.rank).open("a") as file:
+            record = Record(file, ledger, content_hash(mine), 0, on_answer, skipped, is_shared=True)
+            asked = iterate_asked(conversations, config)
+            _answer_all(target, tokenizer, _open(asked, ledger, is_shared=True), config, drafter, record)
+    processes.gather(None)
+    processes.gather(None)
 
 
 # ── before the first answer ───────────────────────────────────────────────────────────────────────────────────────────
@@ -123,8 +153,10 @@ def _check(tokenizer: Any, one: Asked, config: Config, ledger: Ledger, skipped: 
         ledger.skip(one.prompt_hash, str(error))
 
 
-def _open(asked: Iterable[Asked], ledger: Ledger) -> Iterator[Asked]:
-    """Prompts that have no answer yet and were not skipped."""
+def _open(asked: Iterable[Asked], ledger: Ledger, is_shared: bool) -> Iterator[Asked]:
+    """Prompts that have no answer yet and were not skipped; of those that processes share, what this one takes."""
+    if is_shared:
+        return (one for one in asked if ledger.take(one.prompt_hash))
     return (one for one in asked if ledger.status(one.prompt_hash) == "open")
 
 
@@ -146,7 +178,8 @@ def _answer_all(
     elif config.servers:
         servers.answer_all(target, tokenizer, unanswered, config, record)
     else:
-        while wave := list(islice(unanswered, WAVE)):
+        most = SHARED_WAVE * config.slots if record.is_shared else WAVE
+        while wave := list(islice(unanswered, most)):
             for answer in _answers(target, tokenizer, wave, config, drafter, record):
                 record.answer(answer)
 

@@ -25,6 +25,7 @@ from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.ensemble import EnsembleTarget
+from outrider.targets.tensor_parallel import TensorParallelTarget
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -166,7 +167,8 @@ def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tok
         return run.tokens, run.seconds
     began = time.perf_counter()
     inputs = torch.tensor([tokens], device=target.device)
-    out = target.model.generate(
+    generate = target.generate if isinstance(target, TensorParallelTarget) else target.model.generate
+    out = generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False,
         temperature=None,
         top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None,

@@ -22,6 +22,7 @@ from outrider import lock, machine
 from outrider.checkpoint import amend
 from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError
+from outrider.launcher import launched
 from outrider.loading import describe
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
@@ -38,10 +39,9 @@ from outrider.runs.file import RunConfig, TargetConfig
 from outrider.runs.preview import Line, evaluation_tokens
 from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
-from outrider.targets.load import load_target
+from outrider.targets.load import load_target, work_for_first
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
-from outrider.training.distributed import launched
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ def plan(evaluation: Evaluation) -> list[Line]:
 
 def run(evaluation: Evaluation, reporter: Reporter | None = None) -> Report | None:
     """Load the target, then as `measure`.  Everything wrong is reported before the target loads."""
+    work_for_first(evaluation.target.tensor_parallel)
     refuse_fuller(evaluation)
     drawn = {task: draw(task, evaluation.config) for task in evaluation.config.tasks}
     reporter = reporter or Reporter()
@@ -159,7 +160,7 @@ def measure(
     """
     config, folder = evaluation.config, evaluation.folder
     refuse_fuller(evaluation)
-    shard = Shard(*(launched() or (0, config.processes)))
+    shard = _shard(evaluation)
     _share_processors(shard)
     found = _load(evaluation, target, drawn, reporter)
     if shard.rank > 0:
@@ -193,6 +194,19 @@ def measure(
         amend(evaluation.checkpoint, {}, {"report": report.brief(found.own)})
     reporter.finished(events.Evaluated(folder, report))
     return report
+
+
+def _shard(evaluation: Evaluation) -> Shard:
+    """The part of this process.  Raises ConfigError for processes that each would need a whole target."""
+    count, parts = evaluation.config.processes, evaluation.target.tensor_parallel
+    if parts == 1:
+        return Shard(*(launched() or (0, count)))
+    if count > 1:
+        raise ConfigError(
+            f"evaluate.processes {count} would load the target {count} times, and target.tensor_parallel {parts} "
+            "shares out one; set one of them to 1"
+        )
+    return Shard()
 
 
 def _load(
@@ -275,7 +289,7 @@ def refuse_fuller(evaluation: Evaluation, drafters: Sequence[str] | None = None)
 
 def _share_processors(shard: Shard) -> None:
     """Use as many threads as this process's part of the machine has."""
-    if shard.count > 1:
+    if shard.count > 1 and not torch.distributed.is_initialized():  # or it is shared already
         torch.set_num_threads(max(1, torch.get_num_threads() // shard.count))
 
 
@@ -289,7 +303,7 @@ def _device(evaluation: Evaluation, shard: Shard) -> str | None:
 def _others(evaluation: Evaluation, shard: Shard) -> Iterator[Callable[[], None]]:
     """The other processes, started and ended here unless a launcher started them.  Gives a check that they are
     alive."""
-    if shard.count == 1 or launched():
+    if shard.count == 1 or launched() is not None:
         yield lambda: None
         return
     context = multiprocessing.get_context("spawn")

@@ -26,6 +26,10 @@ class TargetConfig(Base):
     """Branch, tag or commit of a Hugging Face id; its main branch unless given."""
     device: str | None = None
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
+    device_map: str | dict[str, int | str] | None = None
+    """Which part goes to which device, as transformers takes it: auto, or names of modules with devices or disk."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of processes that each have a part of every layer; torchrun starts them, see docs/many_devices.md."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
     """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is
     fast."""

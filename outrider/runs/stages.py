@@ -18,8 +18,9 @@ from outrider.data.hash_files import named
 from outrider.data.ledger import Ledger
 from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.generation import generate
+from outrider.launcher import machines
 from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
@@ -36,7 +37,7 @@ from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
 from outrider.runs.weights import why_weights
-from outrider.targets.load import load_target
+from outrider.targets.load import load_target, work_for_first
 from outrider.targets.served import RunTarget, ServedTarget, load_served
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
@@ -46,6 +47,8 @@ from outrider.training.distributed import Processes
 from outrider.training.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
+NOT_SERVED = ("compile", "device_map", "tensor_parallel")
+"""Settings of a target whose weights are here."""
 Stage = Literal["prepare", "train", "evaluate"]
 
 
@@ -66,16 +69,24 @@ def run(
     Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a
     section.
     """
-    is_training = stages is not None and list(stages) == ["train"]
-    with distributed.joined() if is_training else nullcontext(distributed.ALONE) as processes:
+    parts = _parts(file, overrides)
+    work_for_first(parts)
+    with distributed.joined() if parts == 1 else nullcontext(distributed.ALONE) as processes:
         return _run(file, overrides, stages, reporter or Reporter(), force, processes)
+
+
+def _parts(file: str | Path, overrides: Sequence[str]) -> int:
+    """Processes that share the run's target."""
+    with suppress(OutriderError):  # said where it is read again
+        return load(file, overrides)[0].target.tensor_parallel
+    return 1
 
 
 def _run(
     file: str | Path, overrides: Sequence[str], stages: Sequence[Stage] | None, reporter: Reporter, force: bool,
     processes: Processes,
 ) -> Report | None:  # fmt: skip
-    """As `run`.  processes: that train together."""
+    """As `run`.  processes: that share the work of every stage."""
     settings, chosen = _chosen(file, overrides, stages)
     with located(file, overrides):
         inputs = check(settings, chosen)
@@ -88,9 +99,10 @@ def _run(
         evaluation.refuse_fuller(evaluation.of_run(settings))
     target = target_of(settings, reporter, chosen)
     if "prepare" in chosen:
-        prepare(settings, target, reporter, inputs)
+        prepare(settings, target, reporter, inputs, processes)
     if "train" in chosen:
         train(settings, target, reporter, inputs, force, processes)
+    processes.gather(None)  # the checkpoint is written, and calibrated
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
 
@@ -122,18 +134,7 @@ def _chosen(
         if sections[stage] is None:
             raise ConfigError(f"{file} has no `{stage}:` section; add one, at least `{stage}: {{}}`")
     chosen = [s for s, section in sections.items() if section is not None and (stages is None or s in stages)]
-    if len(chosen) > 1 or "prepare" in chosen:
-        _refuse_several(chosen)
     return settings, chosen
-
-
-def _refuse_several(chosen: Sequence[Stage]) -> None:
-    """Raises ConfigError where a launcher started several processes for what only one can do."""
-    if (found := distributed.launched()) is not None:
-        raise ConfigError(
-            f"{' and '.join(chosen)} must run in one process, but a launcher started {found[1]} (WORLD_SIZE); start "
-            "`outrider` without it, and share out `outrider train` or `outrider evaluate`, each by itself"
-        )
 
 
 def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None) -> Any:
@@ -143,22 +144,30 @@ def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] |
     """
     section = settings.target
     machine.set_up_process()
-    if chosen == ["train"]:
+    if section.tensor_parallel == 1 and section.device_map is None:
         section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
     why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen)
     how = section.model_dump(exclude={"name"})
     if why is None:
-        target: Any = load_served(section.name, **{key: how[key] for key in how if key != "compile"})
+        target: Any = load_served(section.name, **{key: how[key] for key in how if key not in NOT_SERVED})
     else:
         target = load_target(section.name, **how)
     reporter.loaded(target)
     return target
 
 
-def prepare(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs) -> events.Prepared:
-    """Let the target answer the prompts that have no answer yet."""
+def prepare(
+    settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs,
+    processes: Processes = distributed.ALONE,
+) -> events.Prepared | None:  # fmt: skip
+    """Let the target answer the prompts that have no answer yet; returns what was reached, in the first process."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
+    if machines() > 1 and config.regenerate and not config.servers:
+        raise ConfigError(
+            f"the answers' ledger is one machine's, and a launcher started processes on {machines()}; prepare on one "
+            "of them, or name servers in prepare.servers"
+        )
     most = asked.most_tokens
     plan = events.Preparing(
         total=len(asked), done=regenerate.answered(settings.answers, asked.prompt_hashes),
@@ -168,7 +177,8 @@ def prepare(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: 
         available=asked.available, servers=config.servers,
         dropped={reason: count for reason, count in asked.left_out.items() if reason != NOT_CHOSEN},
     )  # fmt: skip
-    source_manifest.write(settings.answers, asked)
+    if processes.is_first:
+        source_manifest.write(settings.answers, asked)
     with reporter.working(plan) as update:
         tokens = 0
 
@@ -178,14 +188,17 @@ def prepare(settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: 
             update(done, tokens=tokens)
 
         path = regenerate.prepare(
-            target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped
-        )
-    found = _prepared(path, skipped)
-    reporter.finished(found)
+            target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped,
+            processes=processes,
+        )  # fmt: skip
+    found = _prepared(path, skipped) if processes.is_first else None
+    if found is not None:
+        reporter.finished(found)
     if settings.train is not None and settings.prepare.features != "live" and trained(settings.drafter["kind"]):
         chosen = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-        dtyped = trainer.with_dtype(settings.train, settings.folder, target.device)
+        dtyped = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
         store_features(settings, dtyped, target, _model(settings, target), chosen, reporter)
+        processes.gather(None)  # all shards are there
     return found
 
 
@@ -258,7 +271,7 @@ def train(
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
     reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
-        assert isinstance(target, TransformersTarget)  # or `why_weights` is wrong
+        assert not isinstance(target, ServedTarget)  # or `why_weights` is wrong
         # other prompts than the measured ones, where the task has enough of them
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
@@ -271,19 +284,14 @@ def _fill_features(
 ) -> None:  # fmt: skip
     """`store_features`.  Raises ConfigError for what several processes can't train."""
     if processes.count > 1:
-        kind, store = settings.drafter["kind"], run_features.store(settings, config, target, model, answers)
+        kind = settings.drafter["kind"]
         if trains_target(kind):
             raise ConfigError(
                 f"drafter {kind!r} trains the target itself, which one process must do; start `outrider train` without "
                 "a launcher"
             )
-        if store is not None and store.done < store.total:
-            raise ConfigError(
-                f"{store.total - store.done} of {store.total} shards of {store.folder} are not written yet; run "
-                "`outrider prepare` first, in one process"
-            )
-        return
     store_features(settings, config, target, model, answers, reporter)
+    processes.gather(None)  # all shards are there, whoever wrote them
 
 
 def _model(settings: RunConfig, target: RunTarget) -> Any:

@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 from outrider.targets.cache import SlotCache
 from outrider.targets.ensemble import EnsembleCache
 from outrider.targets.protocol import Target
+from outrider.targets.tensor_parallel import TensorParallelCache
 
 SHARE = 0.5
 """Of the memory that is free, what slots take unless a budget is given."""
@@ -24,7 +25,7 @@ def token_bytes(target: Target) -> int:
     kind."""
     cache: Any = target.allocate(1, 8)
     target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
-    return cache.column_bytes if isinstance(cache, SlotCache | EnsembleCache) else 0
+    return cache.column_bytes if isinstance(cache, SlotCache | EnsembleCache | TensorParallelCache) else 0
 
 
 def slot_length(target: Target, slots: int, length: int | None, budget_bytes: int | None) -> int:

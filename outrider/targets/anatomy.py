@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
-from outrider.targets import hooks
+from outrider.targets import hooks, spread
 
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
 """Names under which families take a cache: the first two up to transformers 5.23, the third since."""
@@ -155,7 +155,7 @@ def copied(module: nn.Module, device: torch.device) -> Any:
     there.__dict__.pop("forward", None)
     there._forward_pre_hooks = OrderedDict()
     there._parameters = {
-        name: None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
+        name: None if weight is None else nn.Parameter(spread.weight_of(module, name).to(device), requires_grad=False)
         for name, weight in module._parameters.items()
     }
     there._buffers = {name: None if values is None else values.to(device) for name, values in module._buffers.items()}

@@ -68,8 +68,8 @@ class SlotCache:
         self._stacks: list[Tensor] = []
         self._used: list[int] = []
         """How many buffers of each stack are some layer's, from the first on."""
-        self._spare: dict[tuple[int, int, torch.dtype], list[tuple[int, Tensor]]] = {}
-        """By shape and type: buffers that are no layer's yet, and which stack they are in."""
+        self._spare: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
+        """By shape, type and device: buffers that are no layer's yet, and which stack they are in."""
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
@@ -416,7 +416,7 @@ class SlotCache:
 
     def _make(self, buffer: Buffer) -> Tensor:
         """[slots, h, length, d]: part of a stack, so that a path is moved in all layers at once."""
-        key = buffer.heads, buffer.size, buffer.dtype
+        key = buffer.heads, buffer.size, buffer.dtype, buffer.device
         if not self._spare.get(key):
             shape = self.stacked, self.slots, buffer.heads, self.length, buffer.size
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
@@ -434,7 +434,7 @@ class SlotCache:
         """Move these columns of a slot to column `to` and those after it."""
         come_from, at = sent(columns, self.device), self.buffer_rows[row]
         for stack in self._stacks:
-            stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from)
+            stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from.to(stack.device))
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         if self.is_even:
@@ -444,7 +444,7 @@ class SlotCache:
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
             rows = sent(self._open_rows, self.device).unsqueeze(-1)
             self._at = rows, columns.to(self.device, non_blocking=True)
-        rows, columns = self._at
+        rows, columns = (part.to(buffer.device) for part in self._at)
         buffer[rows, :, columns] = states.transpose(1, 2)
         # a slice is a view; a list of rows would copy all that they hold
         return buffer[self._span or self._open_rows, :, : self.end]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
 from outrider.errors import first_line
-from outrider.targets import quantised
+from outrider.targets import quantised, spread
 from outrider.targets.anatomy import output_layer, sizes
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
@@ -60,7 +60,8 @@ def hash_weights(model: nn.Module) -> str:
     """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not
     matter."""
     digest = hashlib.sha256()
-    for name, whole in sorted(model.state_dict().items()):
+    for name, weight in sorted(model.state_dict().items()):
+        whole = spread.named(model, name) if weight.is_meta or spread.is_part(weight) else weight
         for part, weight in quantised.parts(name, whole):
             digest.update(_entry(part, tuple(weight.shape), weight.flatten()[:SAMPLE]))
     return digest.hexdigest()[:16]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from outrider import demo, machine
 from outrider.compiled import NotCompiled
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import quantised
+from outrider.targets import tensor_parallel as tensor_parallelism
 from outrider.targets.anatomy import output_layer
 from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.ensemble_folder import Description, described
-from outrider.targets.identity import hash_weights, load_tokenizer
+from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
 from outrider.targets.progress import no_bars
+from outrider.targets.spread import is_whole
 from outrider.targets.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
@@ -32,6 +37,7 @@ def load_target(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: Any = None,
+    tensor_parallel: int = 1,
     quantize: str | None = None,
     quantization: Any = None,
     revision: str | None = None,
@@ -45,12 +51,17 @@ def load_target(
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own
     where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
-    handed to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose
-    method would round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
+    handed to transformers as `quantization_config`; without it the weights of a checkpoint whose method would round
+    activations are dequantised.  device_map is transformers' own: `auto`, or which part goes to
+    which device or `disk`.  tensor_parallel: processes that each have a part of every layer; all are started by
+    torchrun, and in all but the first this function does not return: they work until the first one ends, then exit.
+    Where the weights are not in one place the steps stay plain.  A bare module has no tokenizer: its prompts are token
+    ids.
     compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; True
     has one made (about a minute, once), False stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
-    quantises activations, keys or values; ConfigError for an unknown `quantize`.
+    quantises activations, keys or values; ConfigError for an unknown `quantize`, and for options that exclude each
+    other.
     """
     if quantize is not None:
         quantised.library(quantize)
@@ -64,10 +75,63 @@ def load_target(
         return _ensemble(
             name, ensemble, revision, device=device, dtype=dtype, device_map=device_map, quantize=quantize,
             quantization=quantization, trust_remote_code=trust_remote_code, compile=compile,
+            tensor_parallel=tensor_parallel,
         )  # fmt: skip
+    given: dict[str, Any] = {
+        "name": name, "dtype": dtype, "quantize": quantize, "quantization": quantization, "revision": revision,
+        "trust_remote_code": trust_remote_code, "compile": compile,
+    }  # fmt: skip
+    if tensor_parallel == 1:
+        return _from_checkpoint(**given, device=device, device_map=device_map)
+    _refuse_with_parts(tensor_parallel, device=device, device_map=device_map, quantize=quantize, of=quantization)
+    calls = tensor_parallelism.join(tensor_parallel)
+    if calls.rank:
+        tensor_parallelism.work(calls, _from_checkpoint)
+    if dtype == "auto":  # by what this machine measured, which another may not have
+        path = str(demo.TARGET) if name == "demo" else name
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        given["dtype"] = dtype_of(config, dtype, default_device())
+    found: Any = tensor_parallelism.lead(calls, _from_checkpoint, given | {"parts": tensor_parallel})
+    return found
+
+
+def work_for_first(tensor_parallel: int) -> None:
+    """In the first of the processes that share a target, nothing; in the others, all that they do, and no return."""
+    if tensor_parallelism.is_worker(tensor_parallel):
+        tensor_parallelism.work(tensor_parallelism.join(tensor_parallel), _from_checkpoint)
+
+
+def _refuse_with_parts(count: int, **options: Any) -> None:
+    """Raises ConfigError for what does not go with tensor_parallel."""
+    if count < 1:
+        raise ConfigError(f"tensor_parallel must be at least 1, got {count}")
+    for key, value in options.items():
+        if value is not None:
+            named = "quantization" if key == "of" else key
+            why = "each process has a device of its own" if named == "device" else "both say where weights are"
+            why = "parts of a layer are not quantised" if named.startswith("quanti") else why
+            raise ConfigError(f"tensor_parallel {count} does not go with {named} {value!r}: {why}; leave one out")
+
+
+def _from_checkpoint(
+    *, name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None, device_map: Any = None,
+    quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool, compile: bool | None,
+    parts: int = 1,
+) -> TransformersTarget:  # fmt: skip
+    """The target of a checkpoint, as `load_target`.  parts: processes that have one each, of which this has its own."""
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device {device!r} and device_map both say where weights are; leave one out")
     path = str(demo.TARGET) if name == "demo" else name
     device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    spread: dict[str, Any] = {"device_map": device_map}
+    rewritten: tempfile.TemporaryDirectory[str] | None = None
+    if device_map is not None:  # some layers on disk are stored in another layout than they are read in
+        machine.cache_folder().mkdir(parents=True, exist_ok=True)
+        rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=machine.cache_folder())
+        spread["offload_folder"] = rewritten.name
+    if parts > 1:
+        spread = {"distributed_config": DistributedConfig(tp_size=parts)}
     try:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
@@ -79,7 +143,7 @@ def load_target(
         method = {} if read_as is None else {"quantization_config": read_as}
         with no_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=wanted, device_map=device_map, output_loading_info=True, **options, **method
+                path, dtype=wanted, output_loading_info=True, **options, **method, **spread
             )
         model, found = loaded
         if whole is not None and isinstance(wanted, torch.dtype):
@@ -102,15 +166,21 @@ def load_target(
             "of a whole causal LM"
         )
     if (
-        device_map is None and model.device != torch.empty(0, device=device).device
+        device_map is None and parts == 1 and model.device != torch.empty(0, device=device).device
     ):  # some quantised models can't be moved
         model = model.to(device)
-    return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
+    if rewritten is not None:
+        weakref.finalize(model, rewritten.cleanup)
+    hashed = None if is_whole(model) else hash_stored(path, revision, model) or None
+    base = _quantised(model, quantize)
+    return _compiled(TransformersTarget(model, tokenizer, name, revision, base, weights_hash=hashed), compile)
 
 
 def _ensemble(name: str, found: Description, revision: str | None, **options: Any) -> Any:
     """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
     refuses what needs one model."""
+    if options.pop("tensor_parallel") > 1:
+        raise ConfigError(f"tensor_parallel shares out one model, and {name} is an ensemble; leave it out")
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
     nested = [member for member in found.members if described(member) is not None]
@@ -136,6 +206,12 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
 
 
 def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
+    if not target.is_whole:
+        log.warning(
+            "%s: its weights are not all in one place, so its steps stay plain, and no kernels of ours run",
+            target.spec.name,
+        )  # fmt: skip
+        compile = False
     if compile:
         target.compile()
     elif compile is None and target.device.type == "cuda":  # seconds, where a compiled step takes minutes

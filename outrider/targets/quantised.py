@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from outrider.errors import ConfigError, TargetError, first_line
+from outrider.targets import spread
 
 MODES = ("int8",)
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
@@ -77,7 +78,7 @@ def library(mode: str) -> Any:
 
 def is_quantised(weight: object) -> bool:
     """Whether it is a tensor made of others, such as torchao's of int8 values and scales."""
-    return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight)
+    return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight) and not spread.is_part(weight)
 
 
 def precision(model: nn.Module) -> str | None:

@@ -56,6 +56,11 @@ class CompiledStep(Compiled):
 
     def model(self) -> nn.Module:
         family = self.target.family
+        if not self.target.is_whole:
+            raise NotCompiled(
+                f"the weights of {self.target.spec.name} are not all in one place (tensor_parallel or device_map); "
+                "its steps stay plain"
+            )
         if family.masks == "none" or family.follows_one_path:
             raise NotCompiled(
                 f"{self.target.spec.name}'s family has no attention masks, or has a recurrent state or a cache of its "

@@ -26,7 +26,7 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import chunks, gpu_attention, hooks, quantised
+from outrider.targets import chunks, gpu_attention, hooks, quantised, spread
 from outrider.targets.anatomy import copied, decoder_layers, final_norm, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited, positions
 from outrider.targets.cache import SlotCache
@@ -52,17 +52,19 @@ class TransformersTarget:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
-        base_hash: str | None = None, tested: bool = True,
+        base_hash: str | None = None, tested: bool = True, weights_hash: str | None = None,
     ):  # fmt: skip
-        """tested: False for a model that is about to be tested itself."""
+        """weights_hash: where it is known already.  tested: False for a model that is about to be tested itself."""
         quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.device = model.device
+        self.device = spread.device_of(model, name or type(model).__name__)
+        self.is_whole = spread.is_whole(model)
+        """Whether all weights are in this process's memory, on one device."""
         if self.device.type == "cpu":
             # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-            if tested:
+            if tested and self.is_whole:
                 prepacked.pack(model)
         else:
             gpu_attention.install()
@@ -81,7 +83,9 @@ class TransformersTarget:
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
         self._trunk = trunk(model)
         self.spec = replace(
-            spec_of(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash
+            spec_of(model, tokenizer, name, revision, weights_hash),
+            layers=len(self._decoder_layers),
+            base_hash=base_hash,
         )
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
@@ -122,6 +126,13 @@ class TransformersTarget:
         """
         return greedy_sampling(self.model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
+    @torch.inference_mode()
+    def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        """What transformers' own `generate` makes of prompts [R, S]: [R, S + new]."""
+        made: Any = self.model
+        found: Tensor = made.generate(tokens, **settings)
+        return found
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], scaled as the family does."""
         words = self._embedding(tokens)
@@ -147,11 +158,11 @@ class TransformersTarget:
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""
-        return quantised.values(self._head.weight)[tokens]
+        return quantised.values(spread.weight_of(self._head))[tokens]
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""
-        return quantised.values(self._embedding.weight)[tokens]
+        return quantised.values(spread.weight_of(self._embedding))[tokens]
 
     def copy_to(self, device: torch.device) -> TransformersTarget:
         """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
@@ -161,8 +172,9 @@ class TransformersTarget:
         return there
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised."""
-        return quantised.plain(self._decoder_layers[index])
+        """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised, or not
+        whole here."""
+        return quantised.plain(spread.copied(self._decoder_layers[index]))
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
         """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without
@@ -176,7 +188,8 @@ class TransformersTarget:
             self.device.type == "cuda"
         ):  # a cache of the same size often gets the same memory, whose captures serve again
             length = -(-length // COLUMNS) * COLUMNS
-        cache = SlotCache(slots, length, self.device, self.spec.layers, undo)
+        # one buffer holds several layers, which are on one device then
+        cache = SlotCache(slots, length, self.device, self.spec.layers if self.is_whole else 1, undo)
         return cache if self.step.shapes is None else cache.shaped_as(self.step.shapes)
 
     @torch.inference_mode()
@@ -376,7 +389,7 @@ class TransformersTarget:
 
     def _scores(self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
         out, caught = self._passed(self.model, tokens, cache, tree, taps)
-        return Scores(out.logits, caught[self._model_head], self._tapped(caught, taps))
+        return Scores(out.logits, caught[self._model_head].to(self.device), self._tapped(caught, taps))
 
     def pass_through(
         self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, asked: Tensor
@@ -391,7 +404,7 @@ class TransformersTarget:
         self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         out, caught = self._passed(self._trunk, tokens, cache, tree, taps)
-        return out.last_hidden_state, self._tapped(caught, taps)
+        return out.last_hidden_state.to(self.device), self._tapped(caught, taps)
 
     def _passed(
         self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...]
@@ -452,4 +465,5 @@ class TransformersTarget:
         return found
 
     def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
-        return torch.stack([caught[self._decoder_layers[layer]] for layer in taps], 2) if taps else None
+        tapped = [caught[self._decoder_layers[layer]].to(self.device) for layer in taps]
+        return torch.stack(tapped, 2) if taps else None

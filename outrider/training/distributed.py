@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from outrider.errors import ConfigError, OutriderError, TrainingError, first_line
+from outrider.launcher import launched, local
 from outrider.training.alive import Watch
 from outrider.training.replicas import Replicas, Weights, Whole
 
@@ -99,18 +100,12 @@ class Group:
         return found[0]
 
 
-def launched() -> tuple[int, int] | None:
-    """Rank and number of processes by a launcher's variables, as torchrun and accelerate set them; None for one."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), count) if count > 1 else None
-
-
 def device_of(given: str | None) -> str | None:
     """The device of this process: the GPUs of a machine are shared out where none is named."""
     count = torch.cuda.device_count()
     if launched() is None or given not in (None, "cuda") or not count:
         return given
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
+    return f"cuda:{local()[0] % count}"
 
 
 @contextmanager
@@ -153,12 +148,12 @@ def _store() -> Any:
 
 def _start(store: Any, rank: int, count: int) -> None:
     """Begin the process group: NCCL where every process of this machine has a GPU of its own."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    backend = "nccl" if 0 < local <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
+    number, here = local()
+    backend = "nccl" if 0 < here <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(number)
     elif "OMP_NUM_THREADS" not in os.environ:  # or every process would want all of the machine
-        torch.set_num_threads(max(1, torch.get_num_threads() // local))
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
 
 

@@ -195,3 +195,36 @@ def test_a_run_file_names_what_is_served(
     path.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "train"}))
     own = serve._served([str(path)], [], None, []).drafter
     assert isinstance(own, dict) and own["kind"] == "ngram"
+
+
+@pytest.mark.slow
+def test_the_first_of_two_processes_serves_a_target_that_both_share(folder: Path) -> None:
+    """Under torchrun.  Catches a second server on the same port, another text, and processes that outlive the end."""
+    root = Path(__file__).resolve().parents[2]
+    words = ["serve", "--target", str(folder), "--port", "0", "--drafter", "ngram", "--slots", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "outrider"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "300", "PYTHONPATH": str(root)}
+    process = subprocess.Popen(
+        [*torchrun, *words, "target.tensor_parallel=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | own, cwd=folder.parent,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("server "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+        url = lines[-1].split()[1].rstrip(",")
+        ready(url)
+        asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}
+        wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
+        for _ in range(2):
+            found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+            assert found["choices"][0]["text"] == wanted
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+        assert "stopped; all requests that ran have ended" in rest
+        assert "".join([*lines, rest]).count("server ") == 1
+    finally:
+        process.kill()
+        process.wait()

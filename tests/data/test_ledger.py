@@ -23,7 +23,7 @@ def test_answered_failed_and_skipped_add_up_to_what_was_given(talker: Transforme
     long = Conversation("long", [{"role": "user", "content": "x" * 100}])
     answer_all(talker, tmp_path, [*asked(5)[1:], long])
     with Ledger(tmp_path) as ledger:
-        assert ledger.counts() == {"open": 0, "answered": 4, "failed": 0, "skipped": 1}
+        assert ledger.counts() == {"open": 0, "taken": 0, "answered": 4, "failed": 0, "skipped": 1}
         assert ledger.reasons("skipped") == ["no room for an answer within 48 tokens"]
         assert ledger.servers() == {}
 

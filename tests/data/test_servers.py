@@ -118,7 +118,7 @@ def test_a_server_that_dies_and_returns_loses_no_prompt(
             stub.die()
     found = by_id(read_answers(path))
     assert len(found) == 40 and {name: found[name] for name in whole} == whole
-    assert counts(tmp_path) == {"open": 0, "answered": 40, "failed": 0, "skipped": 0}
+    assert counts(tmp_path) == {"open": 0, "taken": 0, "answered": 40, "failed": 0, "skipped": 0}
     assert sum(born[0].answered.values()) > 0
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_refused_fails_and_is_asked_again_by_the_next_run(
     """Catches one bad prompt that stops the others, and counts that do not add up."""
     with serving(talker, trouble=lambda number: "400" if number == 2 else None) as stub:
         assert len(ask(talker, tmp_path, stub, in_flight=1)) == 7
-        assert counts(tmp_path) == {"open": 0, "answered": 7, "failed": 1, "skipped": 0}
+        assert counts(tmp_path) == {"open": 0, "taken": 0, "answered": 7, "failed": 1, "skipped": 0}
         (failed,) = [row for row in rows(tmp_path).values() if row["status"] == "failed"]
         assert "told to fail, request 2" in failed["reason"] and failed["attempts"] == 1
         assert by_id(ask(talker, tmp_path, stub)) == whole
@@ -259,4 +259,4 @@ def test_a_run_on_servers_that_is_killed_loses_nothing(
             kills += child.exitcode == -signal.SIGKILL
         assert by_id(ask(talker, tmp_path, stub)) == whole
     assert kills
-    assert counts(tmp_path) == {"open": 0, "answered": 8, "failed": 0, "skipped": 0}
+    assert counts(tmp_path) == {"open": 0, "taken": 0, "answered": 8, "failed": 0, "skipped": 0}

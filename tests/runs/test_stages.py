@@ -123,10 +123,11 @@ def test_a_stage_that_is_named_must_be_in_the_file(
 
 
 @pytest.mark.parametrize("stages", [["prepare"], ["prepare", "train"], None])
-def test_what_one_process_does_is_refused_under_a_launcher_of_several(
+def test_processes_that_can_not_find_each_other_are_refused(
     stages: list[Any] | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches two processes that answer the same prompts, and a lock that ends both after the target has loaded."""
+    """Catches two processes that do everything twice, since each is alone; see `test_many_processes.py` for those that
+    share the work."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="must run in one process, but a launcher started 2"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them by torchrun"):
         outrider.run(write_run_file(tmp_path / "tiny.yaml", folder), stages=stages)

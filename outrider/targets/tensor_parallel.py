@@ -1,0 +1,373 @@
+"""A target whose layers are shared out over processes: transformers' own tensor parallelism, led by the first process.
+
+Each process that torchrun started has a part of every layer.  The first one has the text, the drafter, the policy and
+the noise, and decides; before a pass it sends the call to the others, which make the same call on their parts.  They
+draw nothing, time nothing and write nothing, so no two processes can differ in what they chose.
+
+R rows of a pass, N drafted nodes, T taps, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import itertools
+import logging
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Never
+
+import torch
+from torch import Tensor, distributed, nn
+
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Probe
+from outrider.decoding.state import Scores
+from outrider.errors import ConfigError, OutriderError, TargetError, first_line
+from outrider.launcher import launched, local
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
+from outrider.targets.step import CompiledStep
+from outrider.targets.transformers import TransformersTarget
+
+PATIENCE = timedelta(days=365)
+"""The others wait so long for a call: a server may be idle for days, and of a dead process the connection breaks."""
+Load = Callable[..., TransformersTarget]
+"""From the options of `load_target` to this process's part of a target."""
+
+
+class Calls:
+    """Calls that the first process makes, and the others after it.  Use `join`."""
+
+    def __init__(self, rank: int, count: int, control: Any):
+        """control: a process group for what is small and on the CPU."""
+        self.rank, self.count = rank, count
+        self.lock = threading.RLock()
+        """Held while a call runs: threads of the first process may not mix theirs."""
+        self._control, self._numbers, self._buffered = control, itertools.count(1), list[tuple[Any, ...]]()
+        self._is_sound = True
+
+    def number(self) -> int:
+        """A name for a new object that all processes have."""
+        return next(self._numbers)
+
+    def later(self, number: int, method: str, *args: Any) -> None:
+        """A call that speaks to no other process: it goes with the next one that does."""
+        with self.lock:
+            self._buffered.append((number, method, args))
+
+    @contextmanager
+    def together(self, number: int, method: str, *args: Any) -> Iterator[None]:
+        """While this is open, the others make this call.  Raises TargetError where one of them is gone."""
+        with self.lock:
+            calls, self._buffered = [*self._buffered, (number, method, args)], []
+            self._is_sound = False
+            try:
+                self.send(calls)
+                yield
+            except OutriderError:  # the others found the same, and go on
+                self._is_sound = True
+                raise
+            except RuntimeError as error:
+                raise TargetError(
+                    f"a pass of the {self.count} processes that share the target failed ({first_line(error)}); where "
+                    "one of them died its own message says why: start all of them again"
+                ) from error
+            self._is_sound = True
+
+    def send(self, calls: list[tuple[Any, ...]] | None) -> None:
+        distributed.broadcast_object_list([calls], src=0, group=self._control)
+
+    def receive(self) -> list[tuple[Any, ...]] | None:
+        """The first process's next calls, as number, method and arguments; None at the end."""
+        found: list[Any] = [None]
+        distributed.broadcast_object_list(found, src=0, group=self._control)
+        if found[0] is None:
+            with suppress(RuntimeError):  # the first process may be gone already
+                distributed.barrier(self._control)
+        return found[0]
+
+    def end(self) -> None:
+        """Let the others end, unless they wait in a pass that failed here: those end when this process is gone."""
+        with suppress(RuntimeError):
+            if self._is_sound and distributed.is_initialized():
+                self.send(None)
+                distributed.barrier(self._control)  # else the connection may break before they have read it
+
+
+@functools.cache
+def join(count: int) -> Calls:
+    """The processes that a launcher started.  Raises ConfigError for another number than `count`."""
+    place = launched()
+    if place is None or place[1] != count:
+        there = "there is one" if place is None else f"a launcher started {place[1]}"
+        raise ConfigError(
+            f"tensor_parallel {count} needs {count} processes, and {there}; start them by "
+            f"torchrun --nproc-per-node {count} -m outrider …, or your script in place of -m outrider"
+        )
+    if not distributed.is_initialized():
+        number, here = local()
+        backend = "nccl" if 0 < here <= torch.cuda.device_count() and distributed.is_nccl_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(number)
+        distributed.init_process_group(backend, timeout=PATIENCE)
+    calls = Calls(*place, distributed.new_group(backend="gloo", timeout=PATIENCE))
+    if not calls.rank:
+        atexit.register(calls.end)
+    return calls
+
+
+def is_worker(count: int) -> bool:
+    """Whether this process only works for the first one of those that share a target."""
+    place = launched()
+    return count > 1 and place is not None and place[0] > 0
+
+
+def lead(calls: Calls, load: Load, options: dict[str, Any]) -> TensorParallelTarget:
+    """In the first process: the target, of which all processes load their parts."""
+    number = calls.number()
+    with calls.together(number, "load", options):
+        return TensorParallelTarget(load(**options), calls, number)
+
+
+def work(calls: Calls, load: Load) -> Never:
+    """In every other process: make the first one's calls until it ends; raises SystemExit then."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first one stops, perhaps after running requests, and says so
+        with suppress(ValueError):  # not the main thread
+            signal.signal(number, signal.SIG_IGN)
+    for name in ("outrider", "transformers"):  # the first one warns
+        logging.getLogger(name).setLevel(logging.ERROR)
+    known: dict[int, Any] = {}
+    try:
+        while (received := calls.receive()) is not None:
+            for number, method, args in received:
+                with suppress(OutriderError):  # the first process found the same
+                    _make(known, load, number, method, args)
+    except RuntimeError as error:
+        raise SystemExit(
+            f"error process {calls.rank} of {calls.count} that share a target ends, since the first one is gone or a "
+            f"pass failed: {first_line(error)}"
+        ) from None
+    raise SystemExit(0)
+
+
+def _make(known: dict[int, Any], load: Load, number: int, method: str, args: tuple[Any, ...]) -> None:
+    """One call of the first process, on this process's own objects."""
+    match method:
+        case "load":
+            known[number] = load(**args[0])
+        case "drop":
+            known.pop(number, None)
+        case "allocate":
+            made, *sizes = args
+            known[made] = known[number].allocate(*sizes)
+        case "prefill" | "verify":
+            cache, rows, tokens, *rest = args
+            target = known[number]
+            getattr(target, method)(known[cache], rows, tokens.to(target.device), *(_on(one, target) for one in rest))
+        case "ends":
+            known[number].copy_to(known[number].device)
+        case _:  # of a target: read, layer, generate; of a cache: keep, free, cut
+            owner = known[number]
+            getattr(owner, method)(*(_on(one, owner) for one in args))
+
+
+def _on(value: Any, owner: Any) -> Any:
+    """An argument, on the owner's device where it is a tensor or a draft."""
+    if isinstance(value, Draft):
+        return Draft(
+            value.tokens.to(owner.device), value.parents.to(owner.device), value.sizes, branches=value.branches
+        )
+    return value.to(owner.device) if isinstance(value, Tensor) else value
+
+
+class TensorParallelCache:
+    """The first process's keys and values of every slot; what is done to them the others do too."""
+
+    def __init__(self, own: Any, calls: Calls, number: int):
+        self.own, self.number, self._calls = own, number, calls
+        weakref.finalize(self, calls.later, number, "drop")
+
+    @property
+    def slots(self) -> int:
+        return int(self.own.slots)
+
+    @property
+    def length(self) -> int:
+        return int(self.own.length)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each slot holds."""
+        found: list[int] = self.own.lengths
+        return found
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one token of a slot, in this process; 0 for a cache of the family's own kind."""
+        return int(getattr(self.own, "column_bytes", 0))
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        self._calls.later(self.number, "keep", [list(path) for path in paths])
+        self.own.keep(paths)
+
+    def append(self, counts: Sequence[int]) -> None:
+        self._calls.later(self.number, "append", list(counts))
+        self.own.append(counts)
+
+    def free(self, rows: Sequence[int]) -> None:
+        self._calls.later(self.number, "free", list(rows))
+        self.own.free(rows)
+
+
+class NoModel(TargetError, AttributeError):
+    """No process has the whole model; who can do without it asks by getattr, and finds none."""
+
+
+class TensorParallelTarget:
+    """A causal LM of which this process has a part, and leads the others.  Made by `load_target`."""
+
+    def __init__(self, own: TransformersTarget, calls: Calls, number: int):
+        self._own, self._calls, self._number = own, calls, number
+        self._lenders: dict[torch.device, TransformersTarget] = {}
+        """Embedding and head whole, for drafters, by device."""
+        self.device, self.spec, self.tokenizer, self.mask_token = own.device, own.spec, own.tokenizer, own.mask_token
+
+    # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, slots: int, length: int, undo: int = 0) -> TensorParallelCache:
+        made = self._calls.number()
+        self._calls.later(self._number, "allocate", made, slots, length, undo)
+        return TensorParallelCache(self._own.allocate(slots, length, undo), self._calls, made)
+
+    def prefill(
+        self, cache: TensorParallelCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int],
+        taps: tuple[int, ...] = (),
+    ) -> Scores:  # fmt: skip
+        """As `TransformersTarget.prefill`, in all processes."""
+        with self._together("prefill", cache.number, list(rows), tokens.cpu(), list(lengths), taps):
+            return self._own.prefill(cache.own, rows, tokens, lengths, taps)
+
+    def verify(
+        self, cache: TensorParallelCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
+        probe: Probe | None = None,
+    ) -> Scores:  # fmt: skip
+        """As `TransformersTarget.verify`, in all processes.  Raises TargetError for a probe."""
+        if probe is not None:
+            self.check_probe()
+        sent = Draft(draft.tokens.cpu(), draft.parents.cpu(), draft.sizes, branches=draft.branches)
+        with self._together("verify", cache.number, list(rows), anchor.cpu(), sent, taps):
+            return self._own.verify(cache.own, rows, anchor, draft, taps)
+
+    def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """As `TransformersTarget.read`, in all processes."""
+        with self._together("read", tokens.cpu(), taps):
+            return self._own.read(tokens, taps)
+
+    def generate(self, tokens: Tensor, **settings: Any) -> Tensor:
+        """transformers' own `generate` of prompts [R, S], in all processes."""
+        with self._together("generate_plainly", tokens.cpu(), settings):
+            return self._own.generate_plainly(tokens, settings)
+
+    def _together(self, method: str, *args: Any) -> Any:
+        return self._calls.together(self._number, method, *args)
+
+    # ── what drafters borrow, whole in this process ───────────────────────────────────────────────────────────────────
+
+    def _lender(self) -> TransformersTarget:
+        with self._calls.lock:
+            if self.device not in self._lenders:
+                with self._together("ends"):
+                    self._lenders[self.device] = self._own.copy_to(self._own.device)
+                if self.device != self._own.device:
+                    self._lenders[self.device] = self._lenders[self.device].copy_to(self.device)
+            return self._lenders[self.device]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._lender().embed(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._lender().head(hidden)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self._lender().head_rows(tokens)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return self._lender().embedding_rows(tokens)
+
+    def copy_to(self, device: torch.device) -> TensorParallelTarget:
+        """This target for a drafter on another device, which borrows embedding and head."""
+        there = copy.copy(self)
+        there.device, there._lenders = device, {}
+        return there
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer `index`, a copy with whole weights."""
+        with self._together("layer", index):
+            return self._own.layer(index)
+
+    # ── what needs no pass ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids that end a text, as the model names them, unless others were set here."""
+        return self._own.ends
+
+    @ends.setter
+    def ends(self, ends: frozenset[int]) -> None:
+        self._own.ends = ends
+
+    @property
+    def detokenizer(self) -> Detokenizer | None:
+        return self._own.detokenizer
+
+    @property
+    def step(self) -> CompiledStep:
+        """Never compiled."""
+        return self._own.step
+
+    @property
+    def parameters(self) -> int:
+        """Of all processes."""
+        return self._own.parameters
+
+    @property
+    def generation_config(self) -> Any:
+        return self._own.generation_config
+
+    @property
+    def model(self) -> Never:
+        """Raises TargetError: this process has a part, whose passes alone would wait for ever."""
+        raise NoModel(
+            f"{self.spec.name} is shared out over {self._calls.count} processes, and this needs all of its weights; "
+            "load it without tensor_parallel"
+        )
+
+    def compile(self) -> float:
+        """As `TransformersTarget.compile`: raises NotCompiled."""
+        return self._own.compile()
+
+    def check_probe(self) -> None:
+        """Raises TargetError: a probe's embeddings are in this process alone."""
+        raise TargetError(
+            f"{self.spec.name} is shared out over processes and takes no probe; draft without one, or load it without "
+            "tensor_parallel"
+        )
+
+    def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
+        self.check_probe()
+        raise AssertionError
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        return self._own.default_sampling(prompt, max_new_tokens)
+
+    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
+        return self._own.encode(prompt, thinking)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._own.decode(tokens)
