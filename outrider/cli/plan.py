@@ -11,6 +11,7 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, lasting, place_of_json, say, sized, write_json
+from outrider.cli.plan_checklist import show_checklist
 from outrider.cli.plan_probe import ADDED, around, drafter_of, replayed, show_probe
 from outrider.data import encodings
 from outrider.errors import ConfigError
@@ -81,11 +82,21 @@ def plan(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided."""
+    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided.
+
+    With --checklist RUN: what of the roll-out of a run's drafter is done.  Exit code 0 only where all is.
+    """
     console.quiet()
     place_of_json(json_to)
     if hardware == "list":
         _list()
+        return
+    if checklist is not None:
+        _refuse_beside(
+            checklist, hardware=hardware, measure=measure, weights=weights, method=method, report=report, probe=probe,
+            prompt_tokens=prompt_tokens, new_tokens=new_tokens, concurrency=concurrency, rate=rate, slo=slo,
+        )  # fmt: skip
+        show_checklist(checklist, log, json_to)
         return
     is_probed = log is not None and probe != 0
     _refuse(hardware, measure, is_probed, rate, concurrency)
@@ -130,6 +141,13 @@ def _refuse_idle(*options: tuple[str, Any, str, Any]) -> None:
     for name, given, other, there in options:
         if given and not there:
             raise ConfigError(f"{name} has no effect without {other}; give {other} too, or leave {name} out")
+
+
+def _refuse_beside(checklist: Path, **given: Any) -> None:
+    """ConfigError for options of a plan, which a checklist does not make."""
+    idle = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if idle:
+        raise ConfigError(f"{', '.join(idle)} has no effect with --checklist {checklist}; leave it out")
 
 
 def _refuse(

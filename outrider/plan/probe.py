@@ -161,8 +161,8 @@ class Kept:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
                     row = json.loads(line)
-                    lists = {name: tuple(row[name]) for name in ("accepted", "nodes")}
-                    self.records[row.pop("key")] = Replayed(**row | lists)
+                    key, lists = row.pop("key"), {name: tuple(row[name]) for name in ("accepted", "nodes")}
+                    self.records[key] = Replayed(**row | lists)
 
     def key(self, method: str, own: Read) -> str:
         """Of one request under one method: everything that its counts depend on."""
