@@ -92,7 +92,7 @@ def plan(
         _list()
         return
     if checklist is not None:
-        _refuse_beside(
+        _refuse_with_checklist(
             checklist, hardware=hardware, measure=measure, weights=weights, method=method, report=report, probe=probe,
             prompt_tokens=prompt_tokens, new_tokens=new_tokens, concurrency=concurrency, rate=rate, slo=slo,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def _refuse_idle(*options: tuple[str, Any, str, Any]) -> None:
             raise ConfigError(f"{name} has no effect without {other}; give {other} too, or leave {name} out")
 
 
-def _refuse_beside(checklist: Path, **given: Any) -> None:
+def _refuse_with_checklist(checklist: Path, **given: Any) -> None:
     """ConfigError for options of a plan, which a checklist does not make."""
     idle = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     if idle:

@@ -14,7 +14,7 @@ from outrider.loading import load_drafter
 from outrider.plan import probe, probed
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.planner import Subject
-from outrider.plan.probe import Kept, Read
+from outrider.plan.probe import CachedRecords, Read
 from outrider.plan.sample import MOST_NEW, Sample, draw
 from outrider.plan.schema import Probed
 from outrider.report.bootstrap import MIN_PROMPTS
@@ -51,11 +51,11 @@ def replayed(
     target = load(own.target)
     drafters = {name: drafter_of(own, name, target, draft_model) for name in names}
     reads, refused = probe.read(target, sample.questions)
-    kept = Kept(target, {name: own.methods[name] for name in names}, draft_model)
+    cached = CachedRecords(target, {name: own.methods[name] for name in names}, draft_model)
     if again:
-        kept.records.clear()
-    reads, why = _within(target, reads, kept, names, asked)
-    records = _run(target, drafters, reads, kept)
+        cached.records.clear()
+    reads, why = _within(target, reads, cached, names, asked)
+    records = _run(target, drafters, reads, cached)
     records, loops = probed.counted(records)
     left_out = {"refused by the target": refused, "the answer loops": loops}
     found = _found(sample, asked, probed.rows(records), len({record.number for record in records}), left_out, why)
@@ -78,7 +78,7 @@ def _why_not(own: Subject, sample: Sample, names: list[str], asked: int | None) 
     if not names:
         return f"{', '.join(own.methods)} must be trained first; add --method ngram to replay with a lookup"
     if asked is None:
-        why = probe.missing(own.target, 4 * own.model.parameters)
+        why = probe.missing(own.target, own.model)
         return why and f"{why}; --probe {REQUESTS} loads it all the same"
     if Path(own.target).expanduser().is_dir() and not probe.has_weights(own.target):
         return f"{own.target} has a config and no weights"
@@ -86,11 +86,11 @@ def _why_not(own: Subject, sample: Sample, names: list[str], asked: int | None) 
 
 
 def _within(
-    target: TransformersTarget, reads: list[Read], kept: Kept, names: list[str], asked: int | None
+    target: TransformersTarget, reads: list[Read], cached: CachedRecords, names: list[str], asked: int | None
 ) -> tuple[list[Read], str | None]:
     """The requests that are replayed, and why they are fewer than were drawn; says how long they take."""
     seconds = probe.seconds(target, reads, len(names))
-    left = [0.0 if all(kept.key(name, own) in kept.records for name in names) else each
+    left = [0.0 if all(cached.key(name, own) in cached.records for name in names) else each
             for own, each in zip(reads, seconds, strict=True)]  # fmt: skip
     before = left.count(0.0)
     say(f"          about {lasting(sum(left))} for all{f', {before} were replayed before' if before else ''}")
@@ -105,13 +105,13 @@ def _within(
 
 
 def _run(
-    target: TransformersTarget, drafters: Mapping[str, Drafter], reads: list[Read], kept: Kept
+    target: TransformersTarget, drafters: Mapping[str, Drafter], reads: list[Read], cached: CachedRecords
 ) -> list[probe.Replayed]:
     began = time.monotonic()
     with stopping("the same command goes on from there"), bar("replays", len(reads) * len(drafters)) as update:
-        records = probe.replay(target, drafters, reads, kept, update)
+        records = probe.replay(target, drafters, reads, cached, update)
     tokens = sum(record.tokens for record in records)
-    say(f"          {counted(tokens)} tokens, took {lasting(time.monotonic() - began)}; counts kept in {kept.path}")
+    say(f"          {counted(tokens)} tokens, took {lasting(time.monotonic() - began)}; counts are in {cached.path}")
     return records
 
 

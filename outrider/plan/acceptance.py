@@ -33,7 +33,7 @@ class Acceptance(NamedTuple):
     source: str
     offered: tuple[float, ...] = ()
     """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
-    least: int = 1
+    min_depth: int = 1
     """The shallowest depth that is known."""
 
     @property

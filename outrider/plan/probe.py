@@ -30,6 +30,7 @@ from outrider.measure import timing
 from outrider.measure.prompts import first_ngram_share
 from outrider.measure.row import Run
 from outrider.plan import timings
+from outrider.plan.anatomy import Anatomy
 from outrider.plan.drafts import WAYS
 from outrider.plan.planner import Method
 from outrider.plan.sample import Question
@@ -112,18 +113,18 @@ def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: int) ->
 
 
 def replay(
-    target: TransformersTarget, drafters: Mapping[str, Drafter], reads: Sequence[Read], kept: Kept,
+    target: TransformersTarget, drafters: Mapping[str, Drafter], reads: Sequence[Read], cached: CachedRecords,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Replayed]:  # fmt: skip
-    """Decode every request with every drafter, by the names of methods.  What `kept` has is not decoded again."""
+    """Decode every request with every drafter, by the names of methods.  What `cached` has is not decoded again."""
     found, done = [], 0
     for own in reads:
         for name, drafter in drafters.items():
-            key = kept.key(name, own)
-            record = kept.records.get(key)
+            key = cached.key(name, own)
+            record = cached.records.get(key)
             if record is None:
                 record = _replayed(target, name, drafter, own)
-                kept.add(key, record)
+                cached.add(key, record)
             found.append(replace(record, number=own.question.number, category=own.question.category, method=name))
             done += 1
             progress(done)
@@ -147,7 +148,7 @@ def _replayed(target: TransformersTarget, name: str, drafter: Drafter, own: Read
 # ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Kept:
+class CachedRecords:
     """Counts of what was replayed, in a file of this target's.  No text is in it, but hashes of texts are."""
 
     def __init__(self, target: TransformersTarget, methods: Mapping[str, Method], draft_model: str | None = None):
@@ -196,16 +197,16 @@ def _identity(own: Method, draft_model: str | None) -> str:
 # ── whether it can be ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def missing(name: str, weight_bytes: float) -> str | None:
+def missing(name: str, model: Anatomy) -> str | None:
     """Why a target is not loaded unasked: its weights are not on this machine, or take most of its memory.  None where
-    it can be loaded.  weight_bytes: in the type in which they would be loaded."""
-    free = machine.free_memory()
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0]
+    it can be loaded."""
     if not has_weights(name):
         return f"no weights of {name} are on this machine"
-    if weight_bytes > free / 2:
-        return f"the weights of {name} take {weight_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free here"
+    free, wanted = machine.free_memory(), 4.0 * model.parameters  # a CPU computes in float32
+    if torch.cuda.is_available():
+        free, wanted = torch.cuda.mem_get_info()[0], model.weight_bytes
+    if wanted > free / 2:
+        return f"the weights of {name} take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free here"
     return None
 
 

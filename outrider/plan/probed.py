@@ -44,7 +44,7 @@ def _row(method: str, category: str, records: Sequence[Replayed]) -> ProbedRow:
 
 
 def _reaching(depth: int) -> Callable[[Replayed], int]:
-    """Steps of a record that accept at least so many drafted tokens."""
+    """Steps of a record that accept at min_depth so many drafted tokens."""
     return lambda record: sum(accepted >= depth for accepted in record.accepted)
 
 
@@ -68,5 +68,5 @@ def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
     ends = [min(max(0.0, (end or 1.0) - 1) / mean, 1 / center[0]) if mean else 1.0 for end in (tokens.low, tokens.high)]
     low, high = (tuple(share * scale for share in center) for scale in ends)
     # a tree of fewer nodes accepts less than the first levels of a large one
-    least = NODES if any(record.branches for record in records) else 1
-    return Acceptance(low, center, high, "probe", source, offered, least)
+    min_depth = NODES if any(record.branches for record in records) else 1
+    return Acceptance(low, center, high, "probe", source, offered, min_depth)

@@ -8,8 +8,10 @@ the checkpoint that was evaluated for it, a watch names the release that it watc
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider import checkpoint
@@ -64,7 +66,9 @@ def items(run: Run) -> list[Item]:
 
 def _baseline_commands(run: Run) -> list[str]:
     tasks = ("--tasks", ",".join(run.tasks)) if run.tasks else ()
-    return [run.command("evaluate", *LOOKUPS, "--target", run.target, *tasks, "--out", run.folder / "baseline")]
+    out = run.folder / "baseline"
+    again = ("--overwrite",) if (out / "report.json").exists() else ()
+    return [run.command("evaluate", *LOOKUPS, "--target", run.target, *tasks, "--out", out, *again)]
 
 
 def _baseline(run: Run) -> str:
@@ -129,14 +133,29 @@ def _speed(row: Row) -> str:
 
 def _tune_commands(run: Run) -> list[str]:
     if run.engine is None:
-        words = ("--target", run.target, "--method", run.draft, "--log", run.log, "--probe", "0")
-        return [run.command("plan", *words, "--measure", "--json", run.folder / "plan.json")]
-    draft = _served(run)
-    made = [] if draft == run.draft or _is_exported(run) else [
-        run.command("export", run.draft, "--to", run.engine, "--out", draft)
-    ]  # fmt: skip
+        measured = ("plan", "--target", run.target, "--method", run.draft, "--log", run.log, "--probe", "0")
+        return [run.command(*measured, "--measure", "--json", run.folder / "plan.json")]
+    draft, out, found = _served(run), run.folder / "tuned", []
+    if draft != run.draft and not _is_exported(run):
+        found += [
+            *_without(run.folder / "export"),
+            run.command("export", run.draft, "--to", run.engine, "--out", draft),
+        ]
     words = (run.log, "--draft", draft, "--target", run.target, "--engine", run.engine)
-    return [*made, run.command("tune", *words, "--out", run.folder / "tuned")]
+    return [*found, *(_without(out) if _is_stale(run, out) else ()), run.command("tune", *words, "--out", out)]
+
+
+def _without(folder: Path) -> list[str]:
+    """The command that deletes what is about other weights, which no command of ours writes over."""
+    return [shlex.join(["rm", "-r", str(folder)])] if folder.exists() else []
+
+
+def _is_stale(run: Run, out: Path) -> bool:
+    """Whether a tuning is whole and of other weights; one that was stopped goes on."""
+    try:
+        return written(out / "tune.json").get("weights") != run.weights
+    except Unfinished as left:
+        return left.state == "out of date"
 
 
 def _served(run: Run) -> str:
@@ -194,9 +213,9 @@ def _parity(run: Run) -> str:
     found = written(path)
     check_weights(run, found.get("weights"), path)
     greedy, sampled = found.get("greedy") or {}, found.get("sampled") or {}
-    for what, verdict in (("greedy", greedy.get("verdict")), ("sampled", sampled.get("verdict"))):
-        if verdict in ("bug", "different"):
-            raise Unfinished("failed", f"{what} texts are not the target's own: {verdict}")
+    for what, outcome in (("greedy", greedy.get("verdict")), ("sampled", sampled.get("verdict"))):
+        if outcome in ("bug", "different"):
+            raise Unfinished("failed", f"{what} texts are not the target's own: {outcome}")
     texts = f"{greedy.get('equal')} of {greedy.get('prompts')} greedy texts equal"
     return texts + _verified(run)
 
@@ -224,8 +243,9 @@ def _canary_commands(run: Run) -> list[str]:
         words = ("deploy", _served(run), "--to", run.engine, "--port")
         plain = run.command(*words, "8000", "--tokens", "0")
         drafting = run.command(*words, "8001", "--schedule", run.folder / "tuned" / "tune.json")
-    against = f"{PLAIN},{DRAFTING}"
-    return [plain, drafting, run.command("replay", run.log, "--against", against, "--out", run.folder / "canary")]
+    out, against = run.folder / "canary", f"{PLAIN},{DRAFTING}"
+    again = ("--over",) if out.exists() else ()
+    return [plain, drafting, run.command("replay", run.log, "--against", against, "--out", out, *again)]
 
 
 def _canary(run: Run) -> str:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import folder, talker
 from verbs import outrider_with
 
+from outrider import machine
 from outrider.decoding.protocols import Drafter
 from outrider.loading import load_drafter
 from outrider.measure import timing
 from outrider.plan import planner, probe, probed, timings
-from outrider.plan.probe import Kept, Read, Replayed
+from outrider.plan.probe import CachedRecords, Read, Replayed
 from outrider.plan.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
 from outrider.report import bootstrap
@@ -106,24 +108,26 @@ def test_what_was_replayed_is_not_replayed_again(
     methods, drafter, decoded = {"ngram": planner.method("ngram")}, Drafter(), []
     run_once = timing.run_once
     monkeypatch.setattr(timing, "run_once", lambda *args, **more: decoded.append(args) or run_once(*args, **more))
-    first = probe.replay(talker, {"ngram": drafter}, [read(0), read(1, tokens=9)], Kept(talker, methods))
+    first = probe.replay(talker, {"ngram": drafter}, [read(0), read(1, tokens=9)], CachedRecords(talker, methods))
     assert len(decoded) == 2
-    again = Kept(talker, methods)
+    again = CachedRecords(talker, methods)
     assert probe.replay(talker, {"ngram": drafter}, [read(5), read(1, tokens=9)], again)[1] == first[1]
     assert len(decoded) == 2  # request 5 asks what request 0 asked
     probe.replay(talker, {"ngram": drafter}, [read(0, Sampling(0.5, seed=1)), read(0, tokens=10)], again)
     assert len(decoded) == 4
-    (kept,) = (cache / "probes").glob("*.jsonl")
-    with kept.open("a") as file:
+    (file_of,) = (cache / "probes").glob("*.jsonl")
+    with file_of.open("a") as file:
         file.write('{"key": "cut o')
-    assert len(Kept(talker, methods).records) == 4
+    assert len(CachedRecords(talker, methods).records) == 4
 
 
 def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) -> None:
     """Catches a bonus token that is left out, and more drafted tokens than the plan looks at."""
     name = "recycle"
     own = [Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))]
-    (found,) = probe.replay(talker, {name: load_drafter(name, talker)}, own, Kept(talker, {name: planner.method(name)}))
+    (found,) = probe.replay(
+        talker, {name: load_drafter(name, talker)}, own, CachedRecords(talker, {name: planner.method(name)})
+    )
     assert found.tokens in (found.steps + sum(found.accepted), found.steps + sum(found.accepted) - 1)
     assert max(found.nodes) == probe.NODES and found.branches and sum(found.accepted) > 0
 
@@ -164,13 +168,13 @@ def test_a_plan_rests_on_all_steps_of_all_requests() -> None:
     """Catches shares of drafts in place of shares of steps, and a tree's acceptance at depths of smaller trees."""
     known = probed.acceptance(RECORDS, "measured")
     row = probed.rows(RECORDS)[0]
-    assert known is not None and known.basis == "probe" and known.least == 1
+    assert known is not None and known.basis == "probe" and known.min_depth == 1
     low, center, high = known.tokens(probe.NODES)
     assert (low, center, high) == pytest.approx(tuple(row.tokens_per_step.model_dump()[key] for key in
                                                      ("low", "center", "high")))  # fmt: skip
     assert known.offered == (1, 1, 1, 1, 0, 0, 0)
     tree = probed.acceptance([*RECORDS[1:], record(0, "chat", [1], branches=True)], "measured")
-    assert tree is not None and tree.least == probe.NODES
+    assert tree is not None and tree.min_depth == probe.NODES
     none = probed.acceptance([record(i, "chat", [0, 0]) for i in range(5)], "measured")
     assert none is not None and none.tokens(7) == (1, 1, 1) and max(none.high) == 0
 
@@ -221,6 +225,17 @@ def test_a_probe_that_would_take_long_is_cut_short_unless_it_was_asked_for(
     asked = planned(tmp_path / "plan.json", *words, "--probe", "4").probe
     assert asked is not None and asked.because is None
     assert asked.requests + asked.left_out.get("the answer loops", 0) == 4
+
+
+def test_a_target_is_not_loaded_unasked_where_it_would_fill_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a plan that takes the memory of a laptop because a log was named."""
+    model = planner.subject(str(folder), ["ngram"]).model
+    assert probe.missing(str(folder), model) is None
+    monkeypatch.setattr(machine, "free_memory", lambda: 4 * model.parameters)
+    if not torch.cuda.is_available():
+        assert "are free here" in str(probe.missing(str(folder), model))
 
 
 def test_what_can_t_be_probed_is_said_and_the_plan_goes_on(folder: Path, tmp_path: Path, cache: Path) -> None:

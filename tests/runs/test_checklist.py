@@ -205,6 +205,19 @@ def test_every_command_is_one_that_outrider_takes(run: Path, kind: str) -> None:
     assert ("--engine" in text_of) == (kind != "confu") and ("runs/mine/export" in text_of) == (kind == "eagle3")
 
 
+def test_what_is_in_the_way_is_deleted_first(run: Path) -> None:
+    """Catches a command that is refused by the files of the last checkpoint, or deletes those of this one."""
+    whole()
+    assert not any(command.startswith("rm") for item in items().values() for command in item.commands)
+    train(OTHERS, None)
+    commands = items()["tune"].commands
+    assert [" ".join(command.split()[:3]) for command in commands] == [
+        "rm -r runs/mine/export", "outrider export runs/mine/checkpoint", "rm -r runs/mine/tuned",
+        "outrider tune traffic.jsonl",
+    ]  # fmt: skip
+    assert items()["canary"].commands[-1].endswith("--over") and "--overwrite" in items()["baseline"].commands[0]
+
+
 def test_a_run_without_a_checkpoint_is_to_be_trained(run: Path) -> None:
     """Catches a list that asks to evaluate what is not there."""
     (RUN / "checkpoint" / "outrider.json").unlink()
