@@ -92,6 +92,15 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(1 << 22), b"")
 
 
+def checksum(folder: str | Path) -> str | None:
+    """The checksum of a drafter's weights, of a checkpoint or an export of ours, as its manifest has it; None where it
+    has none."""
+    place = whole(Path(folder)) / MANIFEST
+    found = read_object(place) if place.exists() else {}
+    value = (found.get("checksums") or {}).get(WEIGHTS)
+    return None if value is None else str(value)
+
+
 def check_files(folder: Path) -> None:
     """Raises CheckpointError where weights or moments are not those that were written; older manifests can't tell."""
     wanted = manifest_of(folder).get("checksums") or {}

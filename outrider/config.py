@@ -208,7 +208,9 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         at = merged
         for parent in parents:
-            at = at.setdefault(parent, {})
+            if at.get(parent) is None:  # a resolved file writes a section that is not there as null
+                at[parent] = {}
+            at = at[parent]
             if not isinstance(at, dict):
                 raise ConfigError(
                     f"override {item!r}: {parent!r} is {at!r}, not a section with keys; name a key of a section"

@@ -112,6 +112,13 @@ def test_the_last_override_of_a_key_wins() -> None:
     assert configs.override({}, ["a=1", "a=2"]) == {"a": 2}
 
 
+def test_a_section_that_a_resolved_file_writes_as_null_takes_settings() -> None:
+    """Catches `outrider serve runs/NAME/config.yaml --port 8001`, refused where the run had no section `serve`."""
+    given = {"serve": None, "name": "x"}
+    assert configs.override(given, ["serve.port=8001"]) == {"serve": {"port": 8001}, "name": "x"}
+    assert given["serve"] is None
+
+
 @pytest.mark.parametrize(
     ("item", "said"),
     [

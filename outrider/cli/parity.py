@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.checkpoint import checksum
 from outrider.cli import console
 from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, say, write_json
 from outrider.config import override
@@ -87,9 +88,10 @@ def parity(
             "out the file"
         )
     if file:
-        loaded, built, name = _of_run_file(file, overrides)
+        loaded, built, name, weights = _of_run_file(file, overrides)
     else:
         loaded, name = load_target(target or "demo", dtype=dtype), drafter or ""
+        weights = checksum(name)
         built = load_drafter(name, loaded, **override({}, settings or ()))
     ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
     say(
@@ -101,7 +103,9 @@ def parity(
             loaded, read[:count], built, max_new_tokens=max_new_tokens, slots=slots, ids=ids[:count], on_prompt=update
         )
     _say_greedy(greedy)
-    found: dict[str, Any] = {"target": loaded.spec.name, "drafter": name, "greedy": greedy.as_json(), "sampled": None}
+    found: dict[str, Any] = {
+        "target": loaded.spec.name, "drafter": name, "weights": weights, "greedy": greedy.as_json(), "sampled": None,
+    }  # fmt: skip
     has_failed = greedy.verdict == "bug"
     if temperature:
         short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
@@ -122,17 +126,15 @@ def parity(
         raise typer.Exit(1)
 
 
-def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
-    """The run's target and its drafter, the trained one where it trains one."""
+def _of_run_file(file: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str, str | None]:
+    """The run's target, its drafter (the trained one where it trains one), its name and its weights' checksum."""
     run, _ = load(file, overrides or [])
     loaded = target_of(run, Reporter())
     kind, own = parted(run.drafter)
-    trained = run.train is not None
-    return (
-        loaded,
-        load_drafter(chosen(run.folder), loaded) if trained else load_drafter(kind, loaded, **own),
-        kind,
-    )
+    if run.train is None:
+        return loaded, load_drafter(kind, loaded, **own), kind, checksum(kind)
+    folder = chosen(run.folder)
+    return loaded, load_drafter(folder, loaded), kind, checksum(folder)
 
 
 def _say_greedy(found: Comparison) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,19 +11,20 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, lasting, place_of_json, say, sized, write_json
+from outrider.cli.plan_checklist import show_checklist
+from outrider.cli.plan_probe import ADDED, around, drafter_of, replayed, show_probe
 from outrider.data import encodings
 from outrider.errors import ConfigError
-from outrider.loading import load_drafter
 from outrider.plan import demand as demands
 from outrider.plan import hardware as table
 from outrider.plan import planner, timings
 from outrider.plan.demand import Demand
+from outrider.plan.drafts import DEFAULT_KINDS
 from outrider.plan.money import Prices, Training
 from outrider.plan.planner import Given, Subject
 from outrider.plan.predict import Memory
 from outrider.plan.schema import Plan, Row
 from outrider.plan.timed import TimedCosts
-from outrider.report.parts import Range
 from outrider.targets.load import load_target
 from outrider.traffic.plan import limits
 
@@ -70,36 +73,64 @@ def plan(
     price_per_gb_month: Annotated[float | None, typer.Option(help="Of storage.")] = None,
     train_answers: Annotated[int | None, typer.Option(help="Answers that a drafter would learn from.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes of that training over its answers.")] = 10.0,
+    probe: Annotated[
+        int | None,
+        typer.Option(min=0, help="Requests of the log to replay with drafters that need no training; 24, if quick."),
+    ] = None,
+    checklist: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Instead: what of the roll-out of a run's drafter is done.")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided."""
+    """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided.
+
+    With --checklist RUN: what of the roll-out of a run's drafter is done.  Exit code 0 only where all is.
+    """
     console.quiet()
     place_of_json(json_to)
     if hardware == "list":
         _list()
         return
-    _refuse(hardware, measure, rate, concurrency)
+    if checklist is not None:
+        _refuse_with_checklist(
+            checklist, hardware=hardware, measure=measure, weights=weights, method=method, report=report, probe=probe,
+            prompt_tokens=prompt_tokens, new_tokens=new_tokens, concurrency=concurrency, rate=rate, slo=slo,
+        )  # fmt: skip
+        show_checklist(checklist, log, json_to)
+        return
+    is_probed = log is not None and probe != 0
+    _refuse(hardware, measure, is_probed, rate, concurrency)
     _refuse_idle(
-        ("--devices", devices != 1, "--hardware", not measure), ("--weights", weights, "--hardware", not measure),
-        ("--train-answers", train_answers, "--hardware", not measure), ("--again", again, "--measure", measure),
+        ("--devices", devices != 1, "--hardware", hardware), ("--weights", weights, "--hardware", hardware),
+        ("--train-answers", train_answers, "--hardware", hardware),
+        ("--again", again, "--measure or --log", measure or is_probed),
         ("--price-per-gb-month", price_per_gb_month, "--train-answers", train_answers),
-        ("--format", format, "--log", log),
+        ("--format", format, "--log", log), ("--probe", probe, "--log", log),
     )  # fmt: skip
     prices, training = Prices(price_per_hour, price_per_gb_month), None
-    own = planner.subject(target, method or (), weights, draft_model, report or ())
+    added = () if method or not is_probed else ADDED
+    own = planner.subject(target, method or (*DEFAULT_KINDS, *added), weights, draft_model, report or ())
     asked, missing = demands.given(
         prompt_tokens, new_tokens, concurrency, rate, limits(slo), None if log is None else demands.of_log(log, format)
     )
     if train_answers is not None:
         training = Training(train_answers, epochs, _token_bytes(own))
+    load, probed = functools.cache(load_target), None
+    if log is not None and is_probed:
+        probed, measured = replayed(own, log, format, probe, draft_model, again, load)
+        own = planner.rest_on(own, measured, added)
     if measure:
-        found = planner.plan(own, _timed(own, asked, missing, draft_model, again), prices)
+        found = planner.plan(own, _timed(own, asked, missing, draft_model, again, load), prices)
+    elif hardware is None:
+        assert probed is not None
+        found = planner.unplaced(own, probed)
     else:
-        place = table.place(str(hardware), devices)
+        place = table.place(hardware, devices)
         memory = Memory(place.memory_bytes, own.model, own.drafts)
         name = f"{devices} {place.accelerator.name}" if devices > 1 else place.accelerator.name
         given = Given(planner.on_paper(own, place), asked, missing, name, memory)
         found = planner.plan(own, given, prices, training, place)
+    found = found.model_copy(update={"probe": probed})
     if json_to != "-":
         _show(found)
     write_json(json_to, found.model_dump(mode="json"))
@@ -112,8 +143,17 @@ def _refuse_idle(*options: tuple[str, Any, str, Any]) -> None:
             raise ConfigError(f"{name} has no effect without {other}; give {other} too, or leave {name} out")
 
 
-def _refuse(hardware: str | None, measure: bool, rate: float | None, concurrency: float | None) -> None:
-    if hardware is None and not measure:
+def _refuse_with_checklist(checklist: Path, **given: Any) -> None:
+    """ConfigError for options of a plan, which a checklist does not make."""
+    idle = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if idle:
+        raise ConfigError(f"{', '.join(idle)} has no effect with --checklist {checklist}; leave it out")
+
+
+def _refuse(
+    hardware: str | None, measure: bool, is_probed: bool, rate: float | None, concurrency: float | None
+) -> None:
+    if hardware is None and not measure and not is_probed:
         raise ConfigError(
             f"no hardware was given; name it with --hardware ({', '.join(table.names())}), or --measure on this machine"
         )
@@ -140,21 +180,19 @@ def _token_bytes(own: Subject) -> float:
 # ── measured ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _timed(own: Subject, asked: Demand | None, missing: str, draft_model: str | None, again: bool) -> Given:
+def _timed(
+    own: Subject, asked: Demand | None, missing: str, draft_model: str | None, again: bool, load: Callable[..., Any]
+) -> Given:
     """Costs of this machine, timed now or before."""
-    loaded = load_target(own.target)
-    load = asked.concurrency if asked is not None else None
-    batches = sorted({1, *(max(1, round(load * each)) for each in MULTIPLES)} if load else TIMED_LOADS)
+    loaded = load(own.target)
+    at_once = asked.concurrency if asked is not None else None
+    batches = sorted({1, *(max(1, round(at_once * each)) for each in MULTIPLES)} if at_once else TIMED_LOADS)
     context = asked.context if asked is not None else planner.USUAL_CONTEXT
     at = timings.rounded(context, loaded.spec.context)
     before = timings.Timings() if again else timings.cached(loaded)
     known = timings.as_mapping(before)
     say(f"plan      {own.target}: {known['passes']} sizes of pass and {known['drafts']} of draft were timed before")
-
-    def made(name: str) -> Any:
-        kind = own.methods[name].kind
-        return load_drafter(name, loaded, **({"model": draft_model} if kind == "small_model" and name == kind else {}))
-
+    made = functools.partial(drafter_of, own, target=loaded, draft_model=draft_model)
     found = timings.measure(
         loaded, list(own.methods), batches, TIMED_DEPTHS, at, before, made, lambda line: say(f"          {line}")
     )
@@ -173,6 +211,8 @@ def _show(found: Plan) -> None:
     say(f"plan      {found.target} on {found.hardware}")
     for name, source in found.acceptance.items():
         say(f"          {name}: {source}")
+    if found.probe is not None and found.probe.rows:
+        show_probe(found.probe)
     if found.rows:
         console.show(_rows(found))
     elif found.break_even:
@@ -200,7 +240,7 @@ def _rows(found: Plan) -> console.FittedTable:
     for row in best.values():
         ms = (f"{1e3 * each:.2f}" for each in (row.plain_s, row.draft_s, row.verify_s + row.other_s))
         memory = "" if row.memory_bytes is None else sized(row.memory_bytes)
-        numbers = _around(row.tokens_per_step), _around(row.speedup)
+        numbers = around(row.tokens_per_step), around(row.speedup)
         shown.add_row(row.method, f"{row.concurrency:.4g}", str(row.depth), *numbers, *ms, memory)
     return shown
 
@@ -238,7 +278,3 @@ def _show_costs(found: Plan) -> None:
         if cost.pays_back_after_days is not None:
             parts.append(f"pays back after {cost.pays_back_after_days:,.1f} days")
         say(f"traffic   {', '.join(parts)}")
-
-
-def _around(found: Range) -> str:
-    return f"{found.center:.2f} [{found.low:.2f}, {found.high:.2f}]"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.checkpoint import checksum
 from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, say, table, write_json
 from outrider.cli.deploy import ParallelOption, PythonOption, TargetOption, VersionOption
@@ -99,11 +100,12 @@ def tune(
         starts = sweep.of_engine(
             engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version
         )
+    weights = None if draft is None else checksum(draft)
     about = {
         "log": log.name, "draft": draft, "engine": engine, "target": target, "servers": sorted(named),
         # a command or an address may hold a key, which must not be written
         "start": None if start is None else hashlib.sha256(start.encode()).hexdigest()[:16],
-        "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
+        "weights": weights, "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     total = len(arms) * len(at) * rounds
     size = f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}"
@@ -113,9 +115,9 @@ def tune(
         points = sweep.sweep(arms, at, rounds, starts, measure, out, about, update)
     choice = tuning.choose(points, margin, largest)
     _report(points, choice)
-    choice.write(out / "tune.json")
+    choice.write(out / "tune.json", weights)
     say(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`")
-    write_json(json_to, choice.plain())
+    write_json(json_to, choice.plain(weights))
 
 
 def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:

@@ -89,19 +89,19 @@ class Choice:
     best_ratio: float | None
     """Speed of the best draft at all loads over no speculation; None where that or a draft was not measured."""
 
-    def plain(self) -> dict[str, Any]:
-        """The choice as values for JSON, with the tables of engines."""
+    def plain(self, weights: str | None = None) -> dict[str, Any]:
+        """The choice as values for JSON, with the tables of engines.  weights: checksum of the draft's, where known."""
         found = asdict(self) | {"gains": [one._asdict() for one in self.gains], "fixed": self.fixed._asdict()}
         tables: dict[str, Any] = {"llamacpp": for_llamacpp(self.fixed)}
         if self.width == 1 and self.cutoff is None:  # tables by load hold neither trees nor cut-offs
             ranges = self.ranges
             tables |= {"vllm": for_vllm(ranges), "sglang": for_sglang(ranges), "trtllm": for_trtllm(ranges)}
-        return {"outrider_tune": 1, **found, "tables": tables}
+        return {"outrider_tune": 1, "weights": weights, **found, "tables": tables}
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, weights: str | None = None) -> None:
         """tune.json, whole or not at all."""
         with replacing(path) as part:
-            part.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(self.plain(weights), indent=2) + "\n", encoding="utf-8")
 
 
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from outrider.errors import DataError
 from outrider.report.schema import Report, Row
 
 TABLE = Path(__file__).with_name("acceptance.yaml")
-Basis = Literal["report", "checkpoint", "published"]
+Basis = Literal["probe", "report", "checkpoint", "published"]
 
 
 class Acceptance(NamedTuple):
@@ -33,6 +33,8 @@ class Acceptance(NamedTuple):
     source: str
     offered: tuple[float, ...] = ()
     """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
+    min_depth: int = 1
+    """The shallowest depth that is known."""
 
     @property
     def depth(self) -> int:

@@ -94,4 +94,6 @@ def _next(row: Row, error: float) -> str:
         return f"timed steps may be wrong by {error:.0%}: plan again, with --measure, while nothing else runs"
     if row.basis == "published":
         return "measure its acceptance on your own texts (`outrider evaluate`), and name that --report"
+    if row.basis == "probe":
+        return "replay more of the log (--probe), or time the steps with --measure"
     return "measure on more prompts, or time the steps with --measure"

@@ -45,7 +45,7 @@ def given(
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{option} must be above 0, got {value:g}")
     prompt = prompt_tokens or (log.prompt_tokens if log else None)
-    new = new_tokens or (log.new_tokens if log else None)
+    new = new_tokens or (log.new_tokens if log else None) or None
     own_rate = rate or (log.rate if log and concurrency is None else None)
     missing = [name for name, value in (("--prompt-tokens", prompt), ("--new-tokens", new)) if value is None]
     if own_rate is None and concurrency is None:
@@ -56,7 +56,7 @@ def given(
 
 
 def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | None = None) -> Demand:
-    """Mean lengths and rate of a log.  Raises DataError, and ConfigError where no call says how long its answer is.
+    """Mean lengths and rate of a log; `new_tokens` is 0 where no call says how long its answer is.  Raises DataError.
 
     count: tokens of a text, where the target's tokenizer is at hand; a quarter of its characters otherwise.
     """
@@ -68,11 +68,9 @@ def of_log(path: Path, format: str | None = None, count: Callable[[str], int] | 
         tokens = _answer_tokens(call, measure)
         if tokens is not None:
             answers, answered = answers + tokens, answered + 1
-    if not answered:
-        raise ConfigError(f"no call in {path} says how long its answer was; give --new-tokens")
     rate = trace.size / trace.span_s if trace.has_times and trace.span_s > 0 else None
     about = f"{path}, {trace.size} calls" + ("" if rate is None else f" over {trace.span_s:.0f} s")
-    return Demand(prompts / trace.size, answers / answered, None, rate, {}, about)
+    return Demand(prompts / trace.size, answers / answered if answered else 0.0, None, rate, {}, about)
 
 
 def _text(call: Call) -> str:

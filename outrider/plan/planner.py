@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from outrider.drafters import kinds
@@ -18,7 +18,7 @@ from outrider.plan.drafts import DraftModelOnPaper
 from outrider.plan.hardware import Place
 from outrider.plan.predict import Costs, Memory, PaperCosts, break_even, loads_up_to, request_seconds, row
 from outrider.plan.roofline import saturation_rows
-from outrider.plan.schema import BreakEven, Once, Plan, Row
+from outrider.plan.schema import BreakEven, Once, Plan, Probed, Row
 from outrider.plan.weights import stored
 from outrider.report.schema import Report
 from outrider.targets.sketch import Sketch
@@ -98,6 +98,16 @@ def _accepted(own: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance 
     return acceptance.of_checkpoint(own.manifest, own.name) or acceptance.published(own.kind)
 
 
+def rest_on(own: Subject, measured: Mapping[str, Acceptance], if_measured: Sequence[str] = ()) -> Subject:
+    """The subject, with what was measured in place of what was known.
+
+    if_measured: methods that nobody asked for, which stay where their acceptance was measured.
+    """
+    methods = {name: each for name, each in own.methods.items() if name not in if_measured or name in measured}
+    known = {**own.accepted, **measured}
+    return replace(own, methods=methods, accepted={name: known[name] for name in methods if name in known})
+
+
 def on_paper(own: Subject, place: Place) -> PaperCosts:
     """Costs by the data sheet.  Raises ConfigError for a target that does not fit."""
     if own.model.weight_bytes > place.memory_bytes:
@@ -128,9 +138,8 @@ def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training:
          place: Place | None = None) -> Plan:  # fmt: skip
     """The plan."""
     notes = [f"costs may be wrong by {given.costs.error:.0%}, which the intervals hold", *_notes(own, place)]
-    sources = {name: f"{value.basis}: {value.source}" for name, value in own.accepted.items()}
     whole: dict[str, Any] = {
-        "target": own.target, "hardware": given.hardware, "measured": given.is_measured, "acceptance": sources,
+        "target": own.target, "hardware": given.hardware, "measured": given.is_measured, "acceptance": sources(own),
     }  # fmt: skip
     if given.demand is None:
         points = even_points(own, given, USUAL_CONTEXT, 1.0)
@@ -165,10 +174,24 @@ def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training:
     )  # fmt: skip
 
 
+def unplaced(own: Subject, probe: Probed) -> Plan:
+    """What is known before hardware is: the acceptance."""
+    because = "no hardware was given; name it with --hardware, or time this machine with --measure"
+    return Plan(
+        decision="NEED DATA", because=because, target=own.target, hardware="not given", measured=False,
+        acceptance=sources(own), probe=probe, notes=tuple(_notes(own, None)),
+    )  # fmt: skip
+
+
+def sources(own: Subject) -> dict[str, str]:
+    """Where each method's acceptance is from."""
+    return {name: f"{value.basis}: {value.source}" for name, value in own.accepted.items()}
+
+
 def rows_of(own: Subject, given: Given, demand: Demand, name: str, load: float) -> list[Row]:
     """A method at every depth whose acceptance is known."""
     known = own.accepted[name]
-    depths = [depth for depth in given.depths if depth <= known.depth]
+    depths = [depth for depth in given.depths if known.min_depth <= depth <= known.depth]
     return [row(given.costs, name, depth, known, demand, load, given.memory) for depth in depths]
 
 
@@ -180,7 +203,7 @@ def even_points(own: Subject, given: Given, context: float, load: float) -> list
     for name in own.methods:
         known = own.accepted.get(name)
         for depth in given.depths:
-            if known is None or depth <= known.depth:
+            if known is None or known.min_depth <= depth <= known.depth:
                 found.append(break_even(given.costs, name, depth, known, context, load, loads))
     return found
 
@@ -205,6 +228,11 @@ def _once(
 
 def _notes(own: Subject, place: Place | None) -> list[str]:
     found = []
+    if probed := [name for name, value in own.accepted.items() if value.basis == "probe"]:
+        found.append(
+            f"acceptance of {', '.join(probed)} was {own.accepted[probed[0]].source}, each request alone: what a "
+            "drafter learns from earlier requests is not in it"
+        )
     if any(value.basis == "published" for value in own.accepted.values()):
         names = ", ".join(name for name, value in own.accepted.items() if value.basis == "published")
         found.append(

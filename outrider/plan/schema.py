@@ -43,7 +43,7 @@ class Row(Part):
     """So many texts fit beside the drafter."""
     break_even_tokens: float | None
     """Length of an answer from which on drafting wins what reading its prompt cost; null where it wins nothing."""
-    basis: Literal["report", "checkpoint", "published"]
+    basis: Literal["probe", "report", "checkpoint", "published"]
     """Where acceptance is from."""
     meets_slo: bool | None = None
 
@@ -93,6 +93,42 @@ class Once(Part):
     assumed: tuple[str, ...] = ()
 
 
+class ProbedRow(Part):
+    """One method on the requests of one category that were replayed, or of all."""
+
+    method: str
+    category: str
+    """code, math, extraction, language, chat, other; or `all`."""
+    requests: int
+    steps: int
+    tokens: int
+    tokens_per_step: Range
+    """Bonus token included.  Its interval, as the others here, is over requests; null of fewer than five."""
+    survival: tuple[Range, ...]
+    """[k]: share of all steps that accept at least k + 1 drafted tokens."""
+
+
+class Probed(Part):
+    """Requests of the log, replayed on the target."""
+
+    requests: int
+    """That figures are of."""
+    wanted: int
+    """That were to be drawn."""
+    because: str | None = None
+    """Why none were replayed, or fewer than wanted; null where all were."""
+    calls: int
+    """Of the whole log."""
+    categories: dict[str, int]
+    """Requests of the whole log that have a text, by category."""
+    left_out: dict[str, int]
+    """By reason."""
+    seed: int
+    new_tokens: int
+    """Of an answer at the most."""
+    rows: tuple[ProbedRow, ...] = ()
+
+
 class Plan(Part):
     """The decision, the numbers, and the one that decided."""
 
@@ -113,4 +149,6 @@ class Plan(Part):
     costs: tuple[Cost, ...] = ()
     acceptance: dict[str, str] = Field(default_factory=dict)
     """Source of each method's acceptance."""
+    probe: Probed | None = None
+    """Null where no log was given, or none of it was to be replayed."""
     notes: tuple[str, ...] = ()

@@ -1,0 +1,223 @@
+"""Requests of a log, replayed on the target with drafters, so that acceptance is that of the user's own text.
+
+Each request is decoded alone, with a memory of its own: what a drafter learns from other requests is not counted, and
+what was replayed before need not be replayed again.  At most `NODES` tokens are drafted a step, the most that a plan
+looks at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.utils import cached_file
+
+from outrider import machine
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.drafters import kinds
+from outrider.errors import DataError
+from outrider.loading import describe
+from outrider.measure import timing
+from outrider.measure.prompts import first_ngram_share
+from outrider.measure.record import Run
+from outrider.plan import timings
+from outrider.plan.anatomy import Anatomy
+from outrider.plan.drafts import WAYS
+from outrider.plan.planner import Method
+from outrider.plan.sample import Question
+from outrider.sampling.settings import Sampling
+from outrider.targets.transformers import TransformersTarget
+
+NODES = 7
+FEWEST_FIRST = 0.6
+"""A text loops where a smaller share of its 8-grams are there for the first time, as in `outrider evaluate`."""
+TRIED, STEPS = 256, 4
+"""Tokens of the prompt and plain steps from which the time of a replay is estimated."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One request under one drafter."""
+
+    number: int
+    """Of the request in the log."""
+    category: str
+    method: str
+    tokens: int
+    accepted: tuple[int, ...]
+    """Drafted tokens that were accepted in each step."""
+    nodes: tuple[int, ...]
+    """Tokens that each step drafted, on all branches."""
+    branches: bool
+    """Drafts were trees."""
+    loops: bool
+    """Its answer repeats itself, so that drafts of it say nothing of other text."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.accepted)
+
+
+class Read(NamedTuple):
+    """A question as the target reads it."""
+
+    question: Question
+    tokens: list[int]
+
+
+def can_probe(own: Method, draft_model: str | None) -> bool:
+    """Whether a method drafts without a training: it looks drafts up, was trained before, or is a whole model."""
+    return (
+        WAYS.get(own.kind) == "lookup" or own.name not in kinds() or (own.kind == "small_model" and bool(draft_model))
+    )
+
+
+def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Read], int]:
+    """Questions as token ids, cut at the front to leave room for an answer; and how many the target refuses."""
+    found, refused = [], 0
+    has_template = getattr(target.tokenizer, "chat_template", None) is not None
+    for question in questions:
+        prompt: Any = question.prompt
+        if not isinstance(prompt, str) and not has_template:
+            prompt = "\n".join(message["content"] for message in prompt)
+        try:
+            tokens = target.encode(prompt)
+        except DataError:
+            refused += 1
+            continue
+        found.append(Read(question, tokens[-(target.spec.context - question.new_tokens - NODES - 1) :]))
+    return found, refused
+
+
+def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: int) -> list[float]:
+    """About how long each request takes with all drafters, from a prompt and a few plain steps timed now; more than it
+    takes where drafts are accepted."""
+    text = [token % target.spec.vocabulary for token in range(1, min(TRIED, target.spec.context // 2))]
+    runs = []
+    for _ in range(2):  # the first one warms up
+        began = time.perf_counter()
+        run = timing.run_once(target, Request(text, STEPS, Sampling()), ends=False)
+        runs.append((run.first_s, time.perf_counter() - began))
+    first_s, whole_s = runs[-1]
+    per_token, per_step = first_s / len(text), max(whole_s - first_s, 1e-6) / (STEPS - 1)
+    return [drafters * (len(own.tokens) * per_token + own.question.new_tokens * per_step) for own in reads]
+
+
+def replay(
+    target: TransformersTarget, drafters: Mapping[str, Drafter], reads: Sequence[Read], cached: CachedRecords,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Replayed]:  # fmt: skip
+    """Decode every request with every drafter, by the names of methods.  What `cached` has is not decoded again."""
+    found, done = [], 0
+    for own in reads:
+        for name, drafter in drafters.items():
+            key = cached.key(name, own)
+            record = cached.records.get(key)
+            if record is None:
+                record = _replayed(target, name, drafter, own)
+                cached.add(key, record)
+            found.append(replace(record, number=own.question.number, category=own.question.category, method=name))
+            done += 1
+            progress(done)
+    return found
+
+
+def _replayed(target: TransformersTarget, name: str, drafter: Drafter, own: Read) -> Replayed:
+    question = own.question
+    tenant = f"request {question.number}"
+    request = Request(own.tokens, question.new_tokens, question.sampling, tenant=tenant, max_draft=NODES)
+    run: Run = timing.run_once(target, request, drafter, shared_noise=False)
+    loops = first_ngram_share(run.tokens) < FEWEST_FIRST
+    nodes = run.nodes or run.reached
+    # of the last step only what came before the text's end was judged
+    branches = any(drafted > depth for drafted, depth in zip(nodes[:-1], run.reached[:-1], strict=True))
+    return Replayed(
+        question.number, question.category, name, len(run.tokens), tuple(run.accepted), tuple(nodes), branches, loops
+    )
+
+
+# ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CachedRecords:
+    """Counts of what was replayed, in a file of this target's.  No text is in it, but hashes of texts are."""
+
+    def __init__(self, target: TransformersTarget, methods: Mapping[str, Method], draft_model: str | None = None):
+        spec = target.spec
+        self.target = f"{spec.name} {spec.weights_hash} {spec.precision} {version('outrider')}"
+        self.identities = {name: _identity(own, draft_model) for name, own in methods.items()}
+        stem = hashlib.sha256(self.target.encode()).hexdigest()[:16]
+        self.path = timings.folder() / "probes" / f"{stem}.jsonl"
+        self.records: dict[str, Replayed] = {}
+        with suppress(OSError):
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
+                    row = json.loads(line)
+                    key, lists = row.pop("key"), {name: tuple(row[name]) for name in ("accepted", "nodes")}
+                    self.records[key] = Replayed(**row | lists)
+
+    def key(self, method: str, own: Read) -> str:
+        """Of one request under one method: everything that its counts depend on."""
+        about = [
+            self.target,
+            self.identities[method],
+            own.tokens,
+            own.question.new_tokens,
+            asdict(own.question.sampling),
+        ]
+        return hashlib.sha256(repr(about).encode()).hexdigest()[:24]
+
+    def add(self, key: str, record: Replayed) -> None:
+        """Store a record at once; where nothing can be written the next plan replays it again."""
+        self.records[key] = record
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, **asdict(record)}) + "\n")
+
+
+def _identity(own: Method, draft_model: str | None) -> str:
+    """What a method drafts depends on, its weights included."""
+    if own.name in kinds():
+        return f"{timings.identity_of(own.name)} {draft_model if own.kind == 'small_model' else ''}"
+    folder = describe(own.name).folder
+    files = sorted(path for path in ([folder] if folder.is_file() else folder.iterdir()) if path.is_file())
+    return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+# ── whether it can be ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def missing(name: str, model: Anatomy) -> str | None:
+    """Why a target is not loaded unasked: its weights are not on this machine, or take most of its memory.  None where
+    it can be loaded."""
+    if not has_weights(name):
+        return f"no weights of {name} are on this machine"
+    free, wanted = machine.free_memory(), 4.0 * model.parameters  # a CPU computes in float32
+    if torch.cuda.is_available():
+        free, wanted = torch.cuda.mem_get_info()[0], model.weight_bytes
+    if wanted > free / 2:
+        return f"the weights of {name} take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free here"
+    return None
+
+
+def has_weights(name: str) -> bool:
+    """Whether a target's weights are here: the demo's, in a folder, or a Hugging Face id that was fetched before."""
+    if name == "demo":
+        return True
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            folder = Path(str(cached_file(name, "config.json", local_files_only=True))).parent
+        except (OSError, ValueError):
+            return False
+    return any(any(folder.glob(ending)) for ending in ("*.safetensors", "*.bin", "ensemble.json"))

@@ -1,0 +1,72 @@
+"""What a probe says: acceptance by method and category, each figure with an interval over requests.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from outrider.plan.acceptance import Acceptance
+from outrider.plan.probe import NODES, Replayed
+from outrider.plan.schema import ProbedRow
+from outrider.report import bootstrap
+from outrider.report.parts import Range
+from outrider.traffic.categories import CATEGORIES
+
+ALL = "all"
+"""In place of a category."""
+
+
+def counted(records: Iterable[Replayed]) -> tuple[list[Replayed], int]:
+    """The records of requests no answer to which loops, and how many requests were left out."""
+    records = list(records)
+    loops = {record.number for record in records if record.loops}
+    return [record for record in records if record.number not in loops], len(loops)
+
+
+def rows(records: Sequence[Replayed]) -> list[ProbedRow]:
+    """A row of each method over all requests, and one for each category that was there."""
+    found = []
+    for method in dict.fromkeys(record.method for record in records):
+        own = [record for record in records if record.method == method]
+        found.append(_row(method, ALL, own))
+        by_category = {name: [record for record in own if record.category == name] for name in CATEGORIES}
+        found += [_row(method, name, some) for name, some in by_category.items() if some]
+    return found
+
+
+def _row(method: str, category: str, records: Sequence[Replayed]) -> ProbedRow:
+    steps = [record.steps for record in records]
+    return ProbedRow(
+        method=method, category=category, requests=len(records), steps=sum(steps),
+        tokens=sum(record.tokens for record in records),
+        tokens_per_step=_over(records, lambda record: record.tokens),
+        survival=tuple(_over(records, _reaching(k)) for k in range(1, NODES + 1)),
+    )  # fmt: skip
+
+
+def _reaching(depth: int) -> Callable[[Replayed], int]:
+    """Steps of a record that accept at min_depth so many drafted tokens."""
+    return lambda record: sum(accepted >= depth for accepted in record.accepted)
+
+
+def _over(records: Sequence[Replayed], amount: Callable[[Replayed], float]) -> Range:
+    """An amount over the steps of these requests; without an interval where they are too few."""
+    above, below = [amount(record) for record in records], [record.steps for record in records]
+    if len(records) < bootstrap.MIN_PROMPTS:
+        return Range(center=sum(above) / sum(below))
+    return Range(**bootstrap.ratio_of_totals(above, below)._asdict())
+
+
+def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
+    """A method's acceptance over all its requests, which a plan can rest on; None where they are too few."""
+    if len(records) < bootstrap.MIN_PROMPTS:
+        return None
+    whole, steps = _row(records[0].method, ALL, records), sum(record.steps for record in records)
+    center = tuple(own.center or 0.0 for own in whole.survival)
+    nodes = [drafted for record in records for drafted in record.nodes]
+    offered = tuple(sum(drafted > k for drafted in nodes) / steps for k in range(NODES))
+    tokens, mean = whole.tokens_per_step, sum(center)
+    ends = [min(max(0.0, (end or 1.0) - 1) / mean, 1 / center[0]) if mean else 1.0 for end in (tokens.low, tokens.high)]
+    low, high = (tuple(share * scale for share in center) for scale in ends)
+    # a tree of fewer nodes accepts less than the first levels of a large one
+    min_depth = NODES if any(record.branches for record in records) else 1
+    return Acceptance(low, center, high, "probe", source, offered, min_depth)
