@@ -100,7 +100,7 @@ def _left(
     SPLITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """p of tokens x after the rejection of all children of `parent` among the nodes before `before`."""
-    for m in range(0, before):
+    for m in range(before):
         node = slot * N + m
         if tl.load(parents + node) == parent:
             token = tl.load(tokens + node)
@@ -135,7 +135,7 @@ def read(
     warm = tl.load(temperature + slot).to(WIDE)
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     tl.store(total + at, tl.sum(tl.exp((own - shift) / tl.where(warm == 0, 1.0, warm)), 0))
-    if HAS_Q:
+    if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
         if n > 0:
             place = q + slot * q_slot + (n - 1).to(tl.int64) * q_node + x
             given = tl.load(place, mask=is_in, other=0.0).to(WIDE)
@@ -162,7 +162,7 @@ def combine(
     tl.store(row_best + row, top)
     tl.store(row_choice + row, first)
     tl.store(row_total + row, tl.where(warm == 0, 1.0, tl.sum(tl.where(part > 0, part * shrunk, 0.0), 0)))
-    if HAS_Q:
+    if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
         if n > 0:
             node = slot * N + n - 1
             place = node * splits + s
@@ -186,7 +186,7 @@ def masses(
     node, split = tl.program_id(0), tl.program_id(1)
     slot, n = (node // N).to(tl.int64), node % N
     parent, elders = tl.load(parents + node), 0
-    for m in range(0, n):
+    for m in range(n):
         elders += (tl.load(parents + slot * N + m) == parent).to(tl.int32)
     if (elders == rank) & (n < tl.load(sizes + slot)):
         x = split * CHUNK + tl.arange(0, CHUNK)
@@ -221,7 +221,7 @@ def draw(
     """
     row, split = tl.program_id(0), tl.program_id(1)
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
-    if ONLY_SEEDED:
+    if ONLY_SEEDED:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
         if tl.load(seeded + slot) == 0:
             return
     x = split * CHUNK + tl.arange(0, CHUNK)
@@ -270,7 +270,7 @@ def walk(
         if HAS_Q:
             follows = (tl.load(seeded + slot) != 0).to(tl.int32)
     at, count, invalid = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-    for n in range(0, N):
+    for n in range(N):
         node = slot * N + n
         token = tl.load(tokens + node)
         known = (token >= 0) & (token < V)
@@ -285,7 +285,7 @@ def walk(
             passes = follows != 0
             if HAS_DRAWS:
                 passes = passes & (tl.load(draws + row) == token)
-            if HAS_Q:
+            if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
                 if follows == 0:
                     own = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + token).to(WIDE)
                     warm = tl.load(temperature + slot).to(WIDE)
@@ -307,7 +307,7 @@ def walk(
         tl.store(line + N + 1, tl.load(draws + first + at + 1))
     tl.store(line + N + 2, invalid)
     finite = tl.full((), 1, tl.int64)
-    for n in range(0, N + 1):
+    for n in range(N + 1):
         if IS_GREEDY:
             is_finite = tl.load(draws + first + n) >= 0
         else:
@@ -331,7 +331,7 @@ def emit(
     count = tl.load(line + N)
     at = tl.load(line + count - 1, mask=count > 0, other=-1)
     youngest = tl.full((), -1, tl.int32)
-    for m in range(0, N):
+    for m in range(N):
         is_child = (m < size) & (tl.load(parents + slot * N + m) == at)
         youngest = tl.where(is_child, m, youngest)
     if HAS_SEEDED:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -57,19 +57,20 @@ def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
             + torch.randn(SLOTS, len(parents), VOCABULARY, generator=noise)
         ).softmax(-1)
         tokens = q.flatten(0, 1).multinomial(1, generator=noise).view(SLOTS, -1)
-        given: Any = [each.to(device) for each in (logits, tokens, q, torch.linspace(0.4, 1.5, SLOTS))]
+        on_device = [each.to(device) for each in (logits, tokens, q, torch.linspace(0.4, 1.5, SLOTS))]
         for seeded in (None, (index % 2 == 0).to(device)):
             streams = Streams((7 + index).to(device), (3 * index).to(device), seeded)
             for has_q in (True, False):
-                if wrong := _difference(kernels, *given, parents, streams, has_q):
+                if wrong := _difference(kernels, on_device, parents, streams, has_q):
                     return wrong
     return ""
 
 
 def _difference(
-    kernels: AcceptanceKernels, logits: Tensor, tokens: Tensor, q: Tensor, temperature: Tensor, parents: tuple[int, ...],
-    streams: Streams, has_q: bool,
+    kernels: AcceptanceKernels, given: Sequence[Tensor], parents: Sequence[int], streams: Streams, has_q: bool
 ) -> str:  # fmt: skip
+    """As `difference`, for one draft.  given: logits, tokens, q and temperatures."""
+    logits, tokens, q, temperature = given
     sizes = torch.full((SLOTS,), len(parents))
     draft = Draft.fixed(tokens, parents, sizes, q if has_q else None)
     if accepted(kernels.accept(draft, logits, temperature, streams)) != accept(
