@@ -231,7 +231,7 @@ def test_kernels_that_accept_otherwise_are_not_taken(monkeypatch):
     """Catches a trial that does not look: of rule, greedy walk and draws; and a CPU that gets kernels."""
     device = torch.device(DEVICE)
     monkeypatch.setattr(selection, "VOCABULARY", 60)
-    monkeypatch.setattr(selection, "SLOTS", 2)
+    monkeypatch.setattr(selection, "SLOTS", 6)
     assert selection.difference(acceptance, device) == ""
     for fault in ("no residual", "noise"):
         with monkeypatch.context() as patch:

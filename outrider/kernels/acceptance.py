@@ -221,7 +221,7 @@ def emit(
         *_strides(rows.logits), *_strides(nodes.q), CHUNK=CHUNK, SPLITS=rows.splits,
         HAS_SEEDED=streams.seeded is not None, WRITES=out is not None, **rows.given,
     )  # fmt: skip
-    kernels.settle[len(walked),](*parts, walked, *rows.sizes[::2], SPLITS=rows.splits, num_warps=1)
+    kernels.resolve[len(walked),](*parts, walked, *rows.sizes[::2], SPLITS=rows.splits, num_warps=1)
 
 
 def _strides(rows: Tensor) -> tuple[int, int]:

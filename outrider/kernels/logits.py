@@ -19,7 +19,7 @@ SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
 """Those of `decoding.noise`."""
 DRAFT, ACCEPT, TARGET = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """`Purpose`, in numbers."""
-LEAST = tl.constexpr(1e-12)
+MIN_MASS = tl.constexpr(1e-12)
 """A residual with less mass is due to rounding."""
 LAST = tl.constexpr(2**31 - 1)
 
@@ -107,7 +107,7 @@ def _left(
             known = (token >= 0) & (token < V)
             own = _judged(q + slot * q_slot + m * q_node, x, is_in, token, known, tl.load(valid + node) != 0, WIDE)
             mass = _mass(masses, node, splits, SPLITS)
-            p = tl.where(mass > LEAST, tl.maximum(p - own, 0.0) / tl.maximum(mass, LEAST), p)
+            p = tl.where(mass > MIN_MASS, tl.maximum(p - own, 0.0) / tl.maximum(mass, MIN_MASS), p)
     return p
 
 
@@ -116,11 +116,11 @@ def _left(
 
 @triton.jit(do_not_specialize=["N", "splits"])
 def read(
-    logits, temperature, q, best, choice, total, sums, least, N, V, splits, slot_stride, row_stride, q_slot, q_node,
+    logits, temperature, q, best, choice, total, sums, minima, N, V, splits, slot_stride, row_stride, q_slot, q_node,
     CHUNK: tl.constexpr, HAS_Q: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a row: its largest logit (infinite where one is NaN), the first token that has it, and the sum of
-    weights relative to it [R, splits]; sum and least number of its node's q."""
+    weights relative to it [R, splits]; sum and minimum of its node's q."""
     row, split = tl.program_id(0), tl.program_id(1)
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     x = split * CHUNK + tl.arange(0, CHUNK)
@@ -141,12 +141,12 @@ def read(
             given = tl.load(place, mask=is_in, other=0.0).to(WIDE)
             node = (slot * N + n - 1) * splits + split
             tl.store(sums + node, tl.sum(given, 0))
-            tl.store(least + node, tl.min(given, 0))
+            tl.store(minima + node, tl.min(given, 0))
 
 
 @triton.jit(do_not_specialize=["N", "splits"])
 def combine(
-    best, choice, total, sums, least, temperature, tokens, q, seeds, index, depths, row_best, row_choice, row_total,
+    best, choice, total, sums, minima, temperature, tokens, q, seeds, index, depths, row_best, row_choice, row_total,
     valid, coins, N, V, splits, q_slot, q_node, SPLITS: tl.constexpr, HAS_Q: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A row's chunks put together: largest logit, the first token that has it and the sum of weights [R]; whether the
@@ -167,7 +167,7 @@ def combine(
             node = slot * N + n - 1
             place = node * splits + s
             mass = tl.sum(tl.load(sums + place, mask=is_used, other=0.0), 0)
-            lowest = tl.min(tl.load(least + place, mask=is_used, other=0.0), 0)
+            lowest = tl.min(tl.load(minima + place, mask=is_used, other=0.0), 0)
             token = tl.load(tokens + node)
             known = (token >= 0) & (token < V)
             held = tl.load(q + slot * q_slot + (n - 1).to(tl.int64) * q_node + token, mask=known, other=0.0)
@@ -369,10 +369,10 @@ def emit(
 
 
 @triton.jit(do_not_specialize=["N", "splits"])
-def settle(best, token, rest_best, rest_token, rest_mass, walked, N, splits, SPLITS: tl.constexpr):
+def resolve(best, token, rest_best, rest_token, rest_mass, walked, N, splits, SPLITS: tl.constexpr):
     """The next token of a slot, from the chunks of its race."""
     slot = tl.program_id(0).to(tl.int64)
     _, before = _first_of_largest(best, token, slot, splits, SPLITS)
     _, after = _first_of_largest(rest_best, rest_token, slot, splits, SPLITS)
-    found = tl.where(_mass(rest_mass, slot, splits, SPLITS) > LEAST, after, before)
+    found = tl.where(_mass(rest_mass, slot, splits, SPLITS) > MIN_MASS, after, before)
     tl.store(walked + slot * (N + 4) + N + 1, found.to(tl.int64))

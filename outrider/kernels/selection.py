@@ -22,7 +22,7 @@ from outrider.sampling.judge import AcceptanceKernels
 
 log = logging.getLogger(__name__)
 
-SLOTS, VOCABULARY = 4, 5003
+SLOTS, VOCABULARY = 16, 5003
 """Of the trial; the vocabulary is no multiple of anything."""
 CHAIN, TREE = (-1, 0, 1, 2), (-1, -1, -1, 0, 0)
 """Parents of the drafts that are tried."""

@@ -119,8 +119,8 @@ class SlotCache:
         """Take every layer's buffers from the stacks."""
         made = {(b.layer, b.holds): part for b, part in zip(self.layout, self.stacks.parts(), strict=True)}
         self._indexers = {layer: part for (layer, holds), part in made.items() if holds == "index"}
-        pairs = {layer: (part, made[layer, "values"]) for (layer, holds), part in made.items() if holds == "keys"}
-        self._layers, self._views = pairs, {}
+        keys = {layer: part for (layer, holds), part in made.items() if holds == "keys"}
+        self._layers, self._views = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}, {}
 
     def reserve(self, columns: int) -> None:
         """Have room for texts of this many tokens.  Buffers that were taken before are old where there was none."""

@@ -46,7 +46,7 @@ class Stacks:
         """[stacked, slots, heads, columns, size] each."""
         self.used: list[int] = []
         """How many buffers of each tensor are some layer's, from the first on."""
-        self._places: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, int]] = []
         """Of each buffer of the layout: its tensor, and which part of that it is."""
 
     @property
@@ -71,14 +71,14 @@ class Stacks:
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
             self.tensors.append(torch.zeros(shape, dtype=buffer.dtype, device=buffer.device))
             self.used.append(0)
-        self._places.append((number, self.used[number]))
+        self._numbers.append((number, self.used[number]))
         self.used[number] += 1
         self.layout += (buffer,)
-        return self.tensors[number][self._places[-1][1]]
+        return self.tensors[number][self._numbers[-1][1]]
 
     def parts(self) -> Sequence[Tensor]:
         """Every buffer, in the order of the layout."""
-        return [self.tensors[number][part] for number, part in self._places]
+        return [self.tensors[number][part] for number, part in self._numbers]
 
     @torch.inference_mode(False)  # buffers that were no inference tensors before must not become some
     @torch.no_grad()
