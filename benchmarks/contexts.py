@@ -63,7 +63,8 @@ def steps(target: TransformersTarget, contexts: list[int], rows: list[int], roun
     """The quickest step of each width behind each context."""
     cache = target.allocate(1, max(contexts) + max(rows) + 1)
     target.prefill(cache, [0], torch.zeros(1, SHORT, dtype=torch.int64), [SHORT])
-    for buffer in cache._stacks:
+    cache.reserve(cache.length)
+    for buffer in cache.stacks.tensors:
         buffer.normal_()
     drafts = {
         count: Draft.chain(torch.zeros(1, count - 1, dtype=torch.int64), torch.tensor([count - 1])) for count in rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.replay import provenance, publish
 
 LIMITS = {
-    "machine": 30, "attention": 40, "loop-8b": 70, "passes-8b": 100, "syncs": 60, "exact": 120,
+    "machine": 30, "acceptance": 60, "attention": 40, "loop-8b": 70, "passes-8b": 100, "syncs": 60, "exact": 120,
     "passes-0.6b": 60, "loop-0.6b": 60, "training-4b": 70, "passes-1.7b": 60, "passes-4b": 80, "training-8b": 90,
     "compiled-4b": 120, "tests": 200, "demo": 240,
 }  # fmt: skip
@@ -80,8 +81,12 @@ def run_row(name: str, options: argparse.Namespace, rows: dict[str, Any], left: 
             "--known", str(known), *(["--small"] if options.small else []),
         ]  # fmt: skip
         limit = min(LIMITS[name], left)
+        interprets = {"TRITON_INTERPRET": "1"} if name == "acceptance" and options.device == "cpu" else {}
         try:
-            done = subprocess.run(command, timeout=limit, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, timeout=limit, stdout=sys.stderr, stderr=subprocess.PIPE, text=True,
+                env=os.environ | interprets,
+            )  # fmt: skip
             why = f"exit code {done.returncode}: {last_words(done.stderr)}" if done.returncode else ""
         except subprocess.TimeoutExpired as stopped:
             why = f"stopped after {limit:.0f} s: {last_words((stopped.stderr or b'').decode(errors='replace'))}"
@@ -112,6 +117,11 @@ def promises(rows: dict[str, Any]) -> list[dict[str, Any]]:
     for point in rows.get("loop-8b", {}).get("points", []):
         if point.get("captured") and "outside_kernels" in point:
             at_most(f"8 B, one text, {point['way']}: share of a step outside kernels", 0.05, point["outside_kernels"])
+    for point in rows.get("acceptance", {}).get("points", []):
+        what = (
+            f"acceptance of {point['batch']} slots, {point['way']}: share of slots that accept what the plain rule does"
+        )
+        found.append({"promise": what, "wanted": 1.0, "found": point["same"], "holds": point["same"] == 1.0})
     for point in rows.get("syncs", {}).get("points", []):
         if point["captured"] and "waits_per_step" in point:
             at_most(f"{point['drafter']}: waits for the device a step", 1.05, point["waits_per_step"])

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks import gpu_acceptance
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, flat
@@ -180,7 +181,8 @@ def filled(target: TransformersTarget, slots: int, context: int, more: int) -> S
     """A cache whose slots hold about `context` tokens of noise, of unequal length."""
     cache = target.allocate(slots, context + more)
     target.prefill(cache, [0], torch.ones(1, 1, dtype=torch.int64, device=target.device), [1])
-    for stack in cache._stacks:
+    cache.reserve(context + more)
+    for stack in cache.stacks.tensors:
         stack.normal_()
     cache.lengths = [context - slot % 7 for slot in range(slots)]
     return cache
@@ -563,6 +565,11 @@ def measure_compiled(shape: str, device: str, small: bool, known: Known) -> dict
     return measure_training(shape, device, small, known, compiled=True)
 
 
+def measure_acceptance(device: str, small: bool, known: Known) -> dict[str, Any]:
+    """See `gpu_acceptance`."""
+    return gpu_acceptance.measure(device, small, known, median_ms, Points())
+
+
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -704,5 +711,5 @@ def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": measure_machine, "passes": measure_passes, "loop": measure_loop, "exact": measure_exactness,
     "syncs": measure_syncs, "training": measure_training, "compiled": measure_compiled, "tests": measure_tests,
-    "demo": measure_demo, "attention": measure_attention,
+    "demo": measure_demo, "attention": measure_attention, "acceptance": measure_acceptance,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from outrider.decoding.generate import Progress, advance
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.errors import ConfigError, DataError, DrafterError
+from outrider.kernels.selection import acceptance_kernels
 from outrider.loading import load_drafter
 from outrider.policies import named
 from outrider.sampling.grammar import Grammar
@@ -21,6 +22,7 @@ from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import refuse_unmatchable
 from outrider.targets.load import load_target
+from outrider.targets.memory import refuse_above, token_bytes
 from outrider.targets.prompts import Prompt, listed
 from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
@@ -68,8 +70,7 @@ def generate(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16,
-    shared_noise: bool = True,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked
     for.
@@ -89,6 +90,7 @@ def generate(
     allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
     settings, such as `relay(cues=cues.json)`.  `policies.named.judge(name)` gives one whose `distance` is the distance
     of a lossy one's texts from the target's distribution, and whose `figures` say what that bought.
+    memory_gb: most memory of the slots' keys and values, in GB; more than that is refused before it is allocated.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
@@ -98,7 +100,10 @@ def generate(
     target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
-    for progress in serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise):
+    served = serve(
+        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb, shared_noise=shared_noise
+    )
+    for progress in served:
         generation = found[progress.request]
         generation.tokens += progress.tokens
         generation.text += judge.text(progress.row)
@@ -115,14 +120,15 @@ def stream(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16,
-    shared_noise: bool = True,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
     target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
-    served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
+    served = serve(
+        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb, shared_noise=shared_noise
+    )
 
     return (
         Piece(
@@ -136,10 +142,10 @@ def stream(
 def serve(
     target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *,
     policy: str | Policy | None = None,
-    judge: str | SamplingJudge = "standard", slots: int = 16, shared_noise: bool = True,
-    state: DecodeState | None = None,
+    judge: str | SamplingJudge = "standard", slots: int = 16, memory_gb: float | None = None,
+    shared_noise: bool = True, state: DecodeState | None = None,
 ) -> Iterator[Progress]:  # fmt: skip
-    """Serve requests over slots, a step at a time.
+    """Serve requests over slots, a step at a time.  memory_gb: as in `generate`.
 
     `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities
     of a step are the judge's: `judge.text(progress.row)`.
@@ -147,7 +153,21 @@ def serve(
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
+    if memory_gb is not None:
+        _refuse_above(memory_gb, target, requests, drafter, state)
     return advance(target, requests, drafter, named.policy(policy, drafter), state)
+
+
+def _refuse_above(
+    memory_gb: float, target: Target, requests: Sequence[Request], drafter: Drafter, state: DecodeState
+) -> None:  # fmt: skip
+    """Raises ConfigError where the longest request, in every slot, takes more than this."""
+    if not memory_gb > 0:
+        raise ConfigError(f"memory_gb must be a number above 0, got {memory_gb}")
+    longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
+    more = max(drafter.limit, 1) + 1 + drafter.probe_rows
+    length, each = min(longest, state.context), token_bytes(target)
+    refuse_above(int(memory_gb * 1e9), len(state.tokens), length, each, "given", more)
 
 
 def batch(
@@ -165,6 +185,7 @@ def batch(
     other = judge.serves() if judge.serves is not None else None
     if other is not None and other.requests:
         raise ConfigError("this judge belongs to another batch; make one for each batch with policies.named.judge")
+    judge.kernels = acceptance_kernels(target.device)
     is_shared = shared_noise and judge.rule is None
     state = DecodeState(
         slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared

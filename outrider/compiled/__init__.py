@@ -266,8 +266,10 @@ class Compiled:
             # once per cache, so once per batch of requests: reading 200 counters takes a hundredth of a step
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
-        if not self._is_sound or max(cache.lengths[row] for row in rows) + width > cache.length:
+        end = max(cache.lengths[row] for row in rows) + width
+        if not self._is_sound or end > cache.length:
             return False
+        cache.reserve(end)
         cache.gather(rows)
         return True
 

@@ -42,7 +42,11 @@ class Accepted(NamedTuple):
     @classmethod
     def of(cls, order: Tensor, counts: Tensor, next_tokens: Tensor, invalid: Tensor) -> Accepted:
         # one tensor: a device is waited for once
-        rows = torch.cat([order, torch.stack([counts, next_tokens, invalid], 1)], 1).tolist()
+        return cls.read(torch.cat([order, torch.stack([counts, next_tokens, invalid], 1)], 1).tolist())
+
+    @classmethod
+    def read(cls, rows: list[list[int]]) -> Accepted:
+        """From each slot's path and padding, the path's length, next token, and number of invalid nodes."""
         paths = [path[:count] for *path, count, _, _ in rows]
         return cls(paths, [row[-2] for row in rows], [row[-1] for row in rows])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted, accept
 from outrider.decoding.draft import Draft, sent
-from outrider.decoding.noise import Streams
+from outrider.decoding.noise import Purpose, Streams
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -116,6 +116,11 @@ class Judge:
             return greedy
         temperature = self.temperature.to(logits).view(-1, *[1] * (logits.dim() - 1))
         return torch.where(temperature == 0, greedy, (logits / temperature.where(temperature > 0, 1.0)).softmax(-1))
+
+    def drawn(self, logits: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
+        """The distribution q [B, V] of a drafter's logits [B, V], and one token a slot drawn from it, [B]."""
+        q = self.distribution(logits)
+        return q, streams.draw(q, depth, Purpose.DRAFT)
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
         """A drafter's logits [B, V] with -inf where no token may follow a slot's text and these drafted tokens, each

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.targets.protocol import Target
@@ -41,8 +40,9 @@ class Sampler:
         if self.state.judge.temperature is None:
             self.tokens.append(logits.argmax(-1))
         else:
-            self.q.append(self.state.judge.distribution(logits))
-            self.tokens.append(self.streams.draw(self.q[-1], len(self.tokens), Purpose.DRAFT))
+            q, tokens = self.state.judge.drawn(logits, self.streams, len(self.tokens))
+            self.q.append(q)
+            self.tokens.append(tokens)
         return self.tokens[-1]
 
     def draft(self, sizes: Tensor, confidence: Tensor | None = None) -> Draft:

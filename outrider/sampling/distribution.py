@@ -46,10 +46,14 @@ class Settings(NamedTuple):
         return self.each(lambda column: column[slots])
 
     @property
+    def has_cuts(self) -> bool:
+        """Some live slot does not draw from all tokens."""
+        return any(cut is not None for cut in self[1:])
+
+    @property
     def is_tempered(self) -> bool:
         """Every live slot draws at a temperature above 0 from all tokens: its distribution is `tempered`."""
-        has_cuts = any(cut is not None for cut in self[1:])
-        return self.temperature is not None and not has_cuts and bool((self.temperature > 0).all())
+        return self.temperature is not None and not self.has_cuts and bool((self.temperature > 0).all())
 
 
 def wide(logits: Tensor) -> Tensor:

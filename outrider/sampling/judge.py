@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Accepted, Rule, accept_top1
 from outrider.decoding.draft import Draft
-from outrider.decoding.noise import Purpose
+from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Judge, Request, Scores, likeliest
 from outrider.errors import ConfigError, TargetError
 from outrider.sampling import logprobs
@@ -27,11 +28,27 @@ from outrider.sampling.text import TextStream
 NO_ERRORS: Mapping[int, Exception] = {}
 
 
+class AcceptanceKernels(Protocol):
+    """A device's own way to accept and to draw, for requests that set a temperature at most."""
+
+    def accept(self, draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
+        """The acceptance rule for logits [B, N+1, V].  [B, N+4] int64: path and padding, its length, the next token,
+        invalid nodes, and whether all logits are finite."""
+
+    def accept_greedy(self, draft: Draft, logits: Tensor, choice: Tensor | None) -> Tensor:
+        """As `accept`, of greedy slots."""
+
+    def sample(self, logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
+        """As `Judge.drawn`."""
+
+
 class SamplingJudge(Judge):
     """Judges by `rule`, or by the acceptance rule and its fast paths without one."""
 
     def __init__(self, rule: Rule | None = None):
         self.rule = rule
+        self.kernels: AcceptanceKernels | None = None
+        """Those of the target's device; None where there are none."""
         self.serves: Callable[[], DecodeState | None] | None = None
         """Weak reference to the batch whose texts it holds; None before the first."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
@@ -72,6 +89,11 @@ class SamplingJudge(Judge):
     def distribution(self, logits: Tensor) -> Tensor:
         return distribution(logits, self.settings)
 
+    def drawn(self, logits: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
+        if self.kernels is None or self.settings.has_cuts or self.temperature is None:
+            return super().drawn(logits, streams, depth)
+        return self.kernels.sample(logits, self.temperature, streams, depth)
+
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
         """Logits masked as the target's are, by bad words, minimum length and grammar; a draw from the result has it as
         q.
@@ -95,19 +117,23 @@ class SamplingJudge(Judge):
         there = copy.copy(self)
         there.settings = self.settings.each(lambda column: column.to(device))
         there.temperature = there.settings.temperature
+        there.kernels = self.kernels if device.type == "cuda" else None
         return there
 
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         self._are_numbers = False
+        found = self._by_kernels(draft, scores, state)
+        if found is not None:
+            return found
         if self.rule is None and self.temperature is None:
             chosen = scores.choice if logits is scores.logits else None
             if chosen is None:
                 chosen = likeliest(logits)
-            found = draft.read_with(chosen)
-            self._are_numbers = min(map(min, found)) >= 0
-            # what is not finite is refused after the commit, see `observe`
-            choice = found if self._are_numbers else logits.argmax(-1).tolist()
+            choice = draft.read_with(chosen)
+            self._are_numbers = min(map(min, choice)) >= 0
+            if not self._are_numbers:  # what is not finite is refused after the commit, see `observe`
+                choice = logits.argmax(-1).tolist()
             return accept_greedy(draft, choice, logits.shape[-1])
         streams = state.streams
         if self.rule is None and draft.q is None:
@@ -115,6 +141,19 @@ class SamplingJudge(Judge):
             choose = lambda rows, depth: streams.draw(self.distribution(logits[slots, rows]), depth, Purpose.TARGET)
             return accept_top1(draft, logits.shape[-1], choose)
         return (self.rule or accept_chain)(draft, self.distribution(logits), streams)
+
+    def _by_kernels(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted | None:
+        """What the device's kernels accept; None where there are none, or rule, settings or numbers are not for
+        them."""
+        if self.kernels is None or self.rule is not None or self.settings.has_cuts:
+            return None
+        if self.temperature is None:
+            choice = scores.choice if self._logits is scores.logits else None
+            rows = draft.read_with(self.kernels.accept_greedy(draft, self._logits, choice))
+        else:
+            rows = draft.read_with(self.kernels.accept(draft, self._logits, self.temperature, state.streams))
+        self._are_numbers = all(row[-1] for row in rows)
+        return Accepted.read([row[:-1] for row in rows]) if self._are_numbers else None
 
     def text(self, row: int) -> str:
         """What became final of this slot's text since this was last asked; "" where the request has no detokenizer."""

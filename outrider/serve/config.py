@@ -24,7 +24,8 @@ class Config(Base):
     length: int | None = Field(None, ge=2)
     """Most tokens of a prompt with its answer; the target's context, or what fits into `memory_gb`, unless given."""
     memory_gb: PositiveFloat | None = None
-    """Most memory of all slots' keys and values, in GB, allocated at the start; half of what is free unless given."""
+    """Most memory of all slots' keys and values, in GB; slots that could take more are refused at the start.  Unless
+    given, all that is free for a `length`, and half of it without one."""
     queue: PositiveInt = 256
     """Most texts that wait for a slot; a request that would make it more is refused with 429."""
     policy: Literal["fixed", "by_confidence", "adaptive", "by_load"] = "adaptive"

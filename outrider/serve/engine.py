@@ -26,10 +26,10 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.serve.calls import Call, Ending, EngineStopped, Listener, Output, QueueFull, WaitingCalls
 from outrider.serve.guard import Abandoned, GuardedDrafter, shape_of
-from outrider.serve.memory import slot_length
 from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.prediction import Predicted
 from outrider.serve.prefixes import PrefixStore
+from outrider.targets.memory import slot_length
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,11 @@ class Engine:
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
-        self.slots, self.length = slots, slot_length(target, slots, length, memory_bytes)
+        more = max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows
+        self.slots, self.length = slots, slot_length(target, slots, length, memory_bytes, more)
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
-        self.cache = target.allocate(slots, self.length + max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows)
+        self.cache = target.allocate(slots, self.length + more)
         self.memory = self.drafter.allocate(self.cache)
         self.state.judge.allocate(target, self.cache)
         self.prefixes = PrefixStore(prefix_bytes)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.draft import sent
 from outrider.targets.attention_mask import Limit, PassLayout, additive, span
+from outrider.targets.stacks import Buffer, Stacks
 from outrider.targets.states import RecurrentStates
 
 SHARED_MASK_WIDTH = 64
@@ -29,23 +30,11 @@ VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
 
 
-class Buffer(NamedTuple):
-    """What a layer stores of all slots: [slots, heads, length, size]."""
-
-    layer: int
-    holds: Literal["keys", "values", "index"]
-    """`index`: keys of a sparse attention's index."""
-    heads: int
-    size: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 class SlotCache:
     """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache
     does.
 
-    Buffers are made when a layer first writes, in the shape that layer needs.
+    Buffers are made when a layer first writes, in the shape that layer needs, and grow with the longest text.
     """
 
     is_compileable = False
@@ -55,6 +44,7 @@ class SlotCache:
         take back without loss where layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
+        self.stacks = Stacks(slots, length, layers)
         self.length = length
         self.device = torch.device(device)
         self.lengths = [0] * slots
@@ -63,13 +53,6 @@ class SlotCache:
         self._gathered: Sequence[int] | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexers: dict[int, Tensor] = {}
-        self.layout: tuple[Buffer, ...] = ()
-        """Every buffer, in the order in which they were made; empty before the first pass."""
-        self._stacks: list[Tensor] = []
-        self._used: list[int] = []
-        """How many buffers of each stack are some layer's, from the first on."""
-        self._spare: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
-        """By shape, type and device: buffers that are no layer's yet, and which stack they are in."""
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
@@ -101,6 +84,11 @@ class SlotCache:
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
+    def layout(self) -> tuple[Buffer, ...]:
+        """Every buffer, in the order in which they were made; empty before the first pass."""
+        return self.stacks.layout
+
+    @property
     def layers(self) -> list[int]:
         """Layers that store keys and values; empty before the first pass."""
         return sorted(self._layers)
@@ -122,13 +110,24 @@ class SlotCache:
 
     def laid_out(self, layout: Sequence[Buffer]) -> SlotCache:
         """This cache with these buffers, before any pass."""
-        made = {(buffer.layer, buffer.holds): self._make(buffer) for buffer in layout}
-        for layer, holds in made:
-            if holds == "index":
-                self._indexers[layer] = made[layer, holds]
-            elif holds == "keys":
-                self._layers[layer] = made[layer, holds], made[layer, "values"]
+        for buffer in layout:
+            self.stacks.make(buffer)
+        self._take()
         return self
+
+    def _take(self) -> None:
+        """Take every layer's buffers from the stacks."""
+        made = {(b.layer, b.holds): part for b, part in zip(self.layout, self.stacks.parts(), strict=True)}
+        self._indexers = {layer: part for (layer, holds), part in made.items() if holds == "index"}
+        keys = {layer: part for (layer, holds), part in made.items() if holds == "keys"}
+        self._layers, self._views = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}, {}
+
+    def reserve(self, columns: int) -> None:
+        """Have room for texts of this many tokens.  Buffers that were taken before are old where there was none."""
+        assert columns <= self.length, f"a pass up to {columns} tokens in a cache of {self.length}"
+        if columns > self.stacks.columns:
+            self.stacks.grow(columns, max(self.lengths))
+            self._take()
 
     def gather(self, rows: Sequence[int]) -> None:
         """Move these slots to contiguous buffer rows in this order, so that a pass over them reads a slice."""
@@ -152,7 +151,7 @@ class SlotCache:
         if moved:
             longest = max(self.lengths[row] for row in moved)
             come_from, to = [self.buffer_rows[row] for row in moved], [wanted[row] for row in moved]
-            for stack in self._stacks:
+            for stack in self.stacks.tensors:
                 stack[:, to, :, :longest] = stack[:, come_from, :, :longest]  # all is read before any is written
         for row, index in wanted.items():
             self.buffer_rows[row] = index
@@ -169,7 +168,7 @@ class SlotCache:
         self._open_rows = [self.buffer_rows[row] for row in self.rows]
         self._span, self._at, self._reads = span(self._open_rows), None, None
         self.end = max(self._starts) + width
-        assert self.end <= self.length, f"a pass up to {self.end} tokens in a cache of {self.length}"
+        self.reserve(self.end)
         self.is_even = len(set(self._starts)) == 1 and self._span is not None
         self.states.open(noted)
 
@@ -337,7 +336,7 @@ class SlotCache:
     @property
     def column_bytes(self) -> int:
         """Bytes of one column of a slot, all layers together."""
-        return sum(buffer.heads * buffer.size * buffer.dtype.itemsize for buffer in self.layout)
+        return self.stacks.column_bytes
 
     @property
     def stores_columns_alone(self) -> bool:
@@ -353,15 +352,16 @@ class SlotCache:
         """
         assert end <= self.lengths[row], f"columns up to {end} of a slot that has {self.lengths[row]}"
         at = self.buffer_rows[row]
-        return [stack[:used, at, :, begin:end].clone() for stack, used in zip(self._stacks, self._used, strict=True)]
+        stacks = zip(self.stacks.tensors, self.stacks.used, strict=True)
+        return [stack[:used, at, :, begin:end].clone() for stack, used in stacks]
 
     @torch.inference_mode()
     def copy_in(self, row: int, columns: Sequence[Tensor]) -> None:
         """Append columns to what a slot holds, which must be as much as there was before them where they come from."""
         begin, at = self.lengths[row], self.buffer_rows[row]
         end = begin + columns[0].shape[2]
-        assert end <= self.length, f"columns up to {end} in a cache of {self.length}"
-        for stack, used, own in zip(self._stacks, self._used, columns, strict=True):
+        self.reserve(end)
+        for stack, used, own in zip(self.stacks.tensors, self.stacks.used, columns, strict=True):
             stack[:used, at, :, begin:end] = own
         self.lengths[row] = end
 
@@ -412,28 +412,13 @@ class SlotCache:
 
     def _buffer(self, layer: int, holds: Literal["keys", "values", "index"], states: Tensor) -> Tensor:
         """A new buffer for states [R, h, n, d] like these."""
-        return self._make(Buffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device))
-
-    def _make(self, buffer: Buffer) -> Tensor:
-        """[slots, h, length, d]: part of a stack, so that a path is moved in all layers at once."""
-        key = buffer.heads, buffer.size, buffer.dtype, buffer.device
-        if not self._spare.get(key):
-            shape = self.stacked, self.slots, buffer.heads, self.length, buffer.size
-            # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
-            stack = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
-            self._spare[key] = [(len(self._stacks), part) for part in stack]
-            self._stacks.append(stack)
-            self._used.append(0)
-        number, part = self._spare[key].pop(0)
-        self._used[number] += 1
-        self.layout += (buffer,)
-        return part
+        return self.stacks.make(Buffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device))
 
     @torch.inference_mode()
     def _move(self, row: int, columns: Sequence[int], to: int) -> None:
         """Move these columns of a slot to column `to` and those after it."""
         come_from, at = sent(columns, self.device), self.buffer_rows[row]
-        for stack in self._stacks:
+        for stack in self.stacks.tensors:
             stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from.to(stack.device))
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:

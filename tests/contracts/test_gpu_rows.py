@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
+import pytest
+
 from benchmarks import gpu
 
 
@@ -29,3 +31,12 @@ def test_a_row_that_crashes_says_why(tmp_path):
     code, rows = measured(tmp_path, "machine", device="nonsense")
     assert code == 1
     assert "nonsense" in rows["machine"]["error"]
+
+
+def test_acceptance_is_rehearsed_by_the_interpreter(tmp_path):
+    """Catches a row that compares nothing, and kernels that accept otherwise than the rule."""
+    pytest.importorskip("triton", reason="there is no Triton for this system")
+    _, rows = measured(tmp_path, "acceptance")
+    points = rows["acceptance"]["points"]
+    assert {point["way"] for point in points} == {"greedy", "chain", "tree", "without q", "draw"}
+    assert all(point["same"] == 1.0 and point["kernels_ms"] > 0 for point in points)

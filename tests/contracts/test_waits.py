@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from torch.utils import _pytree as pytree
 
 import outrider
 from outrider import generation
+from outrider.decoding.accept import accept
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Request
+from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 
 MORE = {"jacobi": 2, "recycle": 2, "graft": 2, "mix": 2, "specblock": 3, "layer_skip": 5}
@@ -67,9 +71,10 @@ def line_of_ours() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def waits_of(target, prompts, drafter, sampling=None) -> tuple[int, Counter[str]]:
+def waits_of(target, prompts, drafter, sampling=None, kernels=None) -> tuple[int, Counter[str]]:
     """Steps of two texts after their first, and where they waited."""
     state = generation.batch(target, 2, ends=frozenset())
+    state.judge.kernels = kernels
     requests = [Request(prompt, 40, sampling or Sampling()) for prompt in prompts[:2]]
     steps, last, found = 0, None, Waits()
     progress = generation.serve(target, requests, drafter, policy="fixed", state=state)
@@ -107,3 +112,35 @@ def test_a_wait_that_is_planted_is_found(target, prompts, drafter_of, monkeypatc
     monkeypatch.setattr(type(drafter), "propose", looks)
     steps, lines = waits_of(target, prompts, drafter)
     assert lines.total() > steps
+
+
+class OnDeviceKernels:
+    """Stand for kernels that accept and draw on a device: the plain rule, uncounted, with results that are marked."""
+
+    @staticmethod
+    def accept(draft, logits, temperature, streams):
+        with torch._C.DisableTorchFunction():
+            plain = lambda x: None if x is None else x.as_subclass(Tensor)
+            own = replace(draft, tokens=plain(draft.tokens), parents=plain(draft.parents), q=plain(draft.q))
+            p = distribution(plain(logits), Settings(temperature, None, None))
+            found = accept(own, p, streams)
+            nodes = draft.tokens.shape[1]
+            rows = [[*path, *[-1] * (nodes - len(path)), len(path), *more] for path, *more in zip(*found, strict=True)]
+            return torch.tensor([[*row, 1] for row in rows]).as_subclass(OnDevice)
+
+    @staticmethod
+    def sample(logits, temperature, streams, depth):
+        with torch._C.DisableTorchFunction():
+            q = distribution(logits.as_subclass(Tensor), Settings(temperature, None, None))
+            return q.as_subclass(OnDevice), streams.draw(q, depth, Purpose.DRAFT).as_subclass(OnDevice)
+
+
+@pytest.mark.parametrize("name", ["none", "dspark", "eagle3", "small_model"])
+def test_a_sampled_step_waits_once_where_there_are_kernels(name, target, prompts, drafter_of):
+    """Without them it waits for q, for what is accepted, for the draft's tokens and for the largest logits."""
+    drafter, heat = None if name == "none" else drafter_of(CASES[name]), Sampling(temperature=0.8)
+    steps, lines = waits_of(target, prompts, drafter, heat, OnDeviceKernels)
+    assert steps > 3
+    assert lines.total() <= steps, f"{steps} steps wait at {dict(lines)}"
+    _, without = waits_of(target, prompts, drafter, heat)
+    assert without.total() > lines.total()

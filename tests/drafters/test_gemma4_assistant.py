@@ -126,11 +126,11 @@ def test_it_writes_nothing_into_the_targets_cache(target, folder):
     memory, state = drafter.allocate(cache), DecodeState(1, 64)
     state.admit(0, Request([5, 9, 2, 7, 7, 1, 3, 4, 9], 4, Sampling()))
     prefill(target, drafter, cache, memory, state, [0])
-    before, lengths = [stack.clone() for stack in cache._stacks], list(cache.lengths)
+    before, lengths = [stack.clone() for stack in cache.stacks.tensors], list(cache.lengths)
     draft = drafter.propose(memory, state, torch.tensor([3]))
     assert draft.live == [3]
     assert cache.lengths == lengths
-    assert all(torch.equal(now, then) for now, then in zip(cache._stacks, before, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(cache.stacks.tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("fault", ["position", "window", "length"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import ConfigError
+from outrider.generation import generate
 from outrider.serve.engine import Engine
-from outrider.serve.memory import slot_length, token_bytes
+from outrider.targets import memory
+from outrider.targets.memory import slot_length, token_bytes
 from outrider.targets.transformers import TransformersTarget
 
 TOKEN = 4 * 2 * 2 * 8 * 8
@@ -17,8 +19,7 @@ def test_a_token_takes_what_the_buffers_have(target: TransformersTarget) -> None
     assert token_bytes(target) == TOKEN
     with Engine(target, slots=3, length=50) as engine:
         engine.stop()
-    stored = sum(stack.nbytes for stack in engine.cache._stacks)
-    assert stored == 3 * engine.cache.length * TOKEN
+    assert engine.cache.stacks.allocated_bytes == 3 * engine.cache.length * TOKEN
 
 
 def test_the_length_is_the_context_or_what_the_budget_allows(target: TransformersTarget) -> None:
@@ -27,9 +28,32 @@ def test_the_length_is_the_context_or_what_the_budget_allows(target: Transformer
     assert slot_length(target, 4, None, 4 * 100 * TOKEN) == 100
     assert slot_length(target, 4, 60, 4 * 100 * TOKEN) == 60
     assert slot_length(target, 4, 10 * context, None) == context
-    with pytest.raises(ConfigError, match=r"4 slots of 200 tokens take .* shorter ones \(100 tokens\)"):
+    assert slot_length(target, 4, None, 4 * 100 * TOKEN, more=9) == 91
+    with pytest.raises(ConfigError, match=r"4 slots of 200 tokens take .* 4 slots of 100 tokens fit, or 2 of 200"):
         slot_length(target, 4, 200, 4 * 100 * TOKEN)
     with pytest.raises(ConfigError, match="fewer slots"):
         slot_length(target, 4, None, 4 * TOKEN)
     with pytest.raises(ConfigError, match="at least 2 tokens"):
         slot_length(target, 4, 1, None)
+
+
+def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, monkeypatch) -> None:
+    """Catches slots that fail in the middle of a text, hours after the start; and a budget that is not believed."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 100 * TOKEN)
+    assert slot_length(target, 4, 100, None) == 100
+    assert slot_length(target, 4, None, None) == 50
+    with pytest.raises(ConfigError, match=r"are free for them; 4 slots of 91 tokens fit, or 3 of 110"):
+        slot_length(target, 4, 110, None, more=9)
+    assert slot_length(target, 4, 110, 5 * 100 * TOKEN) == 110
+
+
+def test_generating_within_a_budget(target) -> None:
+    """Catches a budget that is checked after the cache was allocated, or for another length or number of slots."""
+    prompts, each = [[1, 2, 3], [4, 5]], TOKEN * (3 + 8 + 2)
+    plain = generate(target, prompts, max_new_tokens=8)
+    assert generate(target, prompts, max_new_tokens=8, memory_gb=2 * each / 1e9) == plain
+    with pytest.raises(ConfigError, match=r"2 slots of 11 tokens take up to .* or 1 of 11"):
+        generate(target, prompts, max_new_tokens=8, memory_gb=(2 * each - 1) / 1e9)
+    assert generate(target, prompts, max_new_tokens=8, memory_gb=each / 1e9, slots=1) == plain
+    with pytest.raises(ConfigError, match="above 0"):
+        generate(target, prompts, max_new_tokens=8, memory_gb=0)

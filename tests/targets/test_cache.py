@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 
 from outrider.decoding.state import DecodeState, Request
 from outrider.sampling.settings import Sampling
+from outrider.targets import stacks
 from outrider.targets.cache import SlotCache
 
 SLOTS, LENGTH, HEADS, SIZE = 4, 24, 2, 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_columns():
+    """Caches that grow within these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacks, "FIRST", 5)
+        yield
 
 
 class Reference:
@@ -205,7 +214,7 @@ def test_columns_are_copied_into_another_cache(is_new):
     assert is_new or equal(held(other, 0), untouched)
     # a copy: what the first slot reads later is not in it
     wanted = held(other, 1)
-    for stack in cache._stacks:
+    for stack in cache.stacks.tensors:
         stack.zero_()
     assert equal(held(other, 1), wanted)
 
@@ -223,6 +232,7 @@ def test_one_wrong_column_is_found():
 def test_views_of_buffers_show_copied_columns():
     """Catches a compiled step that reads buffers in which nothing was copied."""
     cache = SlotCache(2, LENGTH, layers=2).shaped_as(filled(3, [20, 7, 13], 1))
+    cache.reserve(LENGTH)
     cache.open([1], 1)
     views = cache.buffers
     columns = filled(3, [20, 7, 13], 1).copy_out(0, 0, 8)
@@ -265,3 +275,35 @@ def test_slots_that_come_and_go_are_hardly_moved(begins_at: int) -> None:
         assert at == list(range(at[0], at[0] + len(at)))
         moves.append(sum(cache.buffer_rows[row] != before[row] for row in state.rows))
     assert sorted(moves)[-2] <= 2  # all of them once at most, from the end of the buffers to their beginning
+
+
+def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatch):
+    """64 slots of 32k: catches buffers that are allocated whole, and columns that are lost as they grow."""
+    monkeypatch.setattr(stacks, "FIRST", 512)
+    cache, column = SlotCache(64, 32_768, layers=1), 2 * 4 * SIZE
+    text = torch.arange(600 * SIZE, dtype=torch.float32).view(1, 1, 600, SIZE)
+    found = []
+    for row, begin, end in ((0, 0, 300), (7, 0, 600), (0, 300, 600), (63, 0, 1)):
+        cache.open([row], end - begin)
+        keys, values = cache.update(text[:, :, begin:end], -text[:, :, begin:end], 0)
+        assert torch.equal(keys, text[:, :, :end])
+        assert torch.equal(values, -keys)
+        cache.append([end - begin])
+        found.append(cache.stacks.allocated_bytes)
+    assert found == [64 * 512 * column, *[64 * 1024 * column] * 3]
+    assert max(found) < 64 * 32_768 * column / 30
+    cache.reserve(20_000)
+    assert cache.stacks.allocated_bytes == 64 * 20_000 * column
+    cache.reserve(20_001)
+    assert cache.stacks.allocated_bytes == 64 * 32_768 * column
+    keys, _ = cache.cached(0, [7])
+    assert torch.equal(keys, text)
+
+
+def test_a_cache_that_grows_in_inference_mode_can_be_written_without():
+    """Catches buffers that become inference tensors."""
+    cache = SlotCache(1, 24)
+    with torch.inference_mode():
+        cache.laid_out([stacks.Buffer(0, holds, 1, SIZE, torch.float32, cache.device) for holds in ("keys", "values")])
+        cache.open([0], 9)
+    cache.update(*torch.ones(2, 1, 1, 9, SIZE), 0)

@@ -1,0 +1,94 @@
+"""Which kernels accept and draw on a device: ours, where they choose the tokens that the plain ways choose.
+
+They need CUDA and Triton, and are tried once per device and process.  On a CPU there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, accept
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.state import likeliest
+from outrider.errors import first_line
+from outrider.sampling.distribution import tempered
+from outrider.sampling.judge import AcceptanceKernels
+
+log = logging.getLogger(__name__)
+
+SLOTS, VOCABULARY = 16, 5003
+"""Of the trial; the vocabulary is no multiple of anything."""
+CHAIN, TREE = (-1, 0, 1, 2), (-1, -1, -1, 0, 0)
+"""Parents of the drafts that are tried."""
+
+
+@functools.cache
+def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
+    """The kernels that accept and draw on this device; None where the plain ways do."""
+    if device.type != "cuda":
+        return None
+    try:
+        from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
+
+        wrong = difference(acceptance, device)
+    except Exception as error:  # no Triton, no C compiler for it, a GPU that it does not know
+        wrong = first_line(error)
+    if wrong:
+        log.info("drafts are accepted and drawn on %s as torch writes it: %s", device, wrong)
+        return None
+    return acceptance
+
+
+@torch.inference_mode()
+def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
+    """What the kernels do otherwise than the plain ways, in words; "" for nothing."""
+    noise = torch.Generator().manual_seed(11)
+    index = torch.arange(SLOTS)
+    for parents in (CHAIN, TREE):
+        logits = 3 * torch.randn(SLOTS, len(parents) + 1, VOCABULARY, generator=noise)
+        q = (
+            logits[:, [1 + parent for parent in parents]]
+            + torch.randn(SLOTS, len(parents), VOCABULARY, generator=noise)
+        ).softmax(-1)
+        tokens = q.flatten(0, 1).multinomial(1, generator=noise).view(SLOTS, -1)
+        on_device = [each.to(device) for each in (logits, tokens, q, torch.linspace(0.4, 1.5, SLOTS))]
+        for seeded in (None, (index % 2 == 0).to(device)):
+            streams = Streams((7 + index).to(device), (3 * index).to(device), seeded)
+            for has_q in (True, False):
+                if wrong := _difference(kernels, on_device, parents, streams, has_q):
+                    return wrong
+    return ""
+
+
+def _difference(
+    kernels: AcceptanceKernels, given: Sequence[Tensor], parents: Sequence[int], streams: Streams, has_q: bool
+) -> str:  # fmt: skip
+    """As `difference`, for one draft.  given: logits, tokens, q and temperatures."""
+    logits, tokens, q, temperature = given
+    sizes = torch.full((SLOTS,), len(parents))
+    draft = Draft.fixed(tokens, parents, sizes, q if has_q else None)
+    if accepted(kernels.accept(draft, logits, temperature, streams)) != accept(
+        draft, tempered(logits, temperature), streams
+    ):
+        return "our kernels accept other tokens than the plain rule"
+    choice = likeliest(logits)
+    one_hot = torch.zeros_like(logits).scatter_(-1, choice[..., None], 1.0)
+    wanted = accept(Draft.fixed(tokens, parents, sizes), one_hot, streams)
+    if any(accepted(kernels.accept_greedy(draft, logits, known)) != wanted for known in (None, choice)):
+        return "our kernels accept other greedy tokens than the plain rule"
+    plain = tempered(logits[:, 0], temperature)
+    own, drawn = kernels.sample(logits[:, 0], temperature, streams, 2)
+    if not torch.equal(drawn, streams.draw(plain, 2, Purpose.DRAFT)) or float((own - plain).abs().max()) > 1e-5:
+        return "our kernels draw other tokens than the plain way"
+    return ""
+
+
+def accepted(found: Tensor) -> Accepted:
+    """What kernels returned, read."""
+    return Accepted.read([row[:-1] for row in found.tolist()])

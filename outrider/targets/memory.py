@@ -1,0 +1,74 @@
+"""Whether slots fit into memory: what their keys and values take at most is known before any of them is allocated.
+
+Caches begin small and grow with the longest text (see `stacks`), so a budget is what they may take, not what they take.
+Weights and a drafter's own caches are not in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outrider import machine
+from outrider.errors import ConfigError
+from outrider.targets.cache import SlotCache
+from outrider.targets.ensemble import EnsembleCache
+from outrider.targets.protocol import Target
+from outrider.targets.tensor_parallel import TensorParallelCache
+
+SHARE = 0.5
+"""Of the memory that is free, what slots take unless a budget or a length is given."""
+UNKNOWN_LENGTH = 4096
+"""Tokens of a slot, at most, where its memory is not known."""
+
+
+@torch.inference_mode()
+def token_bytes(target: Target) -> int:
+    """Bytes of one token of a slot in the target's cache, seen by reading one; 0 where it has a cache of its own
+    kind."""
+    cache: Any = target.allocate(1, 8)
+    target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
+    return cache.column_bytes if isinstance(cache, SlotCache | EnsembleCache | TensorParallelCache) else 0
+
+
+def slot_length(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> int:
+    """Most tokens of a slot, prompt and answer: `length`, or as many as the context and the budget allow.
+
+    budget_bytes: of all slots together.  Unless given it is all that is free for a `length`, and half of that without
+    one.  more: columns of a slot besides its text's, for drafts.  Raises ConfigError where they don't fit.
+    """
+    context, each = target.spec.context, token_bytes(target)
+    if length is not None and length < 2:
+        raise ConfigError(f"length must be at least 2 tokens, a prompt's and an answer's, got {length}")
+    free = free_bytes(target.device)
+    budget = budget_bytes if budget_bytes is not None else free if length is not None else int(SHARE * free)
+    source = "free" if budget_bytes is None else "given"
+    refuse_above(budget, slots, min(length or 2, context), each, source, more)
+    most = budget // (slots * each) - more if each else context if length is not None else UNKNOWN_LENGTH
+    return min(length or most, context, most)
+
+
+def refuse_above(budget: int, slots: int, length: int, each: int, source: str, more: int = 0) -> None:
+    """Raises ConfigError where slots of this many tokens, of `each` bytes, take more than a budget in bytes.
+
+    source: "given" or "free".  more: as in `slot_length`.
+    """
+    taken = slots * (length + more) * each
+    if taken <= budget:
+        return
+    tokens, fit = max(0, budget // (slots * each) - more), budget // ((length + more) * each)
+    whose = "memory_gb allows" if source == "given" else "are free for them"
+    raise ConfigError(
+        f"{slots} slots of {length:,} tokens take up to {_gb(taken)}, and {_gb(budget)} {whose}; {slots} slots of "
+        f"{tokens:,} tokens fit, or {fit} of {length:,}: choose fewer slots or shorter texts, or another memory_gb"
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.free_memory()
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

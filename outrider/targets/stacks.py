@@ -1,0 +1,94 @@
+"""The buffers of a slot cache: many layers of one shape in one tensor, with as many columns as texts have needed.
+
+They begin with few columns and double when a text needs more, so that many slots of a long context take no more memory
+than the longest text asks for.  While they double, one stack at a time is there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FIRST = 512
+"""Columns of a slot before any text needs more."""
+
+
+class Buffer(NamedTuple):
+    """What a layer stores of all slots: [slots, heads, length, size]."""
+
+    layer: int
+    holds: Literal["keys", "values", "index"]
+    """`index`: keys of a sparse attention's index."""
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one column of a slot."""
+        return self.heads * self.size * self.dtype.itemsize
+
+
+class Stacks:
+    """Buffers of `slots` texts of at most `length` tokens; `stacked` of one shape are one tensor."""
+
+    def __init__(self, slots: int, length: int, stacked: int):
+        self.slots, self.length, self.stacked = slots, length, stacked
+        self.columns = min(length, FIRST)
+        """Columns that buffers have now."""
+        self.layout: tuple[Buffer, ...] = ()
+        """Every buffer, in the order in which they were made."""
+        self.tensors: list[Tensor] = []
+        """[stacked, slots, heads, columns, size] each."""
+        self.used: list[int] = []
+        """How many buffers of each tensor are some layer's, from the first on."""
+        self._numbers: list[tuple[int, int]] = []
+        """Of each buffer of the layout: its tensor, and which part of that it is."""
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one column of a slot, all layers together."""
+        return sum(buffer.column_bytes for buffer in self.layout)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def make(self, buffer: Buffer) -> Tensor:
+        """A new buffer [slots, heads, columns, size]: part of a stack, so that a path is moved in all layers at
+        once."""
+        shape = self.stacked, self.slots, buffer.heads, self.columns, buffer.size
+        kind = buffer.dtype, buffer.device
+        fits = (
+            n for n, (tensor, used) in enumerate(zip(self.tensors, self.used, strict=True))
+            if used < self.stacked and tensor.shape == shape and (tensor.dtype, tensor.device) == kind
+        )  # fmt: skip
+        number = next(fits, len(self.tensors))
+        if number == len(self.tensors):
+            # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
+            self.tensors.append(torch.zeros(shape, dtype=buffer.dtype, device=buffer.device))
+            self.used.append(0)
+        self._numbers.append((number, self.used[number]))
+        self.used[number] += 1
+        self.layout += (buffer,)
+        return self.tensors[number][self._numbers[-1][1]]
+
+    def parts(self) -> Sequence[Tensor]:
+        """Every buffer, in the order of the layout."""
+        return [self.tensors[number][part] for number, part in self._numbers]
+
+    @torch.inference_mode(False)  # buffers that were no inference tensors before must not become some
+    @torch.no_grad()
+    def grow(self, columns: int, held: int) -> None:
+        """Have at least this many columns; the first `held` are copied.  Buffers that were given out are old then."""
+        before, self.columns = self.columns, min(self.length, max(columns, 2 * self.columns))
+        held = min(held, before)
+        for number in range(len(self.tensors)):
+            old = self.tensors[number]
+            self.tensors[number] = old.new_zeros(*old.shape[:3], self.columns, old.shape[4])
+            self.tensors[number][:, :, :, :held] = old[:, :, :, :held]
+            del old
