@@ -22,6 +22,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for place, text in site_pages.generated().items():
         files.append(File.generated(config, place, content=text))
+    files.append(File.generated(config, "charts.css", content=site_pages.looks()))
     return files
 
 

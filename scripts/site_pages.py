@@ -44,6 +44,16 @@ def places() -> dict[str, str]:
     return docs | {source: place for place, source in results().items()}
 
 
+def looks() -> str:
+    """A style sheet that gives drawings the page's own scheme: their colours for day and for night, and no ground."""
+    drawing = next((ROOT / "benchmarks" / "charts").glob("*.svg")).read_text("utf-8")
+    light, dark = re.findall(r"\.drawing \{(--paper[^}]*)\}", drawing)
+    return (
+        f'[data-md-color-scheme="default"] .drawing {{{light}}}\n[data-md-color-scheme="slate"] .drawing {{{dark}}}\n'
+        ".drawing .ground { fill: none !important; }\n.drawing { --paper: var(--md-default-bg-color) !important; }\n"
+    )
+
+
 def expanded(nav: list[object]) -> list[object]:
     """The nav with every page of a folder in place of `methods/` and `results/`."""
     inside = sorted([*results(), "methods/index.md", *(f"methods/{kind}.md" for kind in site_methods.kinds())])
@@ -94,8 +104,15 @@ def linked(link: re.Match[str], source: str, place: str) -> str:
     if file not in places():
         if not (ROOT / file).exists():
             raise ValueError(f"{source} links to {to}, which is not there")
-        return f"{text} (`{file}`)"
-    return f"{mark}[{text}]({os.path.relpath(places()[file], os.path.dirname(place) or '.')}{anchor})"
+        return f"`{file}`" if text == os.path.basename(file) else f"{text} (`{file}`)"
+    shown = title(file) if text == os.path.basename(file) and not anchor else text
+    return f"{mark}[{shown}]({os.path.relpath(places()[file], os.path.dirname(place) or '.')}{anchor})"
+
+
+@cache
+def title(file: str) -> str:
+    """What a page is called; a repository calls it by its file."""
+    return (ROOT / file).read_text("utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def chart(file: Path, text: str) -> str:
