@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SITE := build/site-venv
 
-.PHONY: demo demo-short test test-all lint audit wheel install kernels clean
+.PHONY: demo demo-short test test-all lint audit wheel site install kernels clean
 
 demo: install  ## train a drafter for the demo target and prove it
 	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
@@ -35,6 +36,15 @@ audit: install  ## known weaknesses of the packages that are installed; needs a 
 wheel: install  ## build the wheel, and run the first example of README from it, on every Python there is, without a compiler
 	$(BIN)/python scripts/wheel.py
 
+site: $(SITE)/.installed  ## the docs as pages with a search, in build/site; a broken link stops it
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
+$(SITE)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
 install: $(VENV)/.installed
 
 # torch comes first and alone: asked for with an upper bound, pip finds a CPU build where the index has one
@@ -51,4 +61,4 @@ $(VENV)/.kernels: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs build

@@ -1,5 +1,5 @@
-"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, and what was
-promised and found into RESULTS.md: `python benchmarks/tables.py`.
+"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, what was
+promised and found into RESULTS.md, and drawings into charts/: `python benchmarks/tables.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from charts import charts
 from papers import papers
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,8 @@ def main() -> None:
     for page in sorted((HERE / "pages").glob("*.md")):
         _put(page, drawn)
     _put(HERE / "RESULTS.md", {"glance": glance(found)})
+    for name, drawing in charts(found).items():
+        (HERE / "charts" / f"{name}.svg").write_text(drawing)
 
 
 def _put(page: Path, sections: dict[str, str]) -> None:

@@ -5,6 +5,9 @@ that both vocabularies have, from its distribution given that; this is q, over t
 in its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
 low temperatures.
 
+Take it where there is a good small model, and none with the target's vocabulary; with one, `small_model` drafts from
+its whole distribution.
+
 B live slots, V the target's vocabulary, U the model's.
 """
 

@@ -17,6 +17,9 @@ Differs from the paper: its drafter is a pretrained diffusion language model tha
 begins from scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys
 stay valid. The masks themselves mark the cut, without a separator.  A block has all its masks in stage II too, as in
 serving: R says which of them are learnt.
+
+Take it where no state of the target can be read, or where a diffusion language model with the target's tokenizer is
+there already.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ K drafts.  The paper's (`anchor_predicts: no`): every mask predicts the token at
 predicts nothing, so K drafts take K masks.
 
 Differs from the paper: the default layout; training samples new anchors in every batch.
+
+Take it where a draft must cost one pass, however long it is, and nothing else; its later slots guess alone, which
+`dspark` and `domino` mend for a little more.
 """
 
 from __future__ import annotations

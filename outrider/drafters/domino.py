@@ -10,6 +10,9 @@ begins at zero: then all logits are the base's.
 
 Differs from the paper: each block trains by its base logits with probability lam, else by the corrected ones.  This is
 the paper's loss in expectation, for any loss and any weights of rows, with one head per row instead of two.
+
+Take it for long blocks, whose later slots depend on more than the token before; on the demo target's short ones more is
+accepted of `dspark`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ that later slots do not guess alone, and a confidence head predicts how likely e
 
 Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 begins as a
 projection of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
+
+Take it first: of what was trained on the demo target it is the fastest, and its confidences let a policy end a draft
+early.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ Assumes that features continue more regularly than tokens do.
 
 Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family;
 the noise is drawn again in every step; `ttt` above 1 unrolls further steps, which the paper does not.
+
+Take it where the target's last state is the only one that can be read; in the same minutes it learnt more than EAGLE-3
+on the demo target, in the same steps less.
 """
 
 from __future__ import annotations

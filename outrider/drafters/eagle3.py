@@ -14,6 +14,9 @@ Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attent
 Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` asks for fewer.  The target's
 distribution is not renormalised over those, so tokens outside count as rejected.  Rollouts end with their text or mask
 instead of going on over padding.
+
+Take it where the engine that will serve has no kind that drafts in blocks, or where a released head for the target is
+there already.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Assumes that the target's keys hold what the next few tokens need.
 
 Differs from transformers' generation: there a stale key may stand at the anchor's position, here never.  Tokens of
 other centroids can't be drafted at all; transformers gives them the smallest logit found, which depends on the batch.
+
+Take it where the target is a Gemma 4 with its assistant: nothing is trained.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ early, after some layers, with the target's norm and head.  Needs no training.
 
 Differs from LayerSkip: the verifying pass runs whole, and does not continue from the draft's states.
 
+Take it where nothing can be trained, passes are long and layers many; on the demo target, with 16, it does not pay.
+
 B live slots, N drafted nodes, V vocabulary.
 """
 

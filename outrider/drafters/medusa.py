@@ -14,6 +14,9 @@ trains fast; accuracies are counted in training, not on held-out texts; every dr
 distribution, not by typical acceptance; above temperature 0 nodes are drawn, of which more are accepted than of the
 likeliest.
 
+Take it where drafting must take almost no time: a few products on a state that is there already.  `sequential` is the
+better form where it can be served.
+
 B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nodes of one level, P positions trained.
 """
 

@@ -14,6 +14,9 @@ Auer, Cesa-Bianchi and Fischer 2002).
 
 All of this depends on earlier steps alone, each member has its own q, and members draw independently: the output is
 exact.
+
+Take it where requests are of several kinds, or where verifying more nodes costs little: more is accepted than of its
+best member, and every member takes its own time.
 """
 
 from __future__ import annotations

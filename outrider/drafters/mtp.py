@@ -16,6 +16,9 @@ Assumes that the state which predicts one token also holds something of the next
 
 Differs from the paper: [embedding; state] is the order of the released weights, not the paper's; the next module reads
 the state after the norm, as in transformers; the target is frozen.  A draft may be a tree.
+
+Take it first where the target ships its modules: nothing is trained then.  Of what was trained on the demo target most
+is accepted of it.
 """
 
 from __future__ import annotations

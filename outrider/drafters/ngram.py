@@ -3,6 +3,8 @@
 The longest match wins, of equals the most recent.  Needs no training and no pass of any model; strong where text
 repeats itself, such as code and summaries.  `tree` proposes several continuations at once, and `shared` also looks them
 up in the texts of other requests; both use a trie of n-grams (see `retrieval.trie`).
+
+Take it as the floor that every other drafter must beat, and where answers repeat the prompt: edits, summaries, code.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ Training drops depths by COD (PARD, An et al. 2504.18583): depth d retains a sha
 Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's
 own, frozen, unless `vocabulary` is given; and a text is not split to fit a device: `anchors` bounds the positions
 instead.
+
+Take it where the drafter's own passes are what costs: it makes one.  In the same minutes it learns less than EAGLE-3.
 """
 
 from __future__ import annotations

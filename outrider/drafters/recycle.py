@@ -6,6 +6,9 @@ anchor. Needs no training and no pass of any model, and proposes from the second
 Differs from the paper: the table is the request's own and begins empty, so that no text shows in another request's
 drafts; `shared` has one for all requests of a tenant, where the paper has one for all.  The tree is grown best first by
 how often each rank is right, instead of a fixed template, so that unknown tokens cost no nodes.
+
+Take it where nothing can be trained and text is new rather than repeated, or as the second member of a `mix` or
+`graft`.
 """
 
 from __future__ import annotations

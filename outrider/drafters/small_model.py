@@ -9,6 +9,9 @@ cache.
 All of its weights can be trained to match the target.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a text is
 a row: the model's distribution against the target's.  Differs from the paper: all texts are the target's, written
 beforehand; the model writes none itself while it learns.
+
+Take it where a small model of the target's family is there and a pass of it takes a small part of the target's; much is
+accepted of it, and its passes are what it costs.
 """
 
 from __future__ import annotations

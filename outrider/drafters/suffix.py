@@ -6,6 +6,9 @@ more.
 
 Differs from the paper: a trie of n-grams instead of a suffix tree, so memory is bounded and old text is forgotten;
 sources are merged node by node (see `retrieval.proposal`) instead of taking the better of two; corpora.
+
+Take it where texts like those to come are on disk or in earlier requests: with a corpus more is accepted than of any
+other kind without training.
 """
 
 from __future__ import annotations

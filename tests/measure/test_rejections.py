@@ -22,7 +22,7 @@ from outrider.measure import rejections
 from outrider.measure.rejections import judged, kind_of, patterns
 from outrider.measure.timing import run_once
 from outrider.nn import trees
-from outrider.report import schema as report
+from outrider.report import parts as report
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

@@ -1,0 +1,258 @@
+"""Pages of the site for each kind of drafter, written from its file's docstring, its settings and the results.
+
+Reads text alone: no drafter is imported, so that the site is built without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from benchmarks.papers import PAPERS, figure
+
+ROOT = Path(__file__).resolve().parent.parent
+DRAFTERS, BENCHMARKS, RECIPES = ROOT / "outrider" / "drafters", ROOT / "benchmarks", ROOT / "recipes"
+RETRIEVAL = (("new", "new text"), ("seen", "text like earlier text"), ("edit", "edits"))
+LEGEND = re.compile(r"[A-Z] (live )?(slots|drafted)")
+"""Begins the paragraph of a docstring that names letters of shapes."""
+
+
+class Method(NamedTuple):
+    """What the docstring of a drafter's file says."""
+
+    kind: str
+    idea: str
+    body: list[str]
+    differs: str
+    """What differs from the paper; may be empty."""
+    take: str
+    """When to take it."""
+
+
+def kinds() -> list[str]:
+    return sorted(path.stem for path in DRAFTERS.glob("*.py") if path.stem != "__init__")
+
+
+def method(kind: str) -> Method:
+    """The parts of a docstring.  Raises ValueError where it does not say when to take the drafter."""
+    text = ast.get_docstring(ast.parse((DRAFTERS / f"{kind}.py").read_text(encoding="utf-8"))) or ""
+    idea, *rest = [part for part in text.split("\n\n") if not LEGEND.match(part)]
+    body, differs, take = [], "", ""
+    for part in rest:
+        before, word, after = part.partition("Differs from ")
+        if part.startswith("Take it "):
+            take = part
+        elif word:
+            differs = word + after
+        if not part.startswith("Take it ") and before.strip():
+            body.append(before)
+    if not take:
+        raise ValueError(f"outrider/drafters/{kind}.py must have a paragraph 'Take it where …' in its docstring")
+    return Method(kind, idea, body, differs, take)
+
+
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pages() -> dict[str, str]:
+    """The Markdown of each page by its place in the site."""
+    found = [method(kind) for kind in kinds()]
+    return {"methods/index.md": overview(found)} | {f"methods/{one.kind}.md": page(one) for one in found}
+
+
+def overview(found: Sequence[Method]) -> str:
+    """All kinds, in a table of those that train, one of those that do not, and one of those measured otherwise."""
+    learnt, untrained, others = [], [], []
+    for one in found:
+        after, plain = [own_row(one.kind, column) for column in ("minutes", "steps")], untrained_rows(one.kind)
+        name, when = f"[`{one.kind}`]({one.kind}.md)", inline(one.take.removeprefix("Take it "))
+        if any(after):
+            learnt.append([name, *figures(after[0]), *figures(after[1]), when])
+        elif one.kind in plain:
+            untrained.append([name, *figures(plain[one.kind]["new"]), when])
+        else:
+            others.append([name, when])
+    for rows in (learnt, untrained):
+        rows.sort(key=lambda row: row[1].replace("–", "0"), reverse=True)
+    pair, when = ["tokens per step", "speed-up"], "take it"
+    minutes, steps = result("methods")["training_minutes_of_one_core"], result("methods")["training_steps"]
+    return "\n\n".join([
+        "# Methods",
+        f"A method is one file, and each of the {len(found)} has a page that is written from it. Figures are of the "
+        "demo target at temperature 0, a speed-up over the target alone on two cores. Another target and machine "
+        "have others: `outrider plan` says which may pay on yours, and `outrider evaluate` which does.",
+        "## Kinds that train",
+        f"The first two figures are after {minutes:g} minutes of one core, the next two after {steps} steps.",
+        table(["kind", *pair, *pair, when], learnt),
+        "## Kinds that need no training",
+        "On new text; on edits and on text like earlier text they reach more.",
+        table(["kind", *pair, when], untrained),
+        "## Measured otherwise, or not",
+        "Their pages say with what, and name the results.",
+        table(["kind", when], others),
+        "All figures: [kinds that train](../results/methods.md), [without training](../results/retrieval.md), "
+        "[what papers claim](../results/papers.md).",
+    ])  # fmt: skip
+
+
+def figures(row: dict[str, Any] | None) -> list[str]:
+    """Tokens per step and speed-up at temperature 0."""
+    found = row and row.get("temperature_0", row)
+    return [f"{found['tokens_per_step']:.2f}", f"{found['speedup']:.2f}"] if found else ["–", "–"]
+
+
+def page(one: Method) -> str:
+    parts = [f"# {one.kind}", inline(one.idea), "## When to take it", inline(one.take)]
+    if one.body:
+        parts += ["## How it drafts", *map(inline, one.body)]
+    if one.differs:
+        parts += ["## What differs from the paper", inline(one.differs)]
+    parts += ["## In our tables", *(measured(one.kind) or ["It is in no table of the demo target."])]
+    parts += papers_of(one.kind)
+    if seen := mentioned(one.kind):
+        links = ", ".join(f"[{name}](../results/{name}.md)" for name in seen)
+        parts.append(f"Pages of results that name it: {links}.")
+    return "\n\n".join([*parts, "## Settings", settings(one.kind)])
+
+
+def inline(text: str) -> str:
+    """A paragraph of a docstring as Markdown: papers are linked, and nothing else is markup but code."""
+    text = " ".join(text.split())
+    parts = re.split(r"(`[^`]*`)", text)
+    for at in range(0, len(parts), 2):
+        plain = parts[at].replace("&", "&amp;").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+        plain = plain.replace("[", "\\[").replace("]", "\\]")
+        parts[at] = re.sub(r"\b(\d{4}\.\d{4,5})\b", r"[\1](https://arxiv.org/abs/\1)", plain)
+    return "".join(parts)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def settings(kind: str) -> str:
+    """The section of a kind on the page of settings, without its heading."""
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## drafter {re.escape(kind)}\n+(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"docs/settings.md has no drafter {kind}; run `python scripts/settings.py`")
+    lines = found[1].strip().splitlines()
+    start = next((at for at, line in enumerate(lines) if line.startswith("|")), 0)
+    return "\n".join(lines[start:]) + "\n\n`outrider drafters " + kind + "` prints the same."
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def result(name: str) -> Any:
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@cache
+def benchmarked() -> dict[str, str]:
+    """The kind of each method of benchmarks/methods.py, from the recipe that it names."""
+    tree = ast.parse((BENCHMARKS / "methods.py").read_text(encoding="utf-8"))
+    [told] = [
+        node.value for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "METHODS"
+    ]  # fmt: skip
+    assert isinstance(told, ast.Dict)
+    found = {}
+    for name, call in zip(told.keys, told.values, strict=True):
+        assert isinstance(name, ast.Constant) and isinstance(call, ast.Call)
+        recipe = ast.literal_eval(call.args[0])
+        found[name.value] = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))["drafter"]["kind"]
+    return found
+
+
+def trained_rows(kind: str) -> list[dict[str, Any]]:
+    """Rows of a kind, most tokens per step first."""
+    rows = [row for row in result("methods")["rows"] if benchmarked().get(row["method"]) == kind]
+    return sorted(rows, key=lambda row: (row["column"], -row["temperature_0"]["tokens_per_step"]))
+
+
+def untrained_rows(kind: str) -> dict[str, dict[str, Any]]:
+    """Rows of benchmarks/retrieval.py of a kind: by name, then by task."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in result("retrieval")["rows"]:
+        if re.match(rf"{re.escape(kind)}(?![\w])", row["name"]) and kind not in benchmarked().values():
+            found.setdefault(row["name"], {})[row["task"]] = row
+    return found
+
+
+def own_row(kind: str, column: str) -> dict[str, Any] | None:
+    """The row that has the kind's own name."""
+    return next((row for row in trained_rows(kind) if (row["method"], row["column"]) == (kind, column)), None)
+
+
+def measured(kind: str) -> list[str]:
+    return [*_trained(kind), *_untrained(kind)]
+
+
+def _trained(kind: str) -> Iterator[str]:
+    found, rows = result("methods"), trained_rows(kind)
+    if not rows:
+        return
+    minutes, steps = found["training_minutes_of_one_core"], found["training_steps"]
+    after = {"minutes": f"{minutes:g} minutes of one core", "steps": f"{steps} steps"}
+    heads = ["as", "trained for", "tokens per step, T = 0", "speed-up", "tokens per step, T = 1", "seeds"]
+    lines = []
+    for row in rows:
+        cold, hot = row["temperature_0"], row["temperature_1"]
+        sampled = f"{hot['tokens_per_step']:.2f}" if hot else "–"
+        figures = [f"{cold['tokens_per_step']:.2f}", f"{cold['speedup']:.2f}", sampled, str(row["seeds"])]
+        lines.append([row["method"], after[row["column"]], *figures])
+    yield table(heads, lines)
+    yield "All kinds side by side: [methods](../results/methods.md)."
+
+
+def _untrained(kind: str) -> Iterator[str]:
+    rows = untrained_rows(kind)
+    if not rows:
+        return
+    heads = ["as", *(f"{said}: {what}" for _, said in RETRIEVAL for what in ("tokens per step", "speed-up"))]
+    lines = [
+        [name, *(f"{tasks[task][of]:.2f}" for task, _ in RETRIEVAL for of in ("tokens_per_step", "speedup"))]
+        for name, tasks in rows.items()
+    ]
+    yield table(heads, lines)
+    yield "At temperature 0, without training; all of them: [retrieval](../results/retrieval.md)."
+
+
+def papers_of(kind: str) -> list[str]:
+    """What papers claim of a kind, and what holds here."""
+    said = []
+    for paper in yaml.safe_load(PAPERS.read_text(encoding="utf-8")):
+        if any(place.split(" ")[0] == f"drafters/{kind}.py" for place in paper["lives"]):
+            here = "; ".join(figure(one, _Results()) for one in paper["found"])
+            said.append(
+                f"**{paper['name']}** ({inline(paper['source'])}) claims: {inline(paper['claim'])}. "
+                f"Here: {inline(here)}. Holds: **{paper['holds']}**; {inline(paper['why'])}."
+            )
+    return said
+
+
+class _Results(dict[str, Any]):
+    """Results by the names of their files, each read when it is asked for."""
+
+    def __missing__(self, name: str) -> Any:
+        return result(name)
+
+
+def mentioned(kind: str) -> list[str]:
+    """Pages of results that name a kind as code or as a link; the ones of all kinds are named elsewhere."""
+    pages = sorted((BENCHMARKS / "pages").glob("*.md"))
+    return [
+        path.stem for path in pages
+        if path.stem == kind or (path.stem not in ("papers", "methods", "retrieval", "every_family", "families")
+                                 and f"`{kind}`" in path.read_text(encoding="utf-8"))
+    ]  # fmt: skip
