@@ -42,6 +42,8 @@ NOT_READ = {
     ("formats.md", "runs/NAME/"): DRAWING,
     ("index.md", "┌────────────── drafter ──────────────┐"): DRAWING,
     ("learning.md", "learned/"): DRAWING,
+    ("many_devices.md", "from outrider import generate, load_target"): "several processes run it; "
+     "tests/targets/test_tensor_parallel.py runs such a target",
     ("remote.md", "import outrider"): SERVER,
     ("replay.md", "replay    log.jsonl: 200 calls over 4 s (raw)"): DRAWING,
     ("serve.md", "from openai import OpenAI"): SERVER,
