@@ -277,7 +277,8 @@ class Forecast:
         if not self.steps or (waited < LINE_EVERY_S and not (is_tenth and waited >= LINE_AFTER_S)):
             return None
         self.line_at, self.line_done = now, self.done
-        left = f"{lasting(self.left_s)} left" if self.is_known and self.done < self.total else ""
+        is_told = (self.is_steady or self.is_known) and self.done < self.total
+        left = f"{lasting(self.left_s)} left" if is_told else ""
         return ", ".join(filter(None, (f"{self.done} of {self.total} {self.unit}", note, left)))
 
 
