@@ -241,10 +241,11 @@ class Forecast:
             return None
         self.steps += [(now - self.at) / new_steps] * new_steps
         self.done, self.at = done, now
-        if self.is_printed or not self.is_known:
+        spent, enough = now - self.began, len(self.steps) >= STEADY_STEPS or not self.is_steady
+        if self.is_printed or not self.is_known or not (spent > 30 or (spent > 5 and enough)):
             return None
         self.is_printed = True
-        whole = now - self.began + self.left_s
+        whole = spent + self.left_s
         count = len(self.steps) + self.total - done
         line = f"about {lasting(whole)} for {count} {self.unit}, {lasting(self.each_s)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
@@ -254,10 +255,8 @@ class Forecast:
     @property
     def is_known(self) -> bool:
         """Enough was timed to tell the rest from: of a batch, whose answers end in bursts, more than its first ones."""
-        spent, count = self.at - self.began, len(self.steps)
-        if self.is_steady:
-            return spent > 30 or (spent > 5 and count >= STEADY_STEPS)
-        return spent > 120 or (spent > 5 and count >= min(0.05 * self.total, BURST))
+        count = len(self.steps)
+        return self.is_steady or count >= min(0.05 * self.total, BURST) or self.at - self.began > 120
 
     @property
     def each_s(self) -> float:
@@ -277,8 +276,7 @@ class Forecast:
         if not self.steps or (waited < LINE_EVERY_S and not (is_tenth and waited >= LINE_AFTER_S)):
             return None
         self.line_at, self.line_done = now, self.done
-        is_told = (self.is_steady or self.is_known) and self.done < self.total
-        left = f"{lasting(self.left_s)} left" if is_told else ""
+        left = f"{lasting(self.left_s)} left" if self.is_known and self.done < self.total else ""
         return ", ".join(filter(None, (f"{self.done} of {self.total} {self.unit}", note, left)))
 
 

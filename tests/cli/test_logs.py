@@ -40,7 +40,7 @@ def test_a_piped_run_says_how_far_it_is_and_ends_every_stage_with_what_it_reache
     assert outrider_with("run", "tiny.yaml", *less) == 0
     said = "\n".join(lines(log))
     for pattern in (
-        r"^ +\d of 6 answers",
+        r"^ +\d of 6 answers, .* left$",
         r"^ +6 answers, \d+ tokens to learn, took .*; in .*answers\.jsonl$",
         r"^ +2 of 4 steps, loss \d\.\d+, expected \d\.\d+ tokens per step, .* left$",
         r"^ +4 of 4 steps, loss ",
