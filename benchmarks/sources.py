@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import random
 import resource
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -25,8 +26,11 @@ from outrider.data.config import Config, Source
 from outrider.data.conversations import Skipped, from_source
 from outrider.data.decontaminate import Evaluated
 from outrider.data.duplicates import content_key
+from outrider.data.ledger import Ledger
 from outrider.data.sources import opening, select
 from outrider.data.split import Openings, held_out
+from outrider.data.spool import Spool
+from outrider.data.talks import iterate_asked
 
 PROMPTS = 1000
 LIMIT_BYTES = 2 * 10**9
@@ -47,7 +51,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "talks.jsonl"
         size_bytes = make(path, options.conversations)
-        stages = {name: in_a_process(name, path, options.conversations) for name in options.only}
+        stages = {}
+        for name in options.only:
+            stages[name] = in_a_process(name, path, options.conversations)
+            print(json.dumps({name: stages[name]}), file=sys.stderr, flush=True)
     peak = max(one["peak_bytes"] for one in stages.values())
     found = {
         "conversations": options.conversations, "file_bytes": size_bytes, "stages": stages,
@@ -118,6 +125,17 @@ def prompts_of(path: Path) -> dict[str, Any]:
     return {"count": len(select(Config(sources=[{"path": str(path)}])).prompt_hashes)}
 
 
+def ledger(path: Path) -> dict[str, Any]:
+    """Everything before the first answer: both readings, and every prompt in the ledger and in the file of prompts."""
+    config = Config(sources=[{"path": str(path)}])
+    with tempfile.TemporaryDirectory() as place, Ledger(Path(place)) as entries, Spool(Path(place)) as spool:
+        with entries.transaction():
+            for position, one in enumerate(iterate_asked(select(config), config)):
+                spool.add(one)
+                entries.ask(one.prompt_hash, one.conversation.id, position)
+        return {"count": entries.counts()["open"]}
+
+
 STAGES = {
     "read": read,
     "exact": lambda path: chosen(path, deduplicate="exact"),
@@ -127,6 +145,7 @@ STAGES = {
     "split": split,
     "prompts": prompts_of,
     "again": again,
+    "ledger": ledger,
 }
 
 

@@ -119,10 +119,7 @@ FAULTS = [
     ),
     Fault(
         "q is not the distribution drawn from: the temperature is left out of it",
-        [
-            Edit(SERVING, "self.q.append(self.state.judge.distribution(logits))", "self.q.append(logits.softmax(-1))"),
-            Edit(SERVING, "draw(self.q[-1], len", "draw(self.state.judge.distribution(logits), len"),
-        ],
+        [Edit(STATE, "return q, streams.draw(q, depth,", "return logits.softmax(-1), streams.draw(q, depth,")],
         [
             f"{CONTRACTS}test_acceptance_rule.py::test_every_drafter_keeps_the_distribution_under_top_k_and_top_p[small_model]"
         ],
