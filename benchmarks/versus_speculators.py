@@ -96,7 +96,9 @@ def install() -> None:
 
     venv.create(PLACE, with_pip=True)
     [libraries] = PLACE.glob("lib/python*/site-packages")
-    (libraries / "beneath.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    # as site folders, whose own .pth files count
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()]
+    (libraries / "beneath.pth").write_text("".join(lines))
     subprocess.run([PLACE / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
 
 
