@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.decoding.generate import Progress, advance
+from outrider.decoding.generate import Progress, advance, draft_columns
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.errors import ConfigError, DataError, DrafterError
@@ -165,9 +165,8 @@ def _refuse_above(
     if not memory_gb > 0:
         raise ConfigError(f"memory_gb must be a number above 0, got {memory_gb}")
     longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
-    more = max(drafter.limit, 1) + 1 + drafter.probe_rows
     length, each = min(longest, state.context), token_bytes(target)
-    refuse_above(int(memory_gb * 1e9), len(state.tokens), length, each, "given", more)
+    refuse_above(int(memory_gb * 1e9), len(state.tokens), length, each, "given", draft_columns(drafter))
 
 
 def batch(

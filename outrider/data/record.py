@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
@@ -15,6 +16,8 @@ from outrider.data.talks import Talk
 OnAnswer = Callable[[int, Answer], None]
 """Gets the number of a run's conversations that are answered, and the newest answer."""
 HERE = Origin()
+COUNT_EVERY_S = 5.0
+"""Seconds between two counts of what other processes have answered."""
 
 
 @dataclass(slots=True)
@@ -30,6 +33,8 @@ class Record:
     skipped: Skipped
     is_shared: bool = False
     """Whether other processes answer prompts of the same ledger."""
+    counted_at: float = 0.0
+    """When all answers were last counted."""
 
     def answer(self, answer: Answer, origin: Origin = HERE) -> None:
         """Write an answer; from here on a killed process does not lose it."""
@@ -37,7 +42,9 @@ class Record:
         self.ledger.answer(answer.prompt_hash or "", written, answer.finish_reason, origin)
         self.file.write(to_line(answer, self.settings_hash))
         self.file.flush()
-        self.done = self.ledger.counts()["answered"] if self.is_shared else self.done + 1
+        self.done += 1
+        if self.is_shared and time.monotonic() - self.counted_at > COUNT_EVERY_S:  # others' too; it reads all prompts
+            self.done, self.counted_at = self.ledger.counts()["answered"], time.monotonic()
         self.on_answer(self.done, answer)
 
     def fail(self, talk: Talk, reason: str) -> None:

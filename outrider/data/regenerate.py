@@ -105,8 +105,8 @@ def _help(
             record = Record(file, ledger, content_hash(mine), 0, on_answer, skipped, is_shared=True)
             asked = iterate_asked(conversations, config)
             _answer_all(target, tokenizer, _open(asked, ledger, is_shared=True), config, drafter, record)
-    processes.gather(None)
-    processes.gather(None)
+    processes.gather(None)  # all prompts are answered
+    processes.gather(None)  # and brought together
 
 
 # ── before the first answer ───────────────────────────────────────────────────────────────────────────────────────────

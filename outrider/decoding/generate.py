@@ -25,6 +25,11 @@ class Progress(NamedTuple):
     finish_reason: FinishReason | None
 
 
+def draft_columns(drafter: Drafter) -> int:
+    """Columns of a slot's cache besides its text's: for the longest draft, its anchor, and a probe's rows."""
+    return max(drafter.limit, 1) + 1 + drafter.probe_rows
+
+
 def advance(
     target: Target, requests: Sequence[Request], drafter: Drafter, policy: Policy, state: DecodeState
 ) -> Iterator[Progress]:
@@ -34,7 +39,7 @@ def advance(
     if not queue:
         return
     longest = min(max(len(request.prompt) + request.max_new_tokens for _, request in queue), state.context)
-    cache = target.allocate(slots, longest + max(drafter.limit, 1) + 1 + drafter.probe_rows)
+    cache = target.allocate(slots, longest + draft_columns(drafter))
     memory: Any = drafter.allocate(cache)
     state.judge.allocate(target, cache)
     serving: dict[int, int] = {}

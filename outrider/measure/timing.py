@@ -25,7 +25,6 @@ from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.ensemble import EnsembleTarget
-from outrider.targets.tensor_parallel import TensorParallelTarget
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -167,11 +166,9 @@ def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tok
         return run.tokens, run.seconds
     began = time.perf_counter()
     inputs = torch.tensor([tokens], device=target.device)
-    generate = target.generate if isinstance(target, TensorParallelTarget) else target.model.generate
-    out = generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False,
-        temperature=None,
-        top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None,
-        pad_token_id=min(target.ends, default=0),
-    )  # fmt: skip
+    out = target.generate_plainly(inputs, {
+        "attention_mask": torch.ones_like(inputs), "max_new_tokens": max_new_tokens, "do_sample": False,
+        "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0,
+        "eos_token_id": sorted(target.ends) or None, "pad_token_id": min(target.ends, default=0),
+    })  # fmt: skip
     return out[0, len(tokens) :].tolist(), time.perf_counter() - began

@@ -27,6 +27,7 @@ from outrider.drafters import kinds
 from outrider.errors import DataError
 from outrider.loading import describe
 from outrider.measure import timing
+from outrider.measure.config import Config
 from outrider.measure.prompts import first_ngram_share
 from outrider.measure.record import Run
 from outrider.plan import timings
@@ -38,7 +39,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 NODES = 7
-FEWEST_FIRST = 0.6
+FEWEST_FIRST = Config().min_first_ngrams
 """A text loops where a smaller share of its 8-grams are there for the first time, as in `outrider evaluate`."""
 TRIED, STEPS = 256, 4
 """Tokens of the prompt and plain steps from which the time of a replay is estimated."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.decoding.generate import PREFILL_CHUNK, read
+from outrider.decoding.generate import PREFILL_CHUNK, draft_columns, read
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -73,7 +73,7 @@ class Engine:
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
-        more = max(self.drafter.limit, 1) + 1 + self.drafter.probe_rows
+        more = draft_columns(self.drafter)
         self.slots, self.length = slots, slot_length(target, slots, length, memory_bytes, more)
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length

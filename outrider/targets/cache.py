@@ -429,7 +429,9 @@ class SlotCache:
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
             rows = sent(self._open_rows, self.device).unsqueeze(-1)
             self._at = rows, columns.to(self.device, non_blocking=True)
-        rows, columns = (part.to(buffer.device) for part in self._at)
+        rows, columns = self._at
+        if buffer.device != rows.device:  # of a layer on another device
+            rows, columns = rows.to(buffer.device), columns.to(buffer.device)
         buffer[rows, :, columns] = states.transpose(1, 2)
         # a slice is a view; a list of rows would copy all that they hold
         return buffer[self._span or self._open_rows, :, : self.end]

@@ -83,7 +83,9 @@ def load_target(
     }  # fmt: skip
     if tensor_parallel == 1:
         return _from_checkpoint(**given, device=device, device_map=device_map)
-    _refuse_with_parts(tensor_parallel, device=device, device_map=device_map, quantize=quantize, of=quantization)
+    _refuse_with_parts(
+        tensor_parallel, device=device, device_map=device_map, quantize=quantize, quantization=quantization
+    )
     calls = tensor_parallelism.join(tensor_parallel)
     if calls.rank:
         tensor_parallelism.work(calls, _from_checkpoint)
@@ -105,12 +107,13 @@ def _refuse_with_parts(count: int, **options: Any) -> None:
     """Raises ConfigError for what does not go with tensor_parallel."""
     if count < 1:
         raise ConfigError(f"tensor_parallel must be at least 1, got {count}")
-    for key, value in options.items():
+    why = {
+        "device": "each process has a device of its own", "device_map": "both say where weights are",
+        "quantize": "parts of a layer are not quantised", "quantization": "parts of a layer are not quantised",
+    }  # fmt: skip
+    for name, value in options.items():
         if value is not None:
-            named = "quantization" if key == "of" else key
-            why = "each process has a device of its own" if named == "device" else "both say where weights are"
-            why = "parts of a layer are not quantised" if named.startswith("quanti") else why
-            raise ConfigError(f"tensor_parallel {count} does not go with {named} {value!r}: {why}; leave one out")
+            raise ConfigError(f"tensor_parallel {count} does not go with {name} {value!r}: {why[name]}; leave one out")
 
 
 def _from_checkpoint(

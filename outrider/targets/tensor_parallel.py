@@ -17,7 +17,7 @@ import logging
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Never
@@ -269,9 +269,9 @@ class TensorParallelTarget:
         with self._together("read", tokens.cpu(), taps):
             return self._own.read(tokens, taps)
 
-    def generate(self, tokens: Tensor, **settings: Any) -> Tensor:
-        """transformers' own `generate` of prompts [R, S], in all processes."""
-        with self._together("generate_plainly", tokens.cpu(), settings):
+    def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        """As `TransformersTarget.generate_plainly`, in all processes."""
+        with self._together("generate_plainly", tokens.cpu(), dict(settings)):
             return self._own.generate_plainly(tokens, settings)
 
     def _together(self, method: str, *args: Any) -> Any:
