@@ -63,6 +63,8 @@ class Part:
     left_out: Counter[str]
     """How many were left out, by reason."""
     unreadable: int = 0
+    is_held_out: bool = field(default=False, init=False)
+    """Its answers never train."""
     sample: list[str] = field(default_factory=list)
     """Beginnings of its first texts, to estimate tokens by."""
 
@@ -151,6 +153,12 @@ class Selection:
         """[n] uint64, how the used conversations begin, in the order of `prompt_hashes`."""
         return np.concatenate([np.empty(0, np.uint64), *(part.openings[part.is_used] for part in self.parts)])
 
+    @property
+    def held_out_hashes(self) -> frozenset[int]:
+        """`prompt_hashes` of the held-out source; none where there is no such source."""
+        own = np.repeat([part.is_held_out for part in self.parts], [part.count for part in self.parts])
+        return frozenset(self.prompt_hashes[own.astype(bool)].tolist())
+
     def _mixed(self) -> Iterator[Conversation]:
         """The sources' conversations, each source's spread evenly over the whole."""
         counts = [part.count for part in self.parts]
@@ -224,22 +232,47 @@ def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluated 
     skipped = Skipped() if skipped is None else skipped
     found = Selection(config, evaluated=0 if evaluated is None else len(evaluated.keys))
     signatures = Signatures() if config.deduplicate == "near" else None
-    found.parts = [
+    training = [
         _read(_limited(source, config), config, skipped, evaluated, signatures, found.contaminated)
-        for source in config.given_sources
+        for source in config.training_sources
     ]
-    if not sum(len(part.keys) for part in found.parts):
+    if not sum(len(part.keys) for part in training):
         raise nothing_in(config)
+    found.parts = [*training, *_held_out(config, skipped)]
     again = repeated(np.concatenate([part.ids for part in found.parts]))
     for part, own in zip(found.parts, _shared_out(found.parts, again), strict=True):
         part.is_numbered = own
     if config.deduplicate != "off":
-        _leave_out_duplicates(found.parts, signatures)
-    _choose(found.parts, config)
-    if not len(found):
+        _leave_out_duplicates(training, signatures)
+    for part in found.parts[len(training) :]:
+        _leave_out_held_out(training, part)
+    _choose(training, config)
+    if not sum(part.count for part in training):
         why = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.most_common())
         raise NothingLeft(f"nothing is left of {config.label}: {why}; give other sources, or change prepare's filters")
     return found
+
+
+def _held_out(config: Config, skipped: Skipped) -> list[Part]:
+    """The held-out source, if there is one.  Nothing trains on it, so it may ask what an evaluation asks."""
+    source = config.held_out
+    if source is None:
+        return []
+    part = _read(source, config, skipped, None, None, [])
+    part.is_held_out = True
+    if source.count is not None:
+        _keep(part, source.count, config.seed)
+    if not part.count:
+        raise DataError(f"prepare.held_out {part.label} has no conversation; give other prompts, or leave it out")
+    return [part]
+
+
+def _leave_out_held_out(parts: Sequence[Part], held_out: Part) -> None:
+    """What the held-out source asks is not trained on."""
+    for part in parts:
+        is_held_out = part.is_used & np.isin(part.keys, held_out.keys[held_out.is_used])
+        part.is_used &= ~is_held_out
+        part.left_out["held out"] += int(is_held_out.sum())
 
 
 def _limited(source: Source, config: Config) -> Source:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.data.answers import hold_out
+from outrider.data.answers import hash_number, hold_out
+from outrider.data.duplicates import content_hash
 from outrider.data.features import LiveFeatures
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
@@ -55,5 +56,7 @@ def test_held_out_answers_do_not_train_and_stay_the_same_when_more_come() -> Non
     assert (len(learnt), len(held_out)) == (61, 3)
     assert len(hold_out(answers, 32)[1]) == 4  # at most one in 16
     assert hold_out(answers[:15], 32)[1] == hold_out(answers, 0)[1] == []
+    chosen = [hash_number(content_hash(one.id)) for one in answers[10:12]]
+    assert [one.id for one in hold_out(answers, 0, chosen=chosen)[1]] == [one.id for one in answers[10:12]]
     before = {one.id for one in hold_out(answers[:48], 3)[1]}
     assert len(before & {one.id for one in held_out}) >= 2
