@@ -37,6 +37,18 @@ def test_acceptance_is_counted_as_in_training(kind: str, talker: TransformersTar
     )
 
 
+def test_runners_up_are_counted_where_the_drafter_drafts_them(talker: TransformersTarget) -> None:
+    """Catches a promise of the chain alone for a draft that is a tree, and runners-up at a depth that has none."""
+    source = source_of(talker, make_answers(4), batch=4)
+    chain = acceptance(make_model(talker), source)
+    beside = acceptance(make_model(talker, siblings=[3, 0, 260]), source)
+    assert "with_siblings" not in chain
+    assert {key: beside[key] for key in chain} == chain
+    assert beside["with_siblings"][0] > chain["agreement"][0]
+    assert beside["with_siblings"][1] == chain["agreement"][1]
+    assert beside["with_siblings"][2] == 1.0, "all tokens but one stand beside it"
+
+
 def test_what_was_learnt_promises_more_than_what_was_held_out(talker: TransformersTarget, tmp_path) -> None:
     """The reason for all of this: catches an acceptance that is taken from the texts of the training."""
     learnt, held_out = hold_out(make_answers(32), 2)
