@@ -13,10 +13,10 @@ from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
 from outrider.data import feature_cache, regenerate, source_manifest
 from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
+from outrider.data.choosing import NOT_CHOSEN
 from outrider.data.conversations import Skipped
 from outrider.data.hash_files import named
 from outrider.data.ledger import Ledger
-from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.generation import generate
