@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from outrider.cli.console import say
+from outrider.data.config import BUILT_IN
 from outrider.data.config import Config as Prepare
 from outrider.data.conversations import read
 from outrider.drafters import trained
@@ -66,9 +67,9 @@ def init(
     if target != "demo" and (problem := missing_path(target)) is not None:
         raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or demo")
     text = FILE + (TRAINED if trains else "") + MEASURED
-    if data is not None and (data.startswith("stdlib:") or missing_path(data) is not None or Path(data).exists()):
+    if data is not None and (data.startswith(BUILT_IN) or missing_path(data) is not None or Path(data).exists()):
         next(read(Prepare(conversations=data, count=1)))  # says what is wrong with its first row
-    count = "count: 512" if data is not None and data.startswith("stdlib:") else "# count: 1000"
+    count = "count: 512" if data is not None and data.startswith(BUILT_IN) else "# count: 1000"
     names = [task.strip() for task in tasks.split(",")]
     values = {
         "file": str(place), "target": _plain(target), "kind": kind, "data": _plain(data or ""), "count": count,

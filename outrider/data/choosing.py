@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_library(self) -> bool:
-        return (self.source.path or "").startswith("stdlib:")
+        return self.source.is_built_in
 
     @property
     def label(self) -> str:

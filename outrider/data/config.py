@@ -17,6 +17,8 @@ from outrider.errors import ConfigError
 from outrider.hub import is_local
 
 LIBRARY = "stdlib:train"
+BUILT_IN = ("stdlib:", "packages:")
+"""How paths begin that name no file: pieces of Python source that is installed."""
 
 
 class Source(Base):
@@ -25,7 +27,7 @@ class Source(Base):
     name: str | None = None
     """A Hugging Face data set, such as `mlabonne/open-perfectblend`."""
     path: str | None = None
-    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a folder of such files."""
+    """`stdlib:train`, `packages:NAME,…`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a folder of such files."""
     config: str | None = None
     """Configuration of a data set that has several."""
     split: str = "train"
@@ -37,7 +39,12 @@ class Source(Base):
     weight: PositiveFloat | None = None
     """Share of this source, as a number next to the other weights; with one, all count (1 unless given)."""
     count: PositiveInt | None = None
-    """Most conversations of this source; all unless given, of `stdlib` 1,000."""
+    """Most conversations of this source; all unless given, of `stdlib` and `packages` 1,000."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is installed source, and no file."""
+        return (self.path or "").startswith(BUILT_IN)
 
     @model_validator(mode="after")
     def _is_one(self) -> "Source":
@@ -54,7 +61,8 @@ class Config(Base):
     """Where prompts come from, and how the target answers them."""
 
     conversations: str = LIBRARY
-    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, a folder, or a Hugging Face data set."""
+    """`stdlib:train`, `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
+    FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out: Source | None = None
@@ -63,7 +71,7 @@ class Config(Base):
     sources: tuple[Source, ...] = ()
     """Several sources in place of `conversations`, mixed and shuffled; see docs/data.md."""
     count: PositiveInt | None = None
-    """Conversations used, chosen by the seed; all unless given, of `stdlib` 1,000."""
+    """Conversations used, chosen by the seed; all unless given, of `stdlib` and `packages` 1,000."""
     deduplicate: Literal["exact", "near", "off"] = "off"
     """Leave out conversations that ask the same: with equal texts (exact), or with nearly equal ones too (near)."""
     min_characters: NonNegativeInt = 0
@@ -179,5 +187,5 @@ class Config(Base):
 
 def source_named(text: str, split: str = "train") -> Source:
     """The source that a text means: the library's prompts, a file or folder, or else a data set of the hub."""
-    is_path = text.startswith("stdlib:") or is_local(text)
+    is_path = text.startswith(BUILT_IN) or is_local(text)
     return Source(path=text, split=split) if is_path else Source(name=text, split=split)

@@ -1,7 +1,8 @@
 """Rows of files and of data sets, one after the other: a file of any size is never held whole.
 
 FILE.jsonl (a row a line), FILE.json (one list of rows, or a row a line), FILE.parquet, FILE.txt (a prompt a line), a
-folder of these, `stdlib:train` and `stdlib:held_out` (the demo's prompts), and data sets of the Hugging Face hub.
+folder of these, `stdlib:train`, `stdlib:held_out` and `packages:NAME,…` (Python source that is installed), and data
+sets of the Hugging Face hub.
 """
 
 import codecs
@@ -23,7 +24,9 @@ U = TypeVar("U")
 Row = tuple[str, Any]
 """File and line, and what stands there."""
 LIBRARY_COUNT = 1000
-"""Pieces of the standard library, where no count is given."""
+"""Pieces of installed source, where no count is given."""
+SHORT, LONG = 240, 600
+"""Characters of a piece to train on, where reading costs as much as writing and trains nothing, and of others."""
 ENDINGS = (".jsonl", ".json", ".parquet", ".txt")
 MIB = 2**20
 ROW_BYTES = 64 * MIB
@@ -61,14 +64,14 @@ def rows(source: Source, skip_bad: bool, skipped: Skipped, seed: int = 0) -> Ite
     if source.name is not None:
         return _hub(source, seed)
     assert source.path is not None
-    if source.path.startswith("stdlib:"):
-        return _library(source.path.removeprefix("stdlib:"), source.count or LIBRARY_COUNT, seed)
+    if source.is_built_in:
+        return _built_in(source.path, source.count or LIBRARY_COUNT, seed)
     return (row for path in files_of(source) for row in _of_file(path, skip_bad, skipped))
 
 
 def files_of(source: Source) -> list[Path]:
     """The files of a source, in the order of their names; none of the library and of the hub."""
-    if source.path is None or source.path.startswith("stdlib:"):
+    if source.path is None or source.is_built_in:
         return []
     path = Path(source.path).expanduser()
     if (problem := missing_path(source.path)) is not None:
@@ -91,15 +94,17 @@ def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     return _jsonl(path, skip_bad, skipped) if path.suffix == ".jsonl" else _json(path, skip_bad, skipped)
 
 
-def _library(split: str, count: int, seed: int) -> Iterator[Row]:
-    if split not in get_args(demo.Split):
-        raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
-    # short prompts to train on: reading a prompt costs as much as writing an answer, and trains nothing
-    characters = 240 if split == "train" else 600
-    # other pieces than an evaluation with the same seed draws
-    drawn = seed if split == "train" else seed + 1
-    for name, text in demo.prompts(cast(demo.Split, split), count, drawn, characters):
-        yield name, {"id": name, "prompt": text}
+def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
+    kind, name = path.split(":", 1)
+    if kind == "packages":
+        drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
+    elif name in get_args(demo.Split):
+        is_train = name == "train"
+        # of the held-out ones, other pieces than an evaluation with the same seed draws
+        drawn = demo.prompts(cast(demo.Split, name), count, seed + (not is_train), SHORT if is_train else LONG)
+    else:
+        raise DataError(f"stdlib:{name} is unknown; use stdlib:train or stdlib:held_out")
+    return ((one, {"id": one, "prompt": text}) for one, text in drawn)
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

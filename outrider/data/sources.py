@@ -65,8 +65,9 @@ class Selection:
 
     @property
     def available(self) -> int | None:
-        """Rows of the sources, used or not; None where one is a data set of the hub, which is not read to its end."""
-        if any(part.source.name is not None for part in self.parts):
+        """Rows of the sources, used or not; None where one is a data set of the hub or of packages, which are not read
+        to their end."""
+        if any((part.source.path or "packages:").startswith("packages:") for part in self.parts):
             return None
         library = [part.source for part in self.parts if part.is_library]
         of_files = (len(part.keys) + part.unreadable for part in self.parts if not part.is_library)
@@ -227,7 +228,7 @@ def _held_out(config: Config, skipped: Skipped) -> list[Part]:
 
 def _limited(source: Source, config: Config) -> Source:
     """Of a data set no more is read than is used: the rest may be large."""
-    if source.count is None and (source.name is not None or (source.path or "").startswith("stdlib:")):
+    if source.count is None and (source.name is not None or source.is_built_in):
         return source.model_copy(update={"count": config.count})
     return source
 

@@ -1,13 +1,13 @@
-"""The demo: a small target of our own, a small drafter beside it, and prompts read from the running interpreter's
-library.
+"""The demo: a small target of our own, a small drafter beside it, and prompts read from installed Python source.
 
-Nothing of the standard library's text is shipped.  Modules named in `HELD_OUT` were seen by neither model in training.
-Knows no torch.
+Nothing of that text is shipped.  Of the standard library, modules named in `HELD_OUT` were seen by neither model in
+training, and of packages none: what the target writes after them is no recital.  Knows no torch.
 """
 
+import importlib.util
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,16 +25,18 @@ HELD_OUT = frozenset({
 })  # fmt: skip
 """Top-level modules and packages that no model here was trained on; prompts for measuring come from them."""
 
-SKIPPED = frozenset({"test", "tests", "idle_test", "turtledemo", "site-packages", "lib-dynload", "__pycache__"})
+SKIPPED = frozenset(
+    {"test", "tests", "testing", "idle_test", "turtledemo", "site-packages", "lib-dynload", "__pycache__"}
+)
 
 Split = Literal["train", "held_out"]
 
 
 class Module(NamedTuple):
-    """One source file of the standard library."""
+    """One source file."""
 
     name: str
-    """Path below the library, such as `json/decoder.py`."""
+    """Path below the library, such as `json/decoder.py`, or below where packages are."""
     text: str
 
 
@@ -59,23 +61,50 @@ def modules(split: Split) -> Iterator[Module]:
         )
 
 
+def package_modules(names: Sequence[str]) -> Iterator[Module]:
+    """Source files of installed packages, in the order of their names, without importing any; tests are left out.
+
+    Raises DataError for a package that is not installed, or has no source.
+    """
+    for name in names:
+        try:
+            found = importlib.util.find_spec(name) if name.isidentifier() else None
+        except (ImportError, ValueError):
+            found = None
+        files = [
+            (path.relative_to(Path(place).parent), path)
+            for place in (found.submodule_search_locations or () if found is not None else ())
+            for path in sorted(Path(place).rglob("*.py"))
+        ]
+        if not files:
+            raise DataError(f"packages:{name} is no installed package with Python source; name some, such as torch")
+        for short, path in files:
+            if not SKIPPED.intersection(short.parts):
+                yield Module(short.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
+
+
 def prompts(split: Split, count: int, seed: int = 0, characters: int = 600) -> Iterator[tuple[str, str]]:
-    """Pieces of library source ending at the end of a line, as (id, text), in an order that `seed` decides.
+    """`pieces` of the library's source."""
+    return pieces(modules(split), count, f"{split} {seed}", characters)
+
+
+def pieces(sources: Iterable[Module], count: int, seed: str, characters: int) -> Iterator[tuple[str, str]]:
+    """Pieces of source ending at the end of a line, as (id, text), in an order that `seed` decides.
 
     The first piece of every module comes before the second of any, so that a few prompts already cover many modules.
     """
-    order = random.Random(f"{split} {seed}")
-    pieces: list[tuple[float, str, str]] = []
-    for module in modules(split):
+    order = random.Random(seed)
+    found: list[tuple[float, str, str]] = []
+    for module in sources:
         lines = module.text.splitlines(keepends=True)
         starts = list(range(0, max(1, len(lines) - 24), 12))
         order.shuffle(starts)
         for turn, start in enumerate(starts):
             text = _lines_up_to(lines[start:], characters)
             if len(text) >= characters // 2:
-                pieces.append((turn + order.random(), f"{module.name}:{start + 1}", text))
-    pieces.sort()
-    for _, name, text in pieces[:count]:
+                found.append((turn + order.random(), f"{module.name}:{start + 1}", text))
+    found.sort()
+    for _, name, text in found[:count]:
         yield name, text
 
 

@@ -113,7 +113,7 @@ def _refuse_missing_sources(settings: RunConfig) -> None:
     named = {f"sources[{number}].path": source for number, source in enumerate(prepare.sources)}
     named = named or {"conversations": prepare.training_sources[0]}
     for key, source in (named if prepare.held_out is None else named | {"held_out": prepare.held_out}).items():
-        if source.path is not None and not source.path.startswith("stdlib:"):
+        if source.path is not None and not source.is_built_in:
             _refuse_missing(f"prepare.{key}", source.path, "a file of prompts, a data set, or stdlib:train")
 
 

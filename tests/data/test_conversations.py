@@ -249,6 +249,23 @@ def test_an_unknown_library_split_or_task_is_refused() -> None:
         list(tasks.prompts("gsmk8", 3))
 
 
+def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches code that runs because its source was asked for, tests taken for source, and a name that stands for
+    nothing."""
+    package = tmp_path / "quietpkg"
+    (package / "tests").mkdir(parents=True)
+    for name in ("__init__.py", "deep/a.py", "tests/b.py"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text("raise SystemExit('imported')\n" * 9)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = select(Config(conversations="packages:quietpkg"))
+    assert {one.id for one in found} == {"quietpkg/__init__.py:1", "quietpkg/deep/a.py:1"}
+    assert all(one.messages[0]["content"].endswith("\n") for one in found)
+    for name in ("nosuch", "os.path", "", "../quietpkg"):
+        with pytest.raises(DataError, match="no installed package with Python source"):
+            select(Config(conversations=f"packages:{name}"))
+
+
 def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
     """Catches a measurement that is shown the answer, or loses what the system said."""
     system = {"role": "system", "content": "be"}
