@@ -259,7 +259,8 @@ def train(
             processes=processes,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
-                step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
+                step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step"),
+                mfu=row.get("mfu"),
             ),
         )  # fmt: skip
     if not processes.is_first:
