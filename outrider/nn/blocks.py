@@ -164,13 +164,15 @@ def recomputable(forward: Callable[Concatenate[L, P], Tensor]) -> Callable[Conca
     What it attends with may be called twice for one pass, and must answer the same.
     """
 
+    # nothing in a layer is drawn
+    twice: Callable[..., Tensor] = functools.partial(
+        checkpoint, forward, use_reentrant=False, preserve_rng_state=False
+    )  # fmt: skip
+
     @functools.wraps(forward)
     def either(layer: L, *given: P.args, **named: P.kwargs) -> Tensor:
-        if not (layer.is_recomputed and layer.training and torch.is_grad_enabled()):
-            return forward(layer, *given, **named)
-        # nothing in a layer is drawn
-        found: Tensor = checkpoint(forward, layer, *given, use_reentrant=False, preserve_rng_state=False, **named)
-        return found
+        is_recomputed = layer.is_recomputed and layer.training and torch.is_grad_enabled()
+        return (twice if is_recomputed else forward)(layer, *given, **named)
 
     return either
 

@@ -61,7 +61,7 @@ class StepFlops:
 class Pace:
     """Tokens a second between two logged steps."""
 
-    def __init__(self, device: torch.device, dtype: str, tokens: int):
+    def __init__(self, device: torch.device, dtype: machine.Precision, tokens: int):
         self.device, self.dtype = device, dtype
         self._before = time.monotonic(), tokens
 

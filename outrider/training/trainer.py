@@ -157,6 +157,7 @@ class _Loop:
         resume_moments(self.place, model, self.optimizer, layout)
         self.guard = Guard(config, self.place, model, self.optimizer, self.processes)
         self._joined, self._before, self._began = joined_of(facts), facts["seconds"], time.monotonic()
+        assert config.dtype != "auto"
         self._pace = Pace(model.target.device, config.dtype, facts["tokens"])
 
     def take(self, metrics: Metrics | Unwritten) -> dict[str, Any]:
