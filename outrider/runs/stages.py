@@ -336,7 +336,7 @@ def _probe(
     def probe(model: DraftModel) -> dict[str, Any]:
         facts: dict[str, Any] = {}
         with suppress(DataError):  # none is held out, or all are too short
-            facts["held_out"] = held_out_facts(model, held_out(), drawn_at)
+            facts["held_out"] = held_out_facts(model, held_out(), drawn_at, settings.train)
         if chosen is None or trains_target(settings.drafter["kind"]):
             return facts
         if isinstance(target, ServedTarget):

@@ -11,19 +11,27 @@ import torch
 
 from outrider.decoding.accept import overlap
 from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.training import losses
+from outrider.training.config import Config
+from outrider.training.rows import weights
 from outrider.training.step import chunk_size
 
 
 @torch.no_grad()
-def acceptance(model: DraftModel, source: FeatureSource, seed: int = 0) -> dict[str, list[float]]:
+def acceptance(
+    model: DraftModel, source: FeatureSource, seed: int = 0, config: Config | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Acceptance by depth over one pass of `source`, given that all tokens before were accepted.
 
     `overlap`: mean of sum(min(p, q)) at temperature 1.  `agreement`: share of rows where both models have the same most
-    probable token, which is acceptance at temperature 0.
+    probable token, which is acceptance at temperature 0.  config: of the training, for the `divergence` by its losses
+    and weights, which training reports of its own texts; left out unless given.
     """
     state = torch.get_rng_state()
     torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    weighed = torch.zeros(2, dtype=torch.float64)
+    """Sums of the weighted divergences, and of the weights."""
     for step in range(source.steps_per_pass):
         batch = source.batch(step)
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=source.manifest.dtype == "bfloat16"):
@@ -33,15 +41,23 @@ def acceptance(model: DraftModel, source: FeatureSource, seed: int = 0) -> dict[
                 q, p = draft[counts].float(), target[counts].float()
                 same = q.argmax(-1) == p.argmax(-1)
                 found.append((rows.depth[part][counts], overlap(p.softmax(-1), q.softmax(-1)), same))
+                if config is not None:
+                    each = losses.combine(config.loss, draft, target, rows.labels[part])
+                    weight = weights(config.position, rows, part, draft)
+                    weighed += torch.stack([(weight * each).sum(), weight.sum()]).double().cpu()
     torch.set_rng_state(state)
     depth, shares, same = (torch.cat(column).cpu() for column in zip(*found, strict=True))
     at = depth.bincount().clamp(min=1)
-    return {
+    told = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
+    return told | {
         name: [round(value, 4) for value in (depth.bincount(values.double()) / at).tolist()]
         for name, values in (("overlap", shares), ("agreement", same))
     }
 
 
-def facts(model: DraftModel, source: FeatureSource, temperature: float | None) -> dict[str, Any]:
-    """`held_out` of metrics.jsonl.  temperature: at which the target drew these answers; None where it did not."""
-    return {"answers": source.manifest.texts, "temperature": temperature, **acceptance(model, source)}
+def facts(
+    model: DraftModel, source: FeatureSource, temperature: float | None, config: Config | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """`held_out` of metrics.jsonl.  temperature: at which the target drew these answers; None where it did not.  config
+    as in `acceptance`."""
+    return {"answers": source.manifest.texts, "temperature": temperature, **acceptance(model, source, config=config)}

@@ -36,6 +36,19 @@ def test_acceptance_is_counted_as_in_training(kind: str, talker: TransformersTar
     )
 
 
+@pytest.mark.parametrize("position", [{}, {"dpace": 0.5}, {"power": 0.6}])
+def test_the_loss_is_that_of_training(position: dict[str, float], talker: TransformersTarget) -> None:
+    """Catches rows that weigh otherwise than in training, so that the two losses can't be compared."""
+    model, source = make_model(talker), source_of(talker, make_answers(4), batch=4)
+    config = Config(loss={"kl": 0.7, "tv": 1.0}, position=position)
+    found = acceptance(model, source, seed=3, config=config)
+    torch.manual_seed(3)
+    wanted = accumulate(model.predict(source.batch(0)), config, is_counted=True)
+    if "dpace" not in position:  # training divides by the number of its rows
+        assert found["divergence"] == pytest.approx(wanted["divergence"], abs=1e-3)
+    assert found["divergence"] > 0
+
+
 def test_what_was_learnt_promises_more_than_what_was_held_out(talker: TransformersTarget, tmp_path) -> None:
     """The reason for all of this: catches an acceptance that is taken from the texts of the training."""
     learnt, held_out = hold_out(make_answers(32), 2)
