@@ -48,8 +48,8 @@ def acceptance(
     torch.set_rng_state(state)
     depth, shares, same = (torch.cat(column).cpu() for column in zip(*found, strict=True))
     at = depth.bincount().clamp(min=1)
-    told = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
-    return told | {
+    extra = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
+    return extra | {
         name: [round(value, 4) for value in (depth.bincount(values.double()) / at).tolist()]
         for name, values in (("overlap", shares), ("agreement", same))
     }
