@@ -14,7 +14,7 @@ demo: install  ## train a drafter for the demo target and prove it
 SHORT ?= demo-short
 
 demo-short: install  ## the same road for CI: fewer answers, steps and prompts
-	$(BIN)/outrider run recipes/demo.yaml name=$(SHORT) prepare.folder=runs/$(SHORT)/answers prepare.count=96 \
+	$(BIN)/outrider run recipes/demo.yaml name=$(SHORT) prepare.folder=runs/$(SHORT)/answers prepare.count=96 prepare.held_out.count=6 \
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
 		'evaluate.baselines=[ngram, small_model]'
 

@@ -18,8 +18,8 @@ from outrider.traffic.address import address_of
 from outrider.traffic.compared import Compared
 from outrider.traffic.folder import check_paths
 from outrider.traffic.plan import Plan, limits
-from outrider.traffic.replay import Replayed
 from outrider.traffic.replay import replay as send
+from outrider.traffic.replayed import Replayed
 from outrider.traffic.servers import check_servers
 from outrider.traffic.traces import Trace
 

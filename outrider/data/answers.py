@@ -13,7 +13,7 @@ of the prompt's content, `settings_hash` that of answers.json's target, template
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, overload
@@ -179,19 +179,23 @@ def compact(answer: Answer) -> Answer:
 
 
 def hold_out(
-    answers: Sequence[Answer], count: int, openings: Openings | None = None
+    answers: Sequence[Answer], count: int, openings: Openings | None = None, chosen: Collection[int] = ()
 ) -> tuple[Sequence[Answer], Sequence[Answer]]:
     """Answers to train on, and up to `count`, at most one in 16, that are held out; both in their order.
 
     Which ones depends on the prompts alone: most of them stay the same when more answers come.
     openings: conversations that begin alike are on one side.
+    chosen: `hash_number` of the prompts that are held out, in place of a split.
     """
     if isinstance(answers, StoredAnswers):
         hashes = answers.hashes
     else:
         hashes = np.array([_number(answer) for answer in answers], np.uint64)
-    groups = hashes if openings is None else openings.of(hashes)
-    is_out = held_out(hashes, groups, min(count, len(answers) // 16))
+    if chosen:
+        is_out = np.isin(hashes, np.fromiter(chosen, np.uint64))
+    else:
+        groups = hashes if openings is None else openings.of(hashes)
+        is_out = held_out(hashes, groups, min(count, len(answers) // 16))
     if isinstance(answers, StoredAnswers):
         return answers.select(~is_out), answers.select(is_out)
     both = list(zip(answers, is_out, strict=True))
@@ -313,17 +317,19 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
         part.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def keep_hashes(folder: Path, target: Target, prompts: Iterable[list[str]]) -> None:
-    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing is done where they
-    exist.
+def keep_hashes(folder: Path, target: Target, prompts: Iterable[list[str]], held_out: Collection[int] = ()) -> None:
+    """Write the n-gram hashes of all prompts and answers that train, and name them in the manifest; nothing is done
+    where they exist.
 
-    prompts: the texts of each prompt that has an answer.
+    prompts: the texts of each prompt that has an answer.  held_out: `hash_number` of the prompts of the others.
     """
     there = hash_files.named(folder, MANIFEST)
     if there is not None and not there.facts["unknown"] and hash_files.is_whole(there):
         return
     collected, unknown = hash_files.Collector("prompts", "answers"), 0
     for answer in iterate_answers(folder / ANSWERS):
+        if _number(answer) in held_out:
+            continue
         collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
         unknown += 1
     for texts in prompts:

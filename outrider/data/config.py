@@ -57,6 +57,9 @@ class Config(Base):
     """`stdlib:train`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    held_out: Source | None = None
+    """Conversations whose answers never train: acceptance on them is what serving is compared with.  Unless given,
+    `train.held_out` answers are taken from the others; give some where the evaluation's texts are of another kind."""
     sources: tuple[Source, ...] = ()
     """Several sources in place of `conversations`, mixed and shuffled; see docs/data.md."""
     count: PositiveInt | None = None
@@ -130,6 +133,11 @@ class Config(Base):
     recheck_every: NonNegativeInt = 256
     """Texts between two whose stored states are compared with a pass of the target; 0 compares none."""
 
+    @field_validator("held_out", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return source_named(value) if isinstance(value, str) else value
+
     @field_validator("thinking", mode="before")
     @classmethod
     def _in_words(cls, value: Any) -> Any:
@@ -153,14 +161,15 @@ class Config(Base):
         return self
 
     @property
-    def given_sources(self) -> tuple[Source, ...]:
-        """All sources; the one that `conversations` is short for where none is listed."""
+    def training_sources(self) -> tuple[Source, ...]:
+        """The sources that train; the one that `conversations` is short for where none is listed."""
         return self.sources or (source_named(self.conversations, self.split),)
 
     @property
     def label(self) -> str:
         """The sources in a few words."""
-        return ", ".join(str(source.path or source.name) for source in self.given_sources)
+        names = ", ".join(str(source.path or source.name) for source in self.training_sources)
+        return names if self.held_out is None else f"{names}, held out {self.held_out.path or self.held_out.name}"
 
     @property
     def enable_thinking(self) -> bool | None:

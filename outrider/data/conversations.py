@@ -70,14 +70,14 @@ class Conversation:
 
 
 def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
-    """Up to `config.count` conversations, the first ones, as they come; `sources.select` chooses among all.
+    """Up to `config.count` conversations to train on, the first ones, as they come; `sources.select` chooses among all.
 
     Raises DataError with file and line for a bad row, or counts it in `skipped`.
     """
     skipped = Skipped() if skipped is None else skipped
     ids: set[str] = set()
     count = sys.maxsize if config.count is None else config.count
-    for source in config.given_sources:
+    for source in config.training_sources:
         own = source if source.count is not None else source.model_copy(update={"count": config.count})
         for conversation in islice(from_source(own, config, skipped), source.count):
             if len(ids) == count:
@@ -137,7 +137,7 @@ def at_place(conversation: Conversation) -> Iterator[None]:
 
 def available(config: Config) -> int | None:
     """Rows of the sources, used or not; None where one is a data set of the hub, which is not read to its end."""
-    if any(source.name is not None for source in config.given_sources):
+    if any(source.name is not None for source in config.training_sources):
         return None
     whole: Callable[[Source], Source] = lambda source: source.model_copy(update={"count": sys.maxsize})
-    return sum(1 for source in config.given_sources for _ in rows(whole(source), True, Skipped(), config.seed))
+    return sum(1 for source in config.training_sources for _ in rows(whole(source), True, Skipped(), config.seed))

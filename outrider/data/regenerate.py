@@ -6,7 +6,7 @@ A crash loses only unfinished answers, and none is written twice; a torn last li
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ SHARED_WAVE = 4
 def prepare(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
     drafter: Drafter | None = None, on_answer: OnAnswer | None = None, skipped: Skipped | None = None,
-    processes: Together = ALONE,
+    processes: Together = ALONE, held_out: Collection[int] = (),
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.
 
@@ -61,6 +61,7 @@ def prepare(
     on_answer: gets the number of these conversations that are answered, and the newest answer.
     skipped: gets what the chat template refuses, with `config.skip_bad`.
     processes: that share the prompts, each of which calls this; the first one brings their answers together.
+    held_out: `hash_number` of prompts whose answers never train; the n-gram hashes leave them out.
     Raises DataError where the folder holds answers of another target, sampling or template, or another process writes
     there, with file and line for a conversation that the chat template refuses, and where no server answers.
     """
@@ -85,7 +86,7 @@ def prepare(
             take_in(folder)
             put_in_order(path, ledger.position)
             if config.ngram_hashes:
-                keep_hashes(folder, target, _prompts(spool, ledger))
+                keep_hashes(folder, target, _prompts(spool, ledger, held_out), held_out)
     except OSError as error:
         why = f"{error.strerror or error}; what is written stays; make room and run again"
         raise DataError(f"can't write answers to {folder}: {why}") from error
@@ -160,10 +161,10 @@ def _open(asked: Iterable[Asked], ledger: Ledger, is_shared: bool) -> Iterator[A
     return (one for one in asked if ledger.status(one.prompt_hash) == "open")
 
 
-def _prompts(asked: Iterable[Asked], ledger: Ledger) -> Iterator[list[str]]:
-    """The texts of each prompt that has an answer."""
+def _prompts(asked: Iterable[Asked], ledger: Ledger, held_out: Collection[int]) -> Iterator[list[str]]:
+    """The texts of each prompt that has an answer to train on."""
     for one in asked:
-        if ledger.status(one.prompt_hash) == "answered":
+        if hash_number(one.prompt_hash) not in held_out and ledger.status(one.prompt_hash) == "answered":
             yield [message["content"] for message in one.questions]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from outrider.atomic import replacing
 from outrider.data import decontaminate
+from outrider.data.choosing import Part
 from outrider.data.readers import data_set, files_of
-from outrider.data.sources import Part, Selection
+from outrider.data.sources import Selection
 from outrider.errors import DataError
 
 NAME = "sources.json"

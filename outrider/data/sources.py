@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.data.choosing import Part, choose, keep, leave_out_duplicates, leave_out_held_out, shared_out
 from outrider.data.config import Config, Source
 from outrider.data.conversations import Conversation, available, from_source, nothing_in
 from outrider.data.decontaminate import Evaluated
@@ -28,8 +29,6 @@ WINDOW_CHARACTERS, WINDOW = 1 << 25, 1 << 14
 """Characters, and conversations, among which the next one is drawn where sources are shuffled."""
 COLUMNS = {"keys": "Q", "ids": "Q", "openings": "Q", "prompts": "Q", "characters": "I", "num_questions": "H"}
 """What is held of each conversation, and as what."""
-NOT_CHOSEN = "not chosen"
-"""Why a conversation is not used that nothing is wrong with."""
 SAMPLE, SAMPLE_CHARACTERS = 32, 4096
 """Texts of a source, and characters of each, that are held to estimate tokens by."""
 EXAMPLES = 1000
@@ -38,45 +37,6 @@ EXAMPLES = 1000
 
 class NothingLeft(DataError):
     """All conversations were left out."""
-
-
-@dataclass(eq=False)
-class Part:
-    """One source after its first reading; arrays have a place for each of its conversations."""
-
-    source: Source
-    keys: np.ndarray
-    """[n] uint64: hash of what is asked, or of the whole conversation where its own answers train."""
-    ids: np.ndarray
-    openings: np.ndarray
-    """[n] uint64: hash of all up to the first turn of the user."""
-    prompts: np.ndarray
-    """[n] uint64: the hash that its answer is stored under, were its id and content the only ones of their kind."""
-    characters: np.ndarray
-    """[n] uint32, of all its texts."""
-    num_questions: np.ndarray
-    """[n] uint16, turns of the user."""
-    is_used: np.ndarray
-    """[n] bool."""
-    is_numbered: np.ndarray
-    """[n] bool: its id was there before."""
-    left_out: Counter[str]
-    """How many were left out, by reason."""
-    unreadable: int = 0
-    sample: list[str] = field(default_factory=list)
-    """Beginnings of its first texts, to estimate tokens by."""
-
-    @property
-    def is_library(self) -> bool:
-        return (self.source.path or "").startswith("stdlib:")
-
-    @property
-    def label(self) -> str:
-        return str(self.source.path or self.source.name)
-
-    @property
-    def count(self) -> int:
-        return int(self.is_used.sum())
 
 
 @dataclass(eq=False)
@@ -151,6 +111,12 @@ class Selection:
         """[n] uint64, how the used conversations begin, in the order of `prompt_hashes`."""
         return np.concatenate([np.empty(0, np.uint64), *(part.openings[part.is_used] for part in self.parts)])
 
+    @property
+    def held_out_hashes(self) -> frozenset[int]:
+        """`prompt_hashes` of the held-out source; none where there is no such source."""
+        own = np.repeat([part.is_held_out for part in self.parts], [part.count for part in self.parts])
+        return frozenset(self.prompt_hashes[own.astype(bool)].tolist())
+
     def _mixed(self) -> Iterator[Conversation]:
         """The sources' conversations, each source's spread evenly over the whole."""
         counts = [part.count for part in self.parts]
@@ -224,22 +190,39 @@ def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluated 
     skipped = Skipped() if skipped is None else skipped
     found = Selection(config, evaluated=0 if evaluated is None else len(evaluated.keys))
     signatures = Signatures() if config.deduplicate == "near" else None
-    found.parts = [
+    training = [
         _read(_limited(source, config), config, skipped, evaluated, signatures, found.contaminated)
-        for source in config.given_sources
+        for source in config.training_sources
     ]
-    if not sum(len(part.keys) for part in found.parts):
+    if not sum(len(part.keys) for part in training):
         raise nothing_in(config)
+    found.parts = [*training, *_held_out(config, skipped)]
     again = repeated(np.concatenate([part.ids for part in found.parts]))
-    for part, own in zip(found.parts, _shared_out(found.parts, again), strict=True):
+    for part, own in zip(found.parts, shared_out(found.parts, again), strict=True):
         part.is_numbered = own
     if config.deduplicate != "off":
-        _leave_out_duplicates(found.parts, signatures)
-    _choose(found.parts, config)
-    if not len(found):
+        leave_out_duplicates(training, signatures)
+    for part in found.parts[len(training) :]:
+        leave_out_held_out(training, part)
+    choose(training, config)
+    if not sum(part.count for part in training):
         why = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.most_common())
         raise NothingLeft(f"nothing is left of {config.label}: {why}; give other sources, or change prepare's filters")
     return found
+
+
+def _held_out(config: Config, skipped: Skipped) -> list[Part]:
+    """The held-out source, if there is one.  Nothing trains on it, so it may ask what an evaluation asks."""
+    source = config.held_out
+    if source is None:
+        return []
+    part = _read(source, config, skipped, None, None, [])
+    part.is_held_out = True
+    if source.count is not None:
+        keep(part, source.count, config.seed)
+    if not part.count:
+        raise DataError(f"prepare.held_out {part.label} has no conversation; give other prompts, or leave it out")
+    return [part]
 
 
 def _limited(source: Source, config: Config) -> Source:
@@ -314,70 +297,3 @@ def opening(conversation: Conversation) -> list[Any]:
     beginnings."""
     first = next(i for i, message in enumerate(conversation.messages) if message["role"] == "user")
     return replace(conversation, messages=conversation.messages[: first + 1]).content(answered=True)
-
-
-def _leave_out_duplicates(parts: Sequence[Part], signatures: Signatures | None) -> None:
-    """Of conversations that ask the same the first stays."""
-    used = np.concatenate([part.is_used for part in parts])
-    numbers = np.flatnonzero(used)
-    exact = repeated(np.concatenate([part.keys for part in parts])[numbers])
-    reasons = {"duplicate": exact}
-    if signatures is not None:
-        reasons["nearly a duplicate"] = signatures.duplicates() & ~exact
-        signatures.close()
-    for reason, mask in reasons.items():
-        is_left_out = np.zeros(len(used), bool)
-        is_left_out[numbers[mask]] = True
-        for part, own in zip(parts, _shared_out(parts, is_left_out), strict=True):
-            part.is_used &= ~own
-            part.left_out[reason] += int(own.sum())
-
-
-def _shared_out(parts: Sequence[Part], values: np.ndarray) -> list[np.ndarray]:
-    """Values of all conversations as those of each part."""
-    return np.split(values, np.cumsum([len(part.keys) for part in parts])[:-1])
-
-
-def _choose(parts: Sequence[Part], config: Config) -> None:
-    """Use only as many of each source as its count, the weights and the count of all allow."""
-    for part in parts:
-        if part.source.count is not None:
-            _keep(part, part.source.count, config.seed)
-    counts = [part.count for part in parts]
-    if any(part.source.weight is not None for part in parts):
-        weights = np.array([part.source.weight or 1.0 for part in parts])
-        weights /= weights.sum()
-        whole = int(min(count / weight for count, weight in zip(counts, weights, strict=True)) + 1e-6)
-        whole = whole if config.count is None else min(whole, config.count)
-        for part, count in zip(parts, apportioned(whole, weights), strict=True):
-            _keep(part, count, config.seed)
-    elif config.count is not None and config.count < sum(counts):
-        every = np.concatenate([_priority(part, config.seed) for part in parts])
-        first = np.argsort(every, kind="stable")[: config.count]
-        owners = np.repeat(np.arange(len(parts)), counts)[first]
-        for part, count in zip(parts, np.bincount(owners, minlength=len(parts)), strict=True):
-            _keep(part, int(count), config.seed)
-
-
-def apportioned(whole: int, shares: np.ndarray) -> list[int]:
-    """A whole number as whole numbers in these shares, by Webster's rule: of a larger whole no part is smaller."""
-    counts = np.floor(np.maximum(whole - len(shares), 0) * shares + 0.5).astype(np.int64)
-    while counts.sum() < whole:
-        counts[np.argmin((counts + 0.5) / shares)] += 1
-    return [int(count) for count in counts]
-
-
-def _priority(part: Part, seed: int) -> np.ndarray:
-    """[n] uint64, random numbers by what is asked and the seed, of the used conversations."""
-    mixed = (part.keys[part.is_used] ^ np.uint64(content_key(seed))) * np.uint64(0x9E3779B97F4A7C15)
-    return mixed ^ (mixed >> np.uint64(32))
-
-
-def _keep(part: Part, count: int, seed: int) -> None:
-    """Use the `count` first by priority, so that a larger count uses the same ones and more."""
-    numbers = np.flatnonzero(part.is_used)
-    if len(numbers) <= count:
-        return
-    dropped = numbers[np.argsort(_priority(part, seed), kind="stable")[count:]]
-    part.is_used[dropped] = False
-    part.left_out[NOT_CHOSEN] += len(dropped)

@@ -12,8 +12,7 @@ best tokens, none beyond rank 10, each continued by a block of its own, which br
 after another, at most 10 side by side; of all that, the likeliest paths.  Drawn drafts are chains of as many blocks; q
 of each slot is a softmax of its row.  With `choose_blocks` a step drafts as many blocks as pay by the seconds measured.
 
-In training a slot weighs 0.8^k where the earlier slots of its block are right (the likeliest token is the text's), else
-0.
+In training a slot weighs 0.8^k where the earlier slots of its block are right (the likeliest token is the text's).
 
 Differs from the paper: training unrolls two blocks and not three unless `blocks` is 3, M drawn once per batch; later
 blocks are trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its
@@ -40,7 +39,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, rotary
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rollout_mask, rotary
 from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
@@ -71,8 +70,7 @@ class Config(LayerConfig):
     taps: tuple[int, ...] | None = None
     """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
-    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
-    given."""
+    """Number of tokens, the most frequent, that it can draft, by its own head; unless given all, by the target's."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
     given."""
@@ -80,20 +78,6 @@ class Config(LayerConfig):
     """Most positions drafted from per text and step in training."""
     decay: PositiveFloat = 0.8
     """Weight of a slot in training relative to the one before it in its block: slot k weighs decay^k."""
-
-
-class Shift(nn.Module):
-    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 is its own predecessor."""
-
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.proj = nn.Linear(2 * hidden, hidden, bias=False)
-        with torch.no_grad():
-            self.proj.weight.copy_(torch.eye(hidden, 2 * hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K, H]."""
-        return self.proj(torch.cat([x, torch.cat([x[..., :1, :], x[..., :-1, :]], -2)], -1))
 
 
 class Model(VocabularyModel, FusedTaps):
@@ -121,18 +105,13 @@ class Model(VocabularyModel, FusedTaps):
 
         mask is over the n * K rows, block by block, after what `cache` holds.
         """
-        x, cos_sin, attend = (
-            self._rows(features, tokens),
-            rotary(self._positions(at), self.shape),
-            attending(mask, cache),
-        )
+        x, attend = self._rows(features, tokens), attending(mask, cache)
+        cos_sin = rotary(self._positions(at), self.shape)
         for i, layer in enumerate(self.layers):
             x = layer(self._shifted(i, x), cos_sin, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
-    def first(
-        self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, asked: Tensor, cache: Any
-    ) -> Tensor:  # fmt: skip
+    def first(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, asked: Tensor, cache: Any) -> Tensor:
         """States [B, A, K, H] of first blocks of the pairs `asked` [B, A], as `forward` gives them for blocks of all
         pairs, at positions `at` [B, n].
 
@@ -154,8 +133,7 @@ class Model(VocabularyModel, FusedTaps):
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
         texts = torch.arange(len(rows), device=rows.device)[:, None]
         own = rotary(self._positions(at.gather(1, asked)), self.shape)
-        normed = last.input_layernorm(x)
-        attend = attending(mask[texts, 0, rows][:, None], cache)
+        normed, attend = last.input_layernorm(x), attending(mask[texts, 0, rows][:, None], cache)
         x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, cos_sin)
         return self.norm(x + last.mlp(last.post_attention_layernorm(x))).unflatten(1, (-1, self.config.slots))
 
@@ -216,8 +194,7 @@ class SpecBlock(PairDrafter):
     """Drafts a tree at temperature 0 where the target verifies trees, else a chain of blocks."""
 
     def __init__(self, model: Model):
-        self.config = model.config
-        self.longest = self.config.slots * self.config.blocks
+        self.config, self.longest = model.config, model.config.slots * model.config.blocks
         chain = min(self.longest, self.config.nodes)
         self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
         super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
@@ -410,32 +387,14 @@ def rollout(model: Model, batch: Batch, at: Tensor, taken: Sequence[int]) -> Ten
     """
     slots, length = model.config.slots, batch.tokens.shape[1] - 1
     text_mask, cache = pair_mask(batch.documents), DynamicCache()
-    every = torch.arange(length, device=text_mask.device).expand(len(text_mask), -1)
+    every = torch.arange(length, device=at.device).expand(len(at), -1)
     mask = rollout_mask(text_mask, every, [], slots)[:, None]
-    stands = batch.positions
-    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], stands[:, :-1], mask, at, cache)]
+    fused, first = model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:]
+    found = [model.first(fused, first, batch.positions[:, :-1], mask, at, cache)]
     for b, count in enumerate(taken):
         later = sum(taken[: b + 1])
-        tokens, positions = batch.tokens.gather(1, (at + later + 1).clamp(max=length)), stands.gather(1, at) + later
+        tokens = batch.tokens.gather(1, (at + later + 1).clamp(max=length))
+        positions = batch.positions.gather(1, at) + later
         mask = rollout_mask(text_mask, at, taken[: b + 1], slots)[:, None]
         found.append(model(found[-1][:, :, count - 1], tokens, positions, mask, cache))
     return torch.stack(found, 2)
-
-
-def rollout_mask(text_mask: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
-    """Attention mask of the rows of block len(taken) + 1 over all blocks so far, [B, A * K, (P + len(taken) * A) * K]
-    bool.
-
-    Rows attend to whole first blocks of earlier pairs, to the taken slots of their own pair's earlier blocks, and to
-    their own block up to themselves.  text_mask [B, P, P] is the mask of pairs; at [B, A], in the first block every
-    pair.
-    """
-    order = torch.arange(slots, device=at.device)
-    own = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
-    is_own = torch.arange(text_mask.shape[-1], device=at.device) == at[..., None]
-    before = text_mask.gather(1, at[..., None].expand(-1, -1, text_mask.shape[-1]))
-    # [B, A, K, P, K]
-    first = torch.where(is_own[:, :, None, :, None], own[0][:, None], before[:, :, None, :, None])
-    same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
-    later = [(same & own_mask[:, None]).expand(len(at), -1, -1, -1, -1) for own_mask in own[1:]]
-    return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)

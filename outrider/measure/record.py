@@ -20,8 +20,8 @@ class Entry:
     temperature: float = 0.0
     trained_on: str | None = None
     """Precision of the target in its training, such as float32."""
-    acceptance: tuple[float | None, ...] = ()
-    """By depth, given that all before were accepted: what training measured on texts like these."""
+    predicted: tuple[float, ...] = ()
+    """[k]: share of drafts accepted up to depth k + 1, as training measured it on texts like these."""
 
 
 @dataclass(slots=True)

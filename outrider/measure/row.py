@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         drafter=entry.name, task=measured.task, temperature=entry.temperature, prompts=len(runs), per_prompt=prompts,
         **acceptance(runs), **_speed(samples), **_times(runs, plain),
         expected_acceptance=sum(measured.overlap) / len(measured.overlap) if measured.overlap else None,
-        predicted_by_depth=predicted(entry.acceptance),
+        predicted_by_depth=entry.predicted,
         generate_tokens_per_s=references / sum(sample.generate_s for sample in samples),
         noise=None if is_greedy else "own",
         exact=all(prompt.exact for prompt in prompts) if is_greedy else None,
@@ -87,15 +86,6 @@ def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]
     for a, r in zip(accepted, reached, strict=True):
         counts[r][a] += 1
     return counts
-
-
-def predicted(by_depth: Iterable[float | None]) -> list[float]:
-    """`accepted_by_depth` as training expects it, as far as it is known.
-
-    by_depth: mean overlap at each depth, 1 - TV of draft and target.
-    """
-    known = [share for share in itertools.takewhile(lambda share: share is not None, by_depth) if share is not None]
-    return list(itertools.accumulate(known, lambda product, share: product * share))
 
 
 # ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -318,5 +308,6 @@ def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]
         precision=manifest.get("target", {}).get("precision"),
         loss_curve=tuple((line["step"], line["loss"]) for line in lines if "loss" in line),
         acceptance=held_out.get("overlap", ()), agreement=held_out.get("agreement", ()),
+        with_siblings=held_out.get("with_siblings", ()),
         held_out=held_out.get("answers"), temperature=held_out.get("temperature"),
     )  # fmt: skip

@@ -102,7 +102,7 @@ def entries_of(
         is_own = number == len(drafters) or config.baseline_temperatures is None
         own = (training or {}).get(name, Training())
         for temperature in config.temperatures if is_own else config.baseline_temperatures or ():
-            entries.append(Entry(name, drafter, temperature, own.precision, own.acceptance_at(temperature)))
+            entries.append(Entry(name, drafter, temperature, own.precision, own.accepted_by_depth(temperature)))
     return entries
 
 

@@ -7,7 +7,7 @@ DFlash and DSpark checkpoints.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -306,3 +306,36 @@ class BlockAttention:
             keys, values = (torch.cat([x[:, :, :end], mine], 2) for x, mine in ((k, keys), (v, values)))
             found.append(attention(asks, keys, values, mask, sinks))
         return torch.cat(found, 2)
+
+
+class Shift(nn.Module):
+    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 is its own predecessor."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False)
+        with torch.no_grad():
+            self.proj.weight.copy_(torch.eye(hidden, 2 * hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K, H]."""
+        return self.proj(torch.cat([x, torch.cat([x[..., :1, :], x[..., :-1, :]], -2)], -1))
+
+
+def rollout_mask(text_mask: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
+    """Attention mask of the rows of block len(taken) + 1 over all blocks so far, [B, A * K, (P + len(taken) * A) * K]
+    bool.
+
+    Rows attend to whole first blocks of earlier pairs, to the taken slots of their own pair's earlier blocks, and to
+    their own block up to themselves.  text_mask [B, P, P] is the mask of pairs; at [B, A], in the first block every
+    pair.
+    """
+    order = torch.arange(slots, device=at.device)
+    own = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
+    is_own = torch.arange(text_mask.shape[-1], device=at.device) == at[..., None]
+    before = text_mask.gather(1, at[..., None].expand(-1, -1, text_mask.shape[-1]))
+    # [B, A, K, P, K]
+    first = torch.where(is_own[:, :, None, :, None], own[0][:, None], before[:, :, None, :, None])
+    same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
+    later = [(same & own_mask[:, None]).expand(len(at), -1, -1, -1, -1) for own_mask in own[1:]]
+    return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)

@@ -220,18 +220,29 @@ class Training(Part):
     acceptance: tuple[float | None, ...] = ()
     """[k]: acceptance at depth k + 1, given that all before were accepted, at temperature 1."""
     agreement: tuple[float | None, ...] = ()
-    """[k]: the same at temperature 0."""
+    """[k]: the same at temperature 0, along a chain."""
+    with_siblings: tuple[float | None, ...] = ()
+    """[k]: the same where the token at depth k + 1 has its runners-up beside it; empty where none are drafted."""
     temperature: float | None = None
     """At which the target drew these answers, 0 with top_p or top_k; null where they are not its own."""
 
-    def acceptance_at(self, temperature: float) -> tuple[float | None, ...]:
-        """What serving at `temperature` can be compared with; empty where the texts of the training are too unlike.
+    def accepted_by_depth(self, temperature: float) -> tuple[float, ...]:
+        """[k]: share of the drafts whose tokens up to depth k + 1 are accepted, which serving at `temperature` can be
+        compared with; empty where the texts of the training are too unlike.
 
-        Hotter texts are harder to draft, whatever the drafter.
+        Hotter texts are harder to draft, whatever the drafter.  Nothing is drafted behind a runner-up.
         """
         if self.temperature is None or temperature > self.temperature:
             return ()
-        return self.agreement if temperature == 0 else self.acceptance
+        chain = self.agreement if temperature == 0 else self.acceptance
+        last = self.with_siblings if temperature == 0 and self.with_siblings else chain
+        before, found = 1.0, []
+        for share, own in zip(chain, last, strict=True):
+            if share is None or own is None:
+                break
+            found.append(before * own)
+            before *= share
+        return tuple(found)
 
 
 class TaskSource(Part):

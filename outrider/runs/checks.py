@@ -120,10 +120,12 @@ def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Ski
 
 
 def _refuse_missing_sources(settings: RunConfig) -> None:
-    for number, source in enumerate(settings.prepare.given_sources):
-        key = f"prepare.sources[{number}].path" if settings.prepare.sources else "prepare.conversations"
+    prepare = settings.prepare
+    named = {f"sources[{number}].path": source for number, source in enumerate(prepare.sources)}
+    named = named or {"conversations": prepare.training_sources[0]}
+    for key, source in (named if prepare.held_out is None else named | {"held_out": prepare.held_out}).items():
         if source.path is not None and not source.path.startswith("stdlib:"):
-            _refuse_missing(key, source.path, "a file of prompts, a data set, or stdlib:train")
+            _refuse_missing(f"prepare.{key}", source.path, "a file of prompts, a data set, or stdlib:train")
 
 
 def _evaluated(settings: RunConfig) -> Evaluated | None:

@@ -9,7 +9,7 @@ import torch
 from outrider import checkpoint
 from outrider.data import regenerate
 from outrider.data.answers import ANSWERS, StoredAnswers
-from outrider.data.sources import NOT_CHOSEN
+from outrider.data.choosing import NOT_CHOSEN
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs import cost
 from outrider.runs.checks import Inputs

@@ -13,10 +13,10 @@ from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
 from outrider.data import feature_cache, regenerate, source_manifest
 from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
+from outrider.data.choosing import NOT_CHOSEN
 from outrider.data.conversations import Skipped
 from outrider.data.hash_files import named
 from outrider.data.ledger import Ledger
-from outrider.data.sources import NOT_CHOSEN
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.generation import generate
@@ -189,7 +189,7 @@ def prepare(
 
         path = regenerate.prepare(
             target, target.tokenizer, asked, settings.answers, config, on_answer=tell, skipped=skipped,
-            processes=processes,
+            processes=processes, held_out=asked.held_out_hashes,
         )  # fmt: skip
     found = _prepared(path, skipped) if processes.is_first else None
     if found is not None:
@@ -234,7 +234,7 @@ def train(
     if (origin := settings.drafter.get("from")) is not None:
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
-    learnt, held_out = hold_out(answers, config.held_out, inputs.openings)
+    learnt, held_out = hold_out(answers, config.held_out, inputs.openings, inputs.asked.held_out_hashes)
     _fill_features(settings, config, target, model, answers, reporter, processes)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -122,3 +122,17 @@ class WaitingCalls:
         if not calls:
             del self._by_owner[call.owner]
         return True
+
+
+def over_by_now(calls: Sequence[Call], cancelled: Collection[Call]) -> dict[Call, Ending]:
+    """Those of them that were cancelled, or whose time is over."""
+    now = time.monotonic()
+    late: dict[Call, Ending] = {call: "deadline" for call in calls if (call.deadline or now + 1) <= now}
+    return late | {call: "cancelled" for call in calls if call in cancelled}
+
+
+def seconds_to_next(busy: Sequence[Call], slots: int) -> float:
+    """When a full queue is likely to have room: the mean time of the calls in the slots, shared by them."""
+    now = time.monotonic()
+    mean = sum(now - call.admitted for call in busy) / max(1, len(busy))
+    return max(1.0, min(60.0, mean / slots))

@@ -11,38 +11,41 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from outrider import generation
-from outrider.decoding.generate import PREFILL_CHUNK, draft_columns, read
+from outrider.decoding.generate import draft_columns, read
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
-from outrider.serve.calls import Call, Ending, EngineStopped, Listener, Output, QueueFull, WaitingCalls
-from outrider.serve.guard import Abandoned, GuardedDrafter, shape_of
+from outrider.serve.calls import (
+    Call,
+    Ending,
+    EngineStopped,
+    Listener,
+    Output,
+    QueueFull,
+    WaitingCalls,
+    over_by_now,
+    seconds_to_next,
+)
+from outrider.serve.guard import Abandoned, GuardedDrafter, shape_of, suspects
 from outrider.serve.metrics import StepRecord, Telemetry
-from outrider.serve.prediction import Predicted
+from outrider.serve.outbox import Outbox, Post
+from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
+from outrider.serve.reading import most_read, pieces
 from outrider.targets.memory import slot_length
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
 
-PREDICTED = 8
-"""Most tokens of a prediction that are drafted in one step where there is no drafter."""
 INTERNAL = "the engine failed on this request; the server's log says why"
-READ_WITH_STEPS = 128
-"""Most prompt tokens read between two steps of other slots; more where many prompts wait for few such slots."""
-STREAMS = 8
-"""Streams whose pieces are `interval_s` apart.  To more streams, as many pieces are sent in a second as to these."""
-
-Post = Callable[[Callable[[], None]], None]
 
 
 class Engine:
@@ -65,11 +68,11 @@ class Engine:
         verification: str | SamplingJudge = "standard", prefix_bytes: int = 0, telemetry: Telemetry | None = None,
         post: Post = lambda run: run(), interval_s: float = 0.0, drafter_timeout_s: float = 10.0,
     ):  # fmt: skip
-        self.target, self.post, self.interval_s = target, post, interval_s
+        self.target, self._outbox = target, Outbox(post, interval_s, self._text)
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
         self._drafts_always, self._shape = bool(inner.limit), shape_of(inner)
-        inner = self._with_predictions(inner)
+        inner = with_predictions(inner, target.spec.vocabulary)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
@@ -91,9 +94,6 @@ class Engine:
         self._waiting = WaitingCalls(queue)
         self._serving: dict[int, Call] = {}  # by slot, in the order of admission
         self._cancelled: set[Call] = set()
-        self._unsent: dict[Call, list[Output]] = {}
-        self._sent = 0.0
-        """When outputs were last given to `post`."""
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
         self._drafter_timeout_s, self.threads = drafter_timeout_s, torch.get_num_threads()
@@ -135,7 +135,7 @@ class Engine:
                 raise EngineStopped("the server is stopping and takes no more requests")
             if len(self._waiting) >= self._waiting.most:
                 self.telemetry.refused("queue_full")
-                raise QueueFull(len(self._waiting), self._seconds_to_next())
+                raise QueueFull(len(self._waiting), seconds_to_next(list(self._serving.values()), self.slots))
             self._waiting.push(call)
             self.telemetry.arrived(call)
             self._changed.notify()
@@ -176,12 +176,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _seconds_to_next(self) -> float:
-        """When the queue is likely to have room: the mean time of the calls in the slots, shared by them."""
-        now, busy = time.monotonic(), list(self._serving.values())
-        mean = sum(now - call.admitted for call in busy) / max(1, len(busy))
-        return max(1.0, min(60.0, mean / self.slots))
 
     # ── the thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,7 +230,8 @@ class Engine:
             while not (self._serving or self._waiting or self._is_draining or self._replacement):
                 self._cancelled.clear()
                 self._sleep()
-            over, self._cancelled = self._over_by_now(self._cancelled), set()
+            over = over_by_now([*self._waiting, *self._serving.values()], self._cancelled)
+            self._cancelled = set()
             for call in over:
                 self._waiting.remove(call)
         for call, reason in over.items():
@@ -271,14 +266,8 @@ class Engine:
         with self._changed:
             drafter, self._replacement = self._replacement, None
         if drafter is not None:
-            self.drafter.replace(self._with_predictions(drafter))
+            self.drafter.replace(with_predictions(drafter, self.target.spec.vocabulary))
             self.replaced = time.monotonic()
-
-    def _with_predictions(self, drafter: Drafter) -> Drafter:
-        """The same drafter for requests that say what their answers repeat, too."""
-        if drafter.probe_rows:
-            return drafter
-        return Predicted(drafter, self.target.spec.vocabulary, drafter.limit or PREDICTED)
 
     def _limit_drafts(self) -> None:
         """Without a drafter, a step asks for drafts only while a request has a prediction."""
@@ -286,17 +275,11 @@ class Engine:
             has_prediction = any(len(call.request.prediction) for call in self._serving.values())
             self.drafter.limit = self._limit if has_prediction else 0
 
-    def _over_by_now(self, cancelled: set[Call]) -> dict[Call, Ending]:
-        """Calls that were cancelled, or whose time is over."""
-        now = time.monotonic()
-        here = [*self._waiting, *self._serving.values()]
-        late: dict[Call, Ending] = {call: "deadline" for call in here if (call.deadline or now + 1) <= now}
-        return late | {call: "cancelled" for call in here if call in cancelled}
-
     def _read(self) -> None:
         """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
         state = self.state
-        counts = self._pieces(_most_read(len(state.reading), len(state.rows)))
+        most = most_read(len(state.reading), len(state.rows))
+        counts = pieces(self._unread(), most, functools.partial(self.prefixes.shares, state))
         if counts:
             try:
                 scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
@@ -308,25 +291,15 @@ class Engine:
             state.start(ready)
         self._read_tokens += sum(counts.values())
 
-    def _pieces(self, most: int) -> dict[int, int]:
-        """By slot, how many of its prompt's tokens are read now, `most` of all together; what others have read of the
-        same beginning is taken over."""
-        counts: dict[int, int] = {}
+    def _unread(self) -> Iterator[tuple[int, int]]:
+        """Slots with unread prompts, and how much is left once what others have read of the same beginning is taken
+        over."""
         for row, call in self._serving.items():
-            if row not in self.state.reading:
-                continue
-            taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
-            call.cached += taken
-            self.telemetry.cached(taken)
-            if any(self.prefixes.shares(self.state, row, other) for other in counts):
-                continue  # in the next round it is taken over
-            count = min(self.state.unread(row), most)
-            width = max(count, *counts.values(), 0)
-            if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
-                break
-            if count > 0:
-                counts[row] = count
-        return counts
+            if row in self.state.reading:
+                taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
+                call.cached += taken
+                self.telemetry.cached(taken)
+                yield row, self.state.unread(row)
 
     def _step(self) -> None:
         state, rows, began = self.state, self.state.rows, time.perf_counter()
@@ -336,7 +309,7 @@ class Engine:
             counts = step(self.target, self.drafter, self.policy, self.cache, self.memory, state).counts
         except Exception as error:
             errors = dict(state.judge.errors)  # with those, the step is complete
-            self._fail(errors or dict.fromkeys(self._suspects(error), error))
+            self._fail(errors or dict.fromkeys(suspects(state, error), error))
             if not errors:
                 return
         seconds, timing = time.perf_counter() - began, state.timing
@@ -354,13 +327,6 @@ class Engine:
             self._invalid = state.invalid
             self.telemetry.alarm("invalid_draft")
         self._emit(counts)
-
-    def _suspects(self, error: Exception) -> Sequence[int]:
-        """Slots that may be the reason why a step failed before its commit: those with code or grammars of their
-        own, or else all."""
-        state = self.state
-        own = [row for row in state.rows if state.requests[row].sampling.forbids]
-        return own if own and isinstance(error, ConfigError) else list(state.rows)
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
         """End the calls in these slots with what the error says, where a client may read it."""
@@ -385,7 +351,7 @@ class Engine:
             tokens = state.tokens[row][len(call.request.prompt) + call.written :]
             if not call.finished and (tokens or reason):
                 output = self._output(row, tokens, accepted[b] if accepted else 0)
-                self._unsent.setdefault(call, []).append(output)
+                self._outbox.put(call, output)
                 if not call.first or reason is not None:
                     urgent.add(call)
                 call.first, call.written = call.first or now, call.written + len(tokens)
@@ -393,26 +359,9 @@ class Engine:
                 self._ended(call, reason)
                 if self.listener is not None:
                     self.listener.ended(call, state.tokens[row][len(call.request.prompt) :])
-        if now - self._sent >= self.interval_s * max(1.0, len(self._serving) / STREAMS):
-            self._send()
-        elif urgent:
-            self._send_to(urgent)
+        self._outbox.send_due(now, len(self._serving), urgent)
         for row in over:
             self._free(row)
-
-    def _send(self) -> None:
-        if self._unsent:
-            self._send_to(list(self._unsent))
-            self._sent = time.monotonic()
-
-    def _send_to(self, calls: Iterable[Call]) -> None:
-        """What these calls have not been given; a text is decoded once for all those steps, and comes with the last."""
-        found = []
-        for call in calls:
-            *earlier, last = self._unsent.pop(call)
-            found += [(call, output) for output in earlier]
-            found.append((call, replace(last, text=last.text + self._text(call))))
-        self.post(functools.partial(_deliver, found))
 
     def _text(self, call: Call) -> str:
         """What became final of its text since this was last asked."""
@@ -433,10 +382,10 @@ class Engine:
 
     def _end(self, call: Call, reason: Ending, error: str = "") -> None:
         """End a call that did not end by itself."""
-        self._unsent.setdefault(call, []).append(Output(text=self._text(call), finish_reason=reason, error=error))
+        self._outbox.put(call, Output(text=self._text(call), finish_reason=reason, error=error))
         if call.slot is not None:
             self._free(call.slot)
-        self._send_to([call])
+        self._outbox.send([call])
         self._ended(call, reason)
 
     def _ended(self, call: Call, reason: Ending) -> None:
@@ -445,20 +394,6 @@ class Engine:
 
     def _end_all(self, error: str) -> None:
         with self._changed:
-            waiting = list(self._waiting)
-            for call in waiting:
-                self._waiting.remove(call)
+            waiting = [self._waiting.pop() for _ in range(len(self._waiting))]
         for call in [*self._serving.values(), *waiting]:
             self._end(call, "error", error)
-
-
-def _most_read(reading: int, live: int) -> int:
-    """Prompt tokens that are read before the next step, where so many slots read prompts and so many take part in
-    steps."""
-    wanted = max(READ_WITH_STEPS, 4 * READ_WITH_STEPS * (reading - 1) // live) if live else PREFILL_CHUNK
-    return min(wanted, PREFILL_CHUNK)
-
-
-def _deliver(outputs: Sequence[tuple[Call, Output]]) -> None:
-    for call, output in outputs:
-        call.receive(output)

@@ -18,6 +18,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
+from outrider.errors import ConfigError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -27,6 +28,13 @@ def shape_of(drafter: Drafter) -> tuple[object, ...]:
     """What is equal where one drafter can take over what another stores of its slots."""
     own = drafter.taps, drafter.limit, drafter.hidden, drafter.confidence_before_draw, drafter.probe_rows
     return (type(drafter), *own)
+
+
+def suspects(state: DecodeState, error: Exception) -> Sequence[int]:
+    """Slots that may be the reason why a step failed before its commit: those with code or grammars of their own, or
+    else all."""
+    own = [row for row in state.rows if state.requests[row].sampling.forbids]
+    return own if own and isinstance(error, ConfigError) else list(state.rows)
 
 
 class Abandoned(BaseException):

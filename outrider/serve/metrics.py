@@ -14,10 +14,9 @@ are those of answers that ended by themselves.
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,35 +27,51 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from outrider.serve.calls import Call
+from outrider.serve.counts import (
+    ACCEPTED,
+    ACCEPTED_BY,
+    CACHED,
+    DEEPEST,
+    DRAFT_S,
+    DRAFTED,
+    DRAFTS,
+    EDGES,
+    FIRST,
+    GAP,
+    GENERATED,
+    HISTORY_S,
+    LATENCY_S,
+    NOW_S,
+    OTHER_S,
+    PARTS,
+    PASSES,
+    PER_TOKEN,
+    PROMPT,
+    QUERIED,
+    QUEUED,
+    REACHED_BY,
+    READ,
+    READ_S,
+    READING_S,
+    RECENT_S,
+    SIZE,
+    STEPS,
+    VERIFY_S,
+    WHOLE,
+    WIDTH,
+    buckets,
+    by_depth,
+    deepest,
+    interpolated,
+    is_speculating,
+    num_reaching,
+    quantiles,
+    reading_at,
+    share,
+    shares_of_time,
+)
 
 PREFIX = "outrider:"
-READING_S = 1.0
-"""Seconds between two copies of the counts."""
-NOW_S, RECENT_S, LATENCY_S = 5.0, 60.0, 300.0
-"""The page's periods: of rates and shares of time, of acceptance, of latencies."""
-HISTORY_S = 120
-DEEPEST = 128
-"""Tokens accepted after this many of one draft count as the last of these."""
-BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0,
-)  # fmt: skip
-"""Upper limits of Prometheus' buckets, seconds."""
-EDGES = tuple(sorted({*BUCKETS, *(1e-4 * 10 ** (i / 20) for i in range(141))}))
-"""Upper limits of our own, 0.1 ms to 1000 s: a quantile is exact to 6 %."""
-
-# Places in the list of counts.
-(
-    STEPS, PASSES, GENERATED, DRAFTS, DRAFTED, ACCEPTED, PROMPT, QUERIED, CACHED, READ, DRAFT_S, VERIFY_S, OTHER_S,
-    READ_S,
-) = range(14)  # fmt: skip
-WIDTH = len(EDGES) + 2
-"""Of a histogram: its buckets, what lies beyond, the sum."""
-ACCEPTED_BY = READ_S + 1
-REACHED_BY = ACCEPTED_BY + DEEPEST + 1
-FIRST, GAP, PER_TOKEN, WHOLE, QUEUED = range(REACHED_BY + DEEPEST + 1, REACHED_BY + DEEPEST + 1 + 5 * WIDTH, WIDTH)
-SIZE = QUEUED + WIDTH
-
 COUNTERS = (
     ("request_steps", STEPS, "Steps with or without a draft, one per request and pass of the target."),
     ("engine_steps", PASSES, "Passes of the target that advance requests, one for all of them together."),
@@ -79,7 +94,6 @@ HISTOGRAMS = (
     ("e2e_request_latency_seconds", WHOLE, "From the arrival of a request to the end of its answer."),
     ("request_queue_time_seconds", QUEUED, "From the arrival of a request to a slot."),
 )
-PARTS = (("draft", DRAFT_S), ("verify", VERIFY_S), ("other", OTHER_S), ("prompts", READ_S))
 ENDINGS = ("stop", "length", "context", "cancelled", "deadline", "error")
 BY_ITSELF = ("stop", "length", "context")
 ALARMS = ("drafter_raised", "drafter_hung", "invalid_draft")
@@ -232,15 +246,15 @@ class Telemetry:
         counts = self._counts.copy()
         for name, place, help in COUNTERS:
             yield self._family(CounterMetricFamily, name, help, {"": counts[place]})
-        depth = _deepest(counts)
+        depth = deepest(counts)
         for name, place, help in POSITIONS:
-            by_position = {str(k): count for k, count in enumerate(_num_reaching(counts, place)[:depth])}
+            by_position = {str(k): count for k, count in enumerate(num_reaching(counts, place)[:depth])}
             yield self._family(CounterMetricFamily, name, help, by_position, "position")
         seconds = {part: counts[place] for part, place in PARTS}
         yield self._family(CounterMetricFamily, "step_seconds", "Seconds by what they were spent on.", seconds, "part")
         for name, place, help in HISTOGRAMS:
             family = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
-            family.add_metric([self.model], *_buckets(counts, place))
+            family.add_metric([self.model], *buckets(counts, place))
             yield family
         yield from self._by_word()
         yield from self._gauges()
@@ -262,16 +276,16 @@ class Telemetry:
         return {
             "model": self.model, "drafter": self.drafter, "slots": self.slots,
             "uptime_s": round(now - self._began, 1), "running": len(self._running), "waiting": len(self._waiting),
-            "reading": len(self._unwritten), "batch": _share(moment[STEPS], moment[PASSES]),
+            "reading": len(self._unwritten), "batch": share(moment[STEPS], moment[PASSES]),
             "tokens_per_s": round(moment[GENERATED] / seconds, 2),
             "prompt_tokens_per_s": round(moment[READ] / seconds, 2),
             "history": {"seconds": HISTORY_S, "tokens_per_s": self._history(now, counts)},
-            "tokens_per_step": _share(recent[GENERATED], recent[STEPS]),
-            "tokens_per_draft": _share(recent[DRAFTS] + recent[ACCEPTED], recent[DRAFTS]),
-            "draft_acceptance": _share(recent[ACCEPTED], recent[DRAFTED]),
-            "accepted_by_depth": _by_depth(recent), "is_speculating": _is_speculating(moment),
-            "time": _shares_of_time(moment, seconds),
-            "first_token_s": _quantiles(minutes, FIRST), "gap_s": _quantiles(minutes, GAP),
+            "tokens_per_step": share(recent[GENERATED], recent[STEPS]),
+            "tokens_per_draft": share(recent[DRAFTS] + recent[ACCEPTED], recent[DRAFTS]),
+            "draft_acceptance": share(recent[ACCEPTED], recent[DRAFTED]),
+            "accepted_by_depth": by_depth(recent), "is_speculating": is_speculating(moment),
+            "time": shares_of_time(moment, seconds),
+            "first_token_s": quantiles(minutes, FIRST), "gap_s": quantiles(minutes, GAP),
             "kv_cache_usage": self._usage(), "alarms": alarms, "refused": refused, "finished": self._endings.copy(),
             "totals": {name: counts[place] for name, place, _ in COUNTERS},
         }  # fmt: skip
@@ -317,7 +331,7 @@ class Telemetry:
 
     def _since(self, at: float, now: float, counts: Sequence[Any]) -> tuple[float, list[Any]]:
         """Seconds from `at`, or a little before, until now, and what was counted in them."""
-        began, before = _reading_at(list(self._readings), at, counts)
+        began, before = reading_at(list(self._readings), at, counts)
         return max(now - began, 1e-3), [after - was for after, was in zip(counts, before, strict=True)]
 
     def _history(self, now: float, counts: Sequence[Any]) -> list[float]:
@@ -329,80 +343,5 @@ class Telemetry:
             if at > before + READING_S:  # idle from then on
                 known.append((before + READING_S, total))
             known.append((at, total))
-        totals = [_interpolated(known, now - HISTORY_S + second) for second in range(HISTORY_S + 1)]
+        totals = [interpolated(known, now - HISTORY_S + second) for second in range(HISTORY_S + 1)]
         return [round(after - before, 1) for before, after in itertools.pairwise(totals)]
-
-
-def _reading_at(
-    readings: Sequence[tuple[float, list[Any]]], at: float, counts: Sequence[Any]
-) -> tuple[float, Sequence[Any]]:
-    """When a reading was made that holds for `at`, up to a second earlier, and its counts.
-
-    The first step a second or more after a reading makes the next one before it counts itself.  So a second after a
-    reading, and until the next one, the counts are as the next one found them.
-    """
-    place = bisect_right(readings, at, key=lambda reading: reading[0]) - 1
-    if place < 0:
-        return readings[0]
-    made, found = readings[place]
-    if at - made < READING_S:
-        return made, found
-    return at, readings[place + 1][1] if place + 1 < len(readings) else counts
-
-
-def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at `at` on the line through these points, level outside them."""
-    place = bisect_right(points, at, key=lambda point: point[0])
-    if place == 0 or place == len(points):
-        return points[min(place, len(points) - 1)][1]
-    (left, low), (right, high) = points[place - 1], points[place]
-    return low + (high - low) * (at - left) / (right - left)
-
-
-def _num_reaching(counts: Sequence[Any], place: int) -> list[int]:
-    """[k]: how many had k + 1 or more."""
-    return list(itertools.accumulate(reversed(counts[place + 1 : place + DEEPEST + 1])))[::-1]
-
-
-def _deepest(counts: Sequence[Any]) -> int:
-    """Depth of the deepest draft."""
-    return sum(count > 0 for count in _num_reaching(counts, REACHED_BY))
-
-
-def _by_depth(counts: Sequence[Any]) -> list[float]:
-    """[k]: of the drafts that reach depth k + 1, the share whose token there was accepted."""
-    columns = zip(_num_reaching(counts, ACCEPTED_BY), _num_reaching(counts, REACHED_BY), strict=True)
-    return [round(min(1.0, accepted / reached), 4) for accepted, reached in columns if reached > 0]
-
-
-def _buckets(counts: Sequence[Any], place: int) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus' buckets of a histogram, each with all below it, and the sum."""
-    below = list(itertools.accumulate(counts[place : place + WIDTH - 1]))
-    limits = [(str(limit), below[bisect_left(EDGES, limit)]) for limit in BUCKETS]
-    return [*limits, ("+Inf", below[-1])], counts[place + WIDTH - 1]
-
-
-def _quantiles(counts: Sequence[Any], place: int) -> dict[str, float | int | None]:
-    """Seconds that half, and 99 of 100, take at most, in the middle of their bucket; None where there are none."""
-    below = list(itertools.accumulate(counts[place : place + WIDTH - 1]))
-    found: dict[str, float | int | None] = {"count": below[-1], "p50": None, "p99": None}
-    for name, share in (("p50", 0.5), ("p99", 0.99)) if below[-1] else ():
-        bucket = min(bisect_left(below, share * below[-1]), len(EDGES) - 1)
-        found[name] = round(math.sqrt(EDGES[max(bucket - 1, 0)] * EDGES[bucket]), 6)
-    return found
-
-
-def _share(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole else None
-
-
-def _is_speculating(counts: Sequence[Any]) -> bool | None:
-    """Whether any step had a draft; None where there was no step."""
-    return counts[DRAFTS] > 0 if counts[STEPS] else None
-
-
-def _shares_of_time(counts: Sequence[Any], seconds: float) -> dict[str, float]:
-    busy = {part: counts[place] for part, place in PARTS}
-    whole = max(seconds, sum(busy.values()))
-    shares = {part: round(spent / whole, 4) for part, spent in busy.items()}
-    return shares | {"idle": round(max(0.0, 1 - sum(shares.values())), 4)}

@@ -25,6 +25,8 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn.ensemble import Ensemble, EnsembleMemory
 
+PREDICTED = 8
+"""Most tokens of a prediction that are drafted in one step where there is no drafter."""
 INNER = 0  # the only member of the ensemble
 
 
@@ -178,3 +180,8 @@ class Alignment:
 def _letters(tokens: Sequence[int]) -> str:
     """One letter a token; ids beyond all letters, which no vocabulary has, share one."""
     return "".join(chr(token if 0 <= token < sys.maxunicode else sys.maxunicode) for token in tokens)
+
+
+def with_predictions(drafter: Drafter, vocabulary: int) -> Drafter:
+    """The same drafter for requests that say what their answers repeat, too."""
+    return drafter if drafter.probe_rows else Predicted(drafter, vocabulary, drafter.limit or PREDICTED)

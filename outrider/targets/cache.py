@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.decoding.draft import sent
 from outrider.targets.attention_mask import Limit, PassLayout, additive, span
 from outrider.targets.stacks import Buffer, Stacks
-from outrider.targets.states import RecurrentStates
+from outrider.targets.states import RecurrentStates, StateCalls
 
 SHARED_MASK_WIDTH = 64
 """Tokens a row up to which passes share one mask."""
@@ -30,7 +30,7 @@ VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
 
 
-class SlotCache:
+class SlotCache(StateCalls):
     """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache
     does.
 
@@ -364,49 +364,6 @@ class SlotCache:
         for stack, used, own in zip(self.stacks.tensors, self.stacks.used, columns, strict=True):
             stack[:used, at, :, begin:end] = own
         self.lengths[row] = end
-
-    # ── recurrent layers, as transformers' Cache has them ─────────────────────────────────────────────────────────────
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
-        return self.states.read((layer_idx, "conv", state_idx), self.rows, self._starts)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """State [R, ...]; None where all rows begin.  Layers may write into it."""
-        return self.states.read((layer_idx, "recurrent", state_idx), self.rows, self._starts)
-
-    def update_conv_state(
-        self,
-        conv_states: Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_kwargs: object,
-    ) -> Tensor:
-        """Inputs so far followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
-        before = self.get_conv_state(layer_idx, state_idx)
-        kernel = conv_kernel_size or conv_states.shape[-1]
-        joined = conv_states if before is None else torch.cat([before, conv_states], -1)
-        joined = torch.nn.functional.pad(joined, (max(0, kernel - joined.shape[-1]), 0))
-        self.states.work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
-        return joined
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
-    ) -> Tensor:
-        self.states.work[layer_idx, "recurrent", state_idx] = recurrent_states
-        return recurrent_states
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return any(self._starts)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        """Asked by some families: whether a pass continues a text."""
-        return any(self._starts)
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

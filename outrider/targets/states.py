@@ -93,3 +93,53 @@ class RecurrentStates:
         for key, state in history[-1].states.items() if history else ():
             self.stored[key][row] = state
         return history[-1].length if history else 0
+
+
+class StateCalls:
+    """What recurrent layers ask of transformers' Cache, for the rows of an open pass."""
+
+    states: RecurrentStates
+    rows: list[int]
+    _starts: list[int]
+    """Length of each of them before the pass."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
+        return self.states.read((layer_idx, "conv", state_idx), self.rows, self._starts)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """State [R, ...]; None where all rows begin.  Layers may write into it."""
+        return self.states.read((layer_idx, "recurrent", state_idx), self.rows, self._starts)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_kwargs: object,
+    ) -> Tensor:
+        """Inputs so far followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        kernel = conv_kernel_size or conv_states.shape[-1]
+        joined = conv_states if before is None else torch.cat([before, conv_states], -1)
+        joined = torch.nn.functional.pad(joined, (max(0, kernel - joined.shape[-1]), 0))
+        self.states.work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
+        return joined
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
+    ) -> Tensor:
+        self.states.work[layer_idx, "recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return any(self._starts)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Asked by some families: whether a pass continues a text."""
+        return any(self._starts)

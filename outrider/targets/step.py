@@ -27,7 +27,7 @@ from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
-from outrider.targets import attention_mask, family
+from outrider.targets import attention_mask, family, passes
 from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
@@ -87,7 +87,7 @@ class CompiledStep(Compiled):
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
-        return [own, self.target.family, *code(compiled, family, attention_mask, *traced)]
+        return [own, self.target.family, *code(compiled, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,17 +36,18 @@ from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.identity import spec_of
 from outrider.targets.ngram_embedding import NgramEmbeddingForCausalLM
 from outrider.targets.own_cache import OwnCache
+from outrider.targets.passes import Passes
 from outrider.targets.prompts import ids_of
 from outrider.targets.protocol import Skip
 from outrider.targets.rotary import reading_prompt, verify_by_length
-from outrider.targets.selftest import SelfTest, agreed, plain_words, refusal, refusing
+from outrider.targets.selftest import plain_words, refusal, refusing
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
-from outrider.targets.trust import Trust, tested, trust
+from outrider.targets.trust import trust, trusted
 
 
-class TransformersTarget:
+class TransformersTarget(Passes):
     """A causal LM as a target; drafting does not change its distribution.  Made by `load_target`."""
 
     def __init__(
@@ -93,7 +93,7 @@ class TransformersTarget:
             [text] = plain_words(self, 1, 8)
             self._scale, self._finish, logits = what_ends_do(self, text)
         if tested:
-            self.selftest = self._trusted(known, text, logits)
+            self.selftest = trusted(self, known, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
@@ -386,84 +386,3 @@ class TransformersTarget:
     def detokenizer(self) -> Detokenizer | None:
         """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
-
-    def _scores(self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
-        out, caught = self._passed(self.model, tokens, cache, tree, taps)
-        return Scores(out.logits, caught[self._model_head].to(self.device), self._tapped(caught, taps))
-
-    def pass_through(
-        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, asked: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One pass with given masks and positions, which is traced: logits of tokens `asked` [R, K], hidden, and
-        the output of every layer."""
-        with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, asked):
-            logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
-        return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
-
-    def _hidden(
-        self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        out, caught = self._passed(self._trunk, tokens, cache, tree, taps)
-        return out.last_hidden_state.to(self.device), self._tapped(caught, taps)
-
-    def _passed(
-        self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...]
-    ) -> tuple[Any, dict[nn.Module, Any]]:
-        """Output of the model or its trunk for the open pass, and what the hooks caught."""
-        context = max(self.spec.context, tokens.shape[1])
-        given = self.family.given(cache, tree, self.model.dtype, context)
-        with prepacked.enabled(), self._catching(taps) as caught:
-            out = module(input_ids=tokens, **given)
-        if self.family.past is not None:
-            cache.took(tokens, out)
-        return out, caught
-
-    def _each(
-        self,
-        run: Callable[..., Any],
-        tokens: Tensor,
-        cache: SlotCache,
-        tree: Tree | None = None,
-        taps: tuple[int, ...] = (),
-    ) -> Any:
-        """Run all rows of the open pass at once; one by one where their lengths differ and the family can't take
-        that."""
-        # a state alone does not depend on its row's length
-        is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
-        if self.family.takes_uneven_rows or cache.is_even or is_state:
-            return run(tokens, cache, tree, taps)
-        rows, parts = cache.rows, []
-        for b, row in enumerate(rows):
-            cache.open([row], tokens.shape[1])
-            parts.append(run(tokens[b : b + 1], cache, tree and tree.of(b), taps))
-        cache.open(rows, tokens.shape[1])
-        joined: Any = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
-        return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
-
-    def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
-        """Catches the outputs of these layers and the input of the output layer in the passes that run while it is
-        open."""
-        layers = [self._decoder_layers[layer] for layer in taps]
-        for layer in layers:
-            hooks.watch_output(layer)
-        return hooks.catching([self._model_head, *layers])
-
-    def _trusted(self, known: Trust | None, text: list[int], logits: Tensor) -> SelfTest:
-        """What is known of models like this one, where it agrees on the logits of a text; else the result of a
-        self-test."""
-        found = known and known.found and agreed(self, known.found, text, logits)
-        found = found or tested(self)
-        reason = f" ({found.failed})" if found.failed else ""
-        log = logging.getLogger(__name__)
-        log.info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
-        if self.family.past is not None:
-            log.warning(
-                "%s stores of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; "
-                "exact, "
-                "and slow", self.spec.name,
-            )  # fmt: skip
-        return found
-
-    def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
-        tapped = [caught[self._decoder_layers[layer]].to(self.device) for layer in taps]
-        return torch.stack(tapped, 2) if taps else None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from pydantic import TypeAdapter
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import machine
@@ -139,3 +140,17 @@ def _write(path: Path, found: Trust) -> None:
     # without a folder to write to, the miniature is tested at every load
     with suppress(OSError), machine.keeping(path) as part:
         part.write_text(json.dumps(asdict(found)))
+
+
+def trusted(target: Any, known: Trust | None, text: list[int], logits: Tensor) -> SelfTest:
+    """What is known of models like this one, where it agrees on the logits of a text; else the result of a
+    self-test."""
+    found = (known and known.found and selftest.agreed(target, known.found, text, logits)) or tested(target)
+    reason = f" ({found.failed})" if found.failed else ""
+    log.info("self-test of %s: %s%s", target.spec.name, found.mode, reason)
+    if target.family.past is not None:
+        log.warning(
+            "%s stores of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; "
+            "exact, and slow", target.spec.name,
+        )  # fmt: skip
+    return found

@@ -24,12 +24,14 @@ def acceptance(
     """Acceptance by depth over one pass of `source`, given that all tokens before were accepted.
 
     `overlap`: mean of sum(min(p, q)) at temperature 1.  `agreement`: share of rows where both models have the same most
-    probable token, which is acceptance at temperature 0.  config: of the training, for the `divergence` by its losses
-    and weights, which training reports of its own texts; left out unless given.
+    probable token, which is acceptance at temperature 0.  `with_siblings`: share where the target's is the draft's or
+    one of its runners-up at that depth, for drafters that draft some.  config: of the training, for the `divergence` by
+    its losses and weights, which training reports of its own texts; left out unless given.
     """
+    siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
     torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    found: list[tuple[torch.Tensor, ...]] = []
     weighed = torch.zeros(2, dtype=torch.float64)
     """Sums of the weighted divergences, and of the weights."""
     for step in range(source.steps_per_pass):
@@ -38,21 +40,24 @@ def acceptance(
             rows = model.predict(batch)
             for draft, target, part in rows.chunks(chunk_size(rows)):
                 counts = rows.weight[part] > 0
-                q, p = draft[counts].float(), target[counts].float()
-                same = q.argmax(-1) == p.argmax(-1)
-                found.append((rows.depth[part][counts], overlap(p.softmax(-1), q.softmax(-1)), same))
+                q, p, depth = draft[counts].float(), target[counts].float(), rows.depth[part][counts]
+                choice = p.argmax(-1, keepdim=True)
+                rank = (q > q.gather(-1, choice)).sum(-1)
+                allowed = siblings.to(depth.device)[depth.clamp(max=len(siblings) - 1)]
+                found.append((depth, overlap(p.softmax(-1), q.softmax(-1)), rank == 0, rank <= allowed))
                 if config is not None:
                     each = losses.combine(config.loss, draft, target, rows.labels[part])
                     weight = weights(config.position, rows, part, draft)
                     weighed += torch.stack([(weight * each).sum(), weight.sum()]).double().cpu()
     torch.set_rng_state(state)
-    depth, shares, same = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+    depth, *columns = (torch.cat(column).cpu() for column in zip(*found, strict=True))
     at = depth.bincount().clamp(min=1)
+    means = [(depth.bincount(values.double()) / at).tolist() for values in columns]
+    named = dict(zip(("overlap", "agreement", "with_siblings"), means, strict=True))
+    if not siblings.any():
+        del named["with_siblings"]
     extra = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
-    return extra | {
-        name: [round(value, 4) for value in (depth.bincount(values.double()) / at).tolist()]
-        for name, values in (("overlap", shares), ("agreement", same))
-    }
+    return extra | {name: [round(value, 4) for value in values] for name, values in named.items()}
 
 
 def facts(

@@ -20,7 +20,7 @@ from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report
 from outrider.traffic.counters import Acceptance
 from outrider.traffic.latencies import Endpoint
-from outrider.traffic.replay import Replayed, ServerComparison
+from outrider.traffic.replayed import Replayed, ServerComparison
 from outrider.traffic.watch import Window
 
 PATH = "/a/very/long/path/without/any/space/that/a/terminal/of/sixty/columns/can/not/show.safetensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,11 @@ def texts(*extra: str) -> list[Conversation]:
     return [Conversation(f"p{i}", [{"role": "user", "content": text}]) for i, text in enumerate(said)]
 
 
-def answered(target: TransformersTarget, folder: Path, asked: list[Conversation]) -> Path:
-    prepare(target, target.tokenizer, asked, folder, Config(max_new_tokens=8, length=400, slots=2, temperature=1.0))
+def answered(
+    target: TransformersTarget, folder: Path, asked: list[Conversation], held_out: Collection[int] = ()
+) -> Path:
+    config = Config(max_new_tokens=8, length=400, slots=2, temperature=1.0)
+    prepare(target, target.tokenizer, asked, folder, config, held_out=held_out)
     return folder
 
 
@@ -95,6 +99,15 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
         assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
         assert found.line().startswith("4 of 5 prompts drawn overlap")
         assert "13 words" in found.rule
+
+
+def test_held_out_prompts_are_not_what_was_trained_on(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches an evaluation that calls its prompts learnt because acceptance was measured on texts like them."""
+    asked = texts(f"Please tell me. {PLANTED}", KOREAN)
+    held_out = [int(asked[2].prompt_hash(answered=False), 16)]
+    found = check(ASKED, [Source("answers", answered(talker, tmp_path / "some", asked, held_out))])
+    assert ids(found) == {"korean", "short"}
+    assert found.counts["answers"]["prompts"] == 2 and found.unknown == {}
 
 
 def test_prompts_of_two_tasks_may_have_one_id(answers: Path) -> None:

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from outrider.data import source_manifest, sources
-from outrider.data.config import Config
+from outrider.data.config import Config, Source
 from outrider.data.conversations import Conversation, Skipped
 from outrider.data.decontaminate import Evaluated
 from outrider.data.duplicates import NEAR, SIZE, content_key, near_duplicates, signature
+from outrider.data.readers import rows
 from outrider.data.sources import NothingLeft, Selection, opening, select
 from outrider.data.split import Openings, held_out
 from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
+from outrider.measure.tasks import Prompt as TaskPrompt
+from outrider.measure.tasks import prompts as task_prompts
 
 WORDS = [
     "apple",
@@ -407,3 +410,47 @@ def test_hashes_of_prompts_are_known_without_their_texts(regenerate: bool, tmp_p
     assert sorted(found.prompt_hashes.tolist()) == sorted(int(one.prompt_hash, 16) for one in asked)
     beginning = dict(zip(found.prompt_hashes.tolist(), found.openings.tolist(), strict=True))
     assert all(beginning[int(one.prompt_hash, 16)] == content_key(opening(one.conversation)) for one in asked)
+
+
+# ── held out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_held_out(tmp_path: Path, texts: list[str], **settings: Any) -> Config:
+    write(tmp_path / "a.jsonl", [f"a{i}" for i in range(100)])
+    write(tmp_path / "mine.jsonl", texts)
+    return Config(conversations=str(tmp_path / "a.jsonl"), held_out=str(tmp_path / "mine.jsonl"), **settings)
+
+
+def test_what_the_held_out_source_asks_never_trains(tmp_path: Path) -> None:
+    """Catches a held-out prompt that also trains, and one that is lost to a duplicate, a count or an evaluation."""
+    for settings in ({}, {"count": 7}, {"deduplicate": "exact"}, {"deduplicate": "near"}):
+        config = with_held_out(tmp_path, ["x0", "a3", "x1"], **settings)
+        found = select(config, evaluated=Evaluated({"t": [TaskPrompt("one", ("x0",))]}))
+        texts, hashes = texts_of(found), found.held_out_hashes
+        assert len(hashes) == 3
+        assert {"x0", "a3", "x1"} <= set(texts)
+        assert texts.count("a3") == 1
+        assert len(texts) == settings.get("count", 99) + 3
+        of_text = {one.messages[0]["content"]: int(one.prompt_hash(answered=False), 16) for one in found}
+        assert {text for text in texts if of_text[text] in hashes} == {"x0", "a3", "x1"}
+
+
+def test_held_out_prompts_have_a_count_of_their_own_and_must_exist(tmp_path: Path) -> None:
+    """Catches a count that is shared with what trains, weights that count it, and a silent empty source."""
+    config = with_held_out(tmp_path, [f"x{i}" for i in range(20)])
+    few = config.model_copy(update={"held_out": Source(path=str(tmp_path / "mine.jsonl"), count=4)})
+    assert len(select(few).held_out_hashes) == 4
+    assert select(mixed(tmp_path, weights=(1, 1, 1))).held_out_hashes == frozenset()
+    weighed = mixed(tmp_path, weights=(1, 1, 1)).model_copy(update={"held_out": few.held_out})
+    assert [part.count for part in select(weighed).parts] == [10, 10, 10, 4]
+    with pytest.raises(DataError, match=r"prepare\.held_out .*mine\.jsonl has no conversation"):
+        select(with_held_out(tmp_path, []))
+
+
+def test_the_librarys_held_out_prompts_are_not_those_of_an_evaluation() -> None:
+    """Catches a training that is stopped, or a best checkpoint that is chosen, on the prompts it is measured with."""
+    source = Source(path="stdlib:held_out", count=24)
+    chosen = {name for name, _ in rows(source, skip_bad=False, skipped=Skipped(), seed=0)}
+    drawn = {prompt.id for prompt in task_prompts("stdlib", 24, 0)}
+    assert len(chosen) == len(drawn) == 24
+    assert len(chosen & drawn) <= 4, "short modules have few pieces"

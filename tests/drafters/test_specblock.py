@@ -15,6 +15,7 @@ from outrider import generation
 from outrider.decoding.state import Request
 from outrider.drafters import specblock
 from outrider.generation import generate, serve
+from outrider.nn import blocks as layers
 from outrider.nn import draft_model, heads, trees
 from outrider.nn.draft_model import Batch
 from outrider.policies import blocks_by_cost
@@ -36,7 +37,7 @@ def model_of(target, **choices):
 def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_themselves():
     """Catches slots that see ahead in their block, and slots of another text."""
     texts = torch.tensor([[1, 1, 1, 2, 2, 2]])
-    seen = specblock.rollout_mask(draft_model.pair_mask(texts), torch.arange(5)[None], [], 2)[0]
+    seen = layers.rollout_mask(draft_model.pair_mask(texts), torch.arange(5)[None], [], 2)[0]
     pair_of = [(i, k) for i in range(5) for k in range(2)]
     for r, (i, k) in enumerate(pair_of):
         for c, (j, s) in enumerate(pair_of):
@@ -47,7 +48,7 @@ def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_them
 def test_slots_of_a_later_block_see_of_their_own_pair_what_was_taken():
     """Catches the slots that were not gone on from, and other pairs' later blocks."""
     texts, at, taken, slots = torch.tensor([[1, 1, 1, 1, 1]]), [1, 3], [2, 1], 3
-    seen = specblock.rollout_mask(draft_model.pair_mask(texts), torch.tensor([at]), taken, slots)[0]
+    seen = layers.rollout_mask(draft_model.pair_mask(texts), torch.tensor([at]), taken, slots)[0]
     columns = [(1, j, s) for j in range(4) for s in range(slots)]
     columns += [(block, j, s) for block in (2, 3) for j in at for s in range(slots)]
     assert seen.shape == (len(at) * slots, len(columns))
@@ -62,7 +63,7 @@ def test_slots_of_a_later_block_see_of_their_own_pair_what_was_taken():
 
 def test_the_shift_takes_in_the_slot_before():
     """Catches a shift the wrong way, across blocks, or with zeros before slot 0.  By hand."""
-    shift = specblock.Shift(2).double()
+    shift = layers.Shift(2).double()
     x = torch.tensor([[[1.0, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]], dtype=torch.float64)
     torch.testing.assert_close(shift(x), x)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from tiny import folder, talker
 from outrider import load_drafter
 from outrider.measure import row as summary
 from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
-from outrider.measure.row import difference, predicted, training_of
+from outrider.measure.row import difference, training_of
 from outrider.measure.tasks import Prompt
 from outrider.report.parts import Score
 from outrider.targets.transformers import TransformersTarget
@@ -55,7 +55,7 @@ def hand_made(target: TransformersTarget, **more: Any) -> Measured:
         )
     ]
     values: dict[str, Any] = {
-        "entry": Entry("n", load_drafter("ngram", target), acceptance=(0.8, 0.5)), "task": "quiz", "samples": samples,
+        "entry": Entry("n", load_drafter("ngram", target), predicted=(0.8, 0.4)), "task": "quiz", "samples": samples,
         "overlap": [0.5, 1.0, 0.75], "score_measure": "exact match",
     }  # fmt: skip
     return Measured(**(values | more))
@@ -151,7 +151,6 @@ MISTAKES = [
     ("accepted_histogram", "counts[r][a] += 1", "counts[r][r - a] += 1"),
     ("wasted", "_share(nodes - total_accepted, nodes)", "_share(sum(reached) - total_accepted, sum(reached))"),
     ("wasted", "sum(sum(run.nodes or run.reached) for run in runs)", "sum(sum(run.reached) for run in runs)"),
-    ("predicted_by_depth", "lambda product, share: product * share", "lambda product, share: share"),
     ("speedup", "plain_seconds / plain_tokens * tokens / seconds", "sum(ratios) / len(ratios)"),
     ("speedup_of_means", "sum(rates) / sum(plain_rates)", "sum(ratios) / len(ratios)"),
     ("speedup_geomean", "bootstrap.geometric_mean(ratios)", "bootstrap.mean(ratios)"),
@@ -224,12 +223,6 @@ def test_turns_are_compared_one_by_one(mine: list[list[int]], theirs: list[list[
 # ── predictions, overlaps, scores ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_prediction_multiplies_up_the_overlaps() -> None:
-    assert predicted((0.8, 0.5)) == pytest.approx([0.8, 0.4])
-    assert predicted(()) == []
-    assert predicted((1.0, 0.0)) == [1.0, 0.0]
-
-
 def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget) -> None:
     """Catches an overlapping prompt that still counts, and one that was not looked for taken for clean."""
     measured = hand_made(talker)
@@ -283,7 +276,11 @@ def test_training_is_known_by_its_held_out_answers() -> None:
     lines = [{"step": 1, "loss": 1.0, "acceptance": [0.9, 0.9]}, {"step": 1, "held_out": held_out}]
     found = training_of({}, lines)
     assert (found.held_out, found.acceptance, found.agreement, found.temperature) == (32, (0.6, 0.5), (0.5, 0.4), 0.6)
-    assert found.acceptance_at(0) == (0.5, 0.4)
-    assert found.acceptance_at(0.6) == (0.6, 0.5)
-    assert found.acceptance_at(1.0) == ()
-    assert training_of({}, lines[:1]).acceptance_at(0) == ()
+    assert found.accepted_by_depth(0) == pytest.approx((0.5, 0.2))
+    assert found.accepted_by_depth(0.6) == pytest.approx((0.6, 0.3))
+    assert found.accepted_by_depth(1.0) == ()
+    assert training_of({}, lines[:1]).accepted_by_depth(0) == ()
+    lines[1]["held_out"] = held_out | {"with_siblings": [0.7, 0.4]}
+    beside = training_of({}, lines)
+    assert beside.accepted_by_depth(0) == pytest.approx((0.7, 0.2)), "nothing is drafted behind a runner-up"
+    assert beside.accepted_by_depth(0.6) == found.accepted_by_depth(0.6)

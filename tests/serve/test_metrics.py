@@ -21,10 +21,11 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.drafters import ngram
 from outrider.sampling.settings import Sampling
-from outrider.serve import metrics
+from outrider.serve import counts, metrics
 from outrider.serve.calls import Call
+from outrider.serve.counts import DEEPEST, HISTORY_S
 from outrider.serve.engine import Engine
-from outrider.serve.metrics import DEEPEST, HISTORY_S, StepRecord, Telemetry
+from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.targets.transformers import TransformersTarget
 from outrider.traffic.calls import Call as Logged
 from outrider.traffic.counters import read
@@ -276,9 +277,9 @@ def test_rates_are_those_of_the_last_seconds(clock: Clock) -> None:
             written.append((clock.now, accepted + 1))
         clock.now += draw.choice([0.0, 0.5, 3.0, 20.0, 100.0])
         found = telemetry.snapshot()
-        fewest, most = (tokens_since(written, clock.now - metrics.NOW_S - early) for early in (0, metrics.READING_S))
-        assert fewest / (metrics.NOW_S + metrics.READING_S) - 0.01 <= found["tokens_per_s"]
-        assert found["tokens_per_s"] <= most / metrics.NOW_S + 0.01
+        fewest, most = (tokens_since(written, clock.now - counts.NOW_S - early) for early in (0, counts.READING_S))
+        assert fewest / (counts.NOW_S + counts.READING_S) - 0.01 <= found["tokens_per_s"]
+        assert found["tokens_per_s"] <= most / counts.NOW_S + 0.01
         history = found["history"]["tokens_per_s"]
         assert len(history) == HISTORY_S and min(history) >= 0
         rounding = 0.05 * HISTORY_S
@@ -335,12 +336,12 @@ def test_latencies_are_those_of_each_request(clock: Clock) -> None:
             exact = ordered[math.ceil(share * len(ordered)) - 1]
             assert found[name][key] == pytest.approx(exact, rel=0.065)
     text = telemetry.text()
-    for limit in metrics.BUCKETS:
+    for limit in counts.BUCKETS:
         wanted = bisect.bisect_right(sorted(first), limit)
         assert value(text, "time_to_first_token_seconds_bucket", le=str(limit)) == wanted
     assert value(text, "inter_token_latency_seconds_sum") == pytest.approx(sum(gaps))
     assert value(text, "inter_token_latency_seconds_bucket", le="+Inf") == len(gaps)
-    clock.now += metrics.LATENCY_S + 2
+    clock.now += counts.LATENCY_S + 2
     assert telemetry.snapshot()["first_token_s"]["count"] == 0
 
 
@@ -370,7 +371,7 @@ def test_acceptance_by_depth_is_of_the_drafts_that_reach_it(clock: Clock) -> Non
     assert found["accepted_by_depth"] == [1.0, 1.0, 0.0]
     assert (found["draft_acceptance"], found["tokens_per_draft"], found["tokens_per_step"]) == (0.75, 2.5, 2.0)
     assert found["is_speculating"] is True
-    clock.now += metrics.RECENT_S + metrics.READING_S
+    clock.now += counts.RECENT_S + counts.READING_S
     telemetry.stepped(step(calls, [0, 0, 0], [0, 0, 0]))
     found = telemetry.snapshot()
     assert (found["is_speculating"], found["accepted_by_depth"], found["tokens_per_step"]) == (False, [], 1.0)

@@ -177,7 +177,7 @@ def test_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
     found = trust._read(path)
     trust._write(path, replace(found, masks="one", found=replace(found.found, mode="chain")))
     assert load_target(tiny_model()).spec.mode == "chain"
-    monkeypatch.setattr("outrider.targets.transformers.agreed", lambda *asked: None)
+    monkeypatch.setattr("outrider.targets.selftest.agreed", lambda *asked: None)
     assert load_target(tiny_model()).spec.mode == target.spec.mode == "tree"
 
 

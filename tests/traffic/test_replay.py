@@ -40,7 +40,7 @@ from outrider.traffic.compared import Compared, first_difference
 from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Endpoint, Gaps
 from outrider.traffic.plan import Plan, dues, limits, prepared
-from outrider.traffic.replay import Replayed
+from outrider.traffic.replayed import Replayed
 from outrider.traffic.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.data.answers import hold_out
+from outrider.data.answers import hash_number, hold_out
+from outrider.data.duplicates import content_hash
 from outrider.data.features import LiveFeatures
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
@@ -49,6 +50,18 @@ def test_the_loss_is_that_of_training(position: dict[str, float], talker: Transf
     assert found["divergence"] > 0
 
 
+def test_runners_up_are_counted_where_the_drafter_drafts_them(talker: TransformersTarget) -> None:
+    """Catches a promise of the chain alone for a draft that is a tree, and runners-up at a depth that has none."""
+    source = source_of(talker, make_answers(4), batch=4)
+    chain = acceptance(make_model(talker), source)
+    beside = acceptance(make_model(talker, siblings=[3, 0, 260]), source)
+    assert "with_siblings" not in chain
+    assert {key: beside[key] for key in chain} == chain
+    assert beside["with_siblings"][0] > chain["agreement"][0]
+    assert beside["with_siblings"][1] == chain["agreement"][1]
+    assert beside["with_siblings"][2] == 1.0, "all tokens but one stand beside it"
+
+
 def test_what_was_learnt_promises_more_than_what_was_held_out(talker: TransformersTarget, tmp_path) -> None:
     """The reason for all of this: catches an acceptance that is taken from the texts of the training."""
     learnt, held_out = hold_out(make_answers(32), 2)
@@ -68,5 +81,7 @@ def test_held_out_answers_do_not_train_and_stay_the_same_when_more_come() -> Non
     assert (len(learnt), len(held_out)) == (61, 3)
     assert len(hold_out(answers, 32)[1]) == 4  # at most one in 16
     assert hold_out(answers[:15], 32)[1] == hold_out(answers, 0)[1] == []
+    chosen = [hash_number(content_hash(one.id)) for one in answers[10:12]]
+    assert [one.id for one in hold_out(answers, 0, chosen=chosen)[1]] == [one.id for one in answers[10:12]]
     before = {one.id for one in hold_out(answers[:48], 3)[1]}
     assert len(before & {one.id for one in held_out}) >= 2
