@@ -204,7 +204,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
-    left = {key: value for key, value in row.items() if key != "seconds"}
+    left = {key: value for key, value in row.items() if key not in ("seconds", "tokens_per_s", "mfu")}
     return left | ({"training": without_clocks(row["training"])} if "training" in row else {})
 
 

@@ -9,12 +9,13 @@ its torchvision and torchaudio, which are not for CPUs here.  A draft model of o
 by its own class; both learn from the same eight texts of the demo target's answers, every position, features in memory,
 float32, AdamW, one step of one after one of the other.  The divergence at every depth is compared before.
 
-Its ways: `one`, a text a forward, and `packed`, all texts in one, as its data loader joins them; its rows at a text's
-end then learn from the next text, so losses are compared for `one` alone.  `sdpa` attention and its eager losses, since
-its own attention and its fused losses are not for CPUs; its steps are its trainer's, without the wait for a GPU.
-Both count acceptance; `uncounted` is ours without, as 19 of 20 steps of a training are.  Seconds are the processor's,
-of one thread.  `products`: share of a step in matrix products, which both must do; `bound`: its seconds over ours if
-our step had nothing else.  Peaks are of a process each, above what was in memory before a second step.
+Ours has the tokens of one text in memory at once (`train.tokens`).  Its ways: `one`, a text a forward, and `packed`,
+all texts in one, as its data loader joins them; its rows at a text's end then learn from the next text, so losses are
+compared for `one` alone.  `sdpa` attention and its eager losses, since its own attention and its fused losses are not
+for CPUs; its steps are its trainer's, without the wait for a GPU.  Both count acceptance; `uncounted` is ours without,
+as 19 of 20 steps of a training are.  Seconds are the processor's, of one thread.  `products`: share of a step in matrix
+products, which both must do; `bound`: its seconds over ours if our step had nothing else.  Peaks are of a process each,
+above what was in memory before a second step.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class Pair:
         bench = training.Bench(training.target_of("demo"), "demo", kind, answers)
         self.kind, self.bench = kind, bench
         texts = [Answer(text.id, text.tokens, [(1, len(text.tokens))]) for text in bench.texts[: 4 * TEXTS]]
-        common = {"batch": TEXTS, "length": LENGTH, "budget": LENGTH * TEXTS // 4}
+        bench.budget = LENGTH
+        common = {"batch": TEXTS, "length": LENGTH, "budget": LENGTH}
         bench.source = LiveFeatures(bench.target, texts, bench.model.taps, **common)  # every token is one to learn
         bench.texts, bench.size = texts, TEXTS // 2
         for text in range(len(texts)):

@@ -38,6 +38,8 @@ TRAINING = "training"
 """The column of one training step: forward and backward in mixed precision, and an iteration of Muon."""
 WIDTH, LAYERS, TRAINED = 1024, 4, 256
 """The timed matrices: LAYERS weights of WIDTH x WIDTH, read in turn; in training one of TRAINED x TRAINED."""
+LARGE = 4096
+"""Rows, and width, of a product that is large enough to be as fast as a GPU can."""
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MALLOC = {-3: 2**25, -1: 2**31 - 1, -2: 0}
 """glibc's M_MMAP_THRESHOLD at its highest, M_TRIM_THRESHOLD, M_TOP_PAD."""
@@ -158,10 +160,14 @@ def set_up_threads() -> int:
     return chosen
 
 
-def gflops(rows: int) -> float:
-    """GFLOP/s of this CPU in float32 products of about so many rows."""
+def gflops(rows: int, dtype: Precision = "float32", device: torch.device | str = "cpu") -> float:
+    """GFLOP/s of this device in products of about so many rows in this type; of a GPU, in large ones."""
+    if torch.device(device).type != "cpu":
+        question = f"large products of {dtype} on {torch.cuda.get_device_name(device)}"
+        ms = _cached(question, lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[dtype]["ms"]
+        return 2 * LARGE**3 / ms / 1e6
     timed = max((one for one in ROWS if one <= rows), default=ROWS[0])
-    return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms["float32"][str(timed)] / 1e6
+    return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms[dtype][str(timed)] / 1e6
 
 
 def describe(device: torch.device | str = "cpu") -> str:
@@ -331,6 +337,18 @@ def _linear(dtype: torch.dtype, rows: int) -> Callable[[], object]:
     x = torch.ones(rows, WIDTH, dtype=dtype if dtype.is_floating_point else torch.float32)
     weights = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     return torch.inference_mode()(lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights])
+
+
+def _time_large(dtype: Precision, device: torch.device) -> float:
+    """Milliseconds of a product of `LARGE` by `LARGE` numbers on a GPU."""
+    square = torch.ones(LARGE, LARGE, dtype=TYPES[dtype], device=device)
+
+    def product() -> None:
+        square @ square
+        torch.cuda.synchronize(device)
+
+    product()
+    return _best_times({"": product})[""]
 
 
 def _training_step(dtype: torch.dtype) -> Callable[[], object]:

@@ -104,7 +104,7 @@ class _Notes:
 
     def __init__(self, kind: str = ""):
         """kind: put before tokens per step, such as `expected `."""
-        self.kind, self.pace = kind, ""
+        self.kind, self.pace, self.use = kind, "", ""
         self.first: tuple[float, float] | None = None
         """Time and tokens of the first update."""
 
@@ -113,10 +113,12 @@ class _Notes:
         tokens: float | None = None,
         loss: float | None = None,
         tokens_per_step: float | None = None,
+        mfu: float | None = None,
         left_out: int = 0,
     ) -> str:
         # counted at some steps only: the last figure stays
         self.pace = f"{self.kind}{tokens_per_step:.2f} tokens per step" if tokens_per_step else self.pace
+        self.use = f"{100 * mfu:.0f} % of FLOPs" if mfu else self.use
         now = time.monotonic()
         self.first = self.first or (now, tokens or 0.0)
         seconds, written = now - self.first[0], (tokens or 0.0) - self.first[1]
@@ -124,6 +126,7 @@ class _Notes:
             f"loss {loss:.3f}" if loss is not None else "",
             self.pace,
             f"{counted(written / seconds)} tokens/s" if written > 0 and seconds >= 1 else "",
+            self.use,
             f"{left_out} left out" if left_out else "",
         ]
         return ", ".join(filter(None, parts))

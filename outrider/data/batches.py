@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.data.ahead import Key
 from outrider.data.feature_shards import Stored
 from outrider.data.packing import Rows, side_by_side
 from outrider.data.texts import Texts
@@ -49,6 +50,13 @@ class OfTexts(ABC):
         """The texts of these steps in batches of at most as many tokens as the budget, several texts to a row."""
         for rows in self.order.packed(steps):
             yield self._joined(rows)
+
+    def made(self, key: Key) -> Batch:
+        """One of these batches, by its steps and its number."""
+        steps, number = key
+        if number is not None:
+            return self._joined(self.order.packed(steps)[number])
+        return self._joined([[i] for i in self.order.chosen(steps.start)])
 
     def _joined(self, rows: Rows) -> Batch:
         """The batch of these texts, or this process's rows of it."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.data import encodings, feature_cache, feature_shards
+from outrider.data.ahead import Ahead
 from outrider.data.answers import Answer
 from outrider.data.batches import OfTexts
 from outrider.data.feature_cache import Binding, States
@@ -34,10 +33,6 @@ OTHER_KERNELS = 0.05
 """Relative error that an engine's own kernels add."""
 UNRELATED = 0.9
 """Relative error from which rotated states are not those of this text; what a rotation leaves out is less."""
-
-
-Key = tuple[range, int | None]
-"""Steps, and which of their packed batches; None for one step's padded batch."""
 
 
 class CachedFeatures(OfTexts):
@@ -84,10 +79,7 @@ class CachedFeatures(OfTexts):
         )  # fmt: skip
         self._states_type = torch.bfloat16 if mine.dtype == "bfloat16" else getattr(torch, target.spec.dtype)
         self._recheck_every, self._checked = recheck_every, set[int]()
-        self._pool = ThreadPoolExecutor(1, "features")
-        self._next: tuple[Key, Future[Batch]] | None = None
-        self.waited_s = 0.0
-        """Seconds that training stood still for batches."""
+        self._ahead = Ahead(self.made, target.device)
 
     def _known(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
         """Answers whose states are there, or that have too little to learn; and the ids of the others."""
@@ -104,38 +96,22 @@ class CachedFeatures(OfTexts):
         """What the cache takes on disk."""
         return self._folder.size_bytes
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training stood still for batches."""
+        return self._ahead.waited_s
+
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`; the next one is read meanwhile."""
-        return self._ahead((range(step, step + 1), None), (range(step + 1, step + 2), None))
+        return self._ahead.batch(step)
 
     def packed(self, steps: range) -> Iterator[Batch]:
         """As `OfTexts.packed`; the next batch is read meanwhile."""
-        count, after = len(self.order.packed(steps)), range(steps.stop, steps.stop + len(steps))
-        for number in range(count):
-            following = (steps, number + 1) if number + 1 < count else (after, 0)
-            yield self._ahead((steps, number), following)
-
-    def _ahead(self, key: Key, following: Key) -> Batch:
-        """This batch, and the following one is begun."""
-        began = time.monotonic()
-        coming, self._next = self._next, None
-        if coming is None or coming[0] != key:  # always in that thread, which reads one batch after the other
-            coming = key, self._pool.submit(self._read, key)
-        found = coming[1].result()
-        self.waited_s += time.monotonic() - began
-        self._next = following, self._pool.submit(self._read, following)
-        return found
+        return self._ahead.packed(steps, len(self.order.packed(steps)))
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._pool.shutdown(cancel_futures=True)
-
-    @torch.no_grad()
-    def _read(self, key: Key) -> Batch:
-        steps, number = key
-        if number is not None:
-            return self._joined(self.order.packed(steps)[number])
-        return self._joined([[i] for i in self.order.chosen(steps.start)])
+        self._ahead.close()
 
     def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
         return {i: self._text(i) for i in texts}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider import machine
+from outrider.data.ahead import Ahead
 from outrider.data.answers import Answer
 from outrider.data.batches import OfTexts
 from outrider.data.feature_shards import Stored
 from outrider.data.hash_files import Named
 from outrider.data.texts import MIN_LEARNT, Texts
-from outrider.nn.draft_model import Manifest
+from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
 
 __all__ = ["CACHE_BYTES", "MIN_LEARNT", "LiveFeatures"]
@@ -33,8 +34,10 @@ class LiveFeatures(OfTexts):
         seed: int = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
         cache_bytes: int = CACHE_BYTES,
-        ngram_hashes: Named | None = None, budget: int | None = None,
+        ngram_hashes: Named | None = None, budget: int | None = None, read_ahead: bool = False,
     ):  # fmt: skip
+        """read_ahead: the target reads the next batch's texts while this one trains; its weights must stay the
+        same."""
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.ngram_hashes = ngram_hashes
         """Hashes of the texts, stored with a checkpoint; None where there are none."""
@@ -49,6 +52,20 @@ class LiveFeatures(OfTexts):
         """What the features of all texts take."""
         self.is_cached = self.bytes <= cache_bytes
         self._cache: dict[int, Stored] = {}
+        self._ahead = Ahead(self.made, target.device) if read_ahead and not self.is_cached else None
+
+    def batch(self, step: int) -> Batch:
+        return super().batch(step) if self._ahead is None else self._ahead.batch(step)
+
+    def packed(self, steps: range) -> Iterator[Batch]:
+        if self._ahead is None:
+            return super().packed(steps)
+        return self._ahead.packed(steps, len(self.order.packed(steps)))
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     @functools.cached_property
     def _group(self) -> dict[int, list[int]]:

@@ -271,7 +271,9 @@ class Rows(SharedLabels):
                 target = self.target_logits(part)
             hidden = self._states[anchors].to(self.model.accuracies.dtype)
             draft = self.model.along(hidden, self.model.words(self._before[anchors]), heads)
-            yield draft.flatten(0, 1), target, part
+            found = [(draft.flatten(0, 1), target, part)]
+            del draft, target
+            yield found.pop()  # nothing of it stays here, as in `DetachedRows`
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.model.training:

@@ -31,7 +31,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider.nn import serving
-from outrider.nn.blocks import MLP, Attend, Attention, RMSNorm, rotary
+from outrider.nn.blocks import MLP, Attend, Attention, DecoderLayer, RMSNorm, recomputable, rotary
 from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.attention_mask import Limit
@@ -55,7 +55,7 @@ class Config(RecurrentConfig):
     """Weight of a step in training relative to the step before: step s weighs decay ** s."""
 
 
-class Module(nn.Module):
+class Module(DecoderLayer):
     """One module of our own, its weights named as in DeepSeek-V3's checkpoints."""
 
     def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool):
@@ -69,6 +69,7 @@ class Module(nn.Module):
         self.mlp = MLP(hidden, shape.intermediate)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, shape.rms_norm_eps)})
 
+    @recomputable
     def forward(self, words: Tensor, states: Tensor, angle: Tensor, attend: Attend, number: int) -> Tensor:
         """words, states [B, n, H]; returns [B, n, H], which the head reads."""
         x = self.eh_proj(torch.cat([self.enorm(words), self.hnorm(states)], -1))
@@ -112,7 +113,7 @@ class Model(RecurrentModel):
 
 
 def _causal(positions: Tensor, limits: Sequence[Limit | None]) -> Attend:
-    return Unrolled(torch.ones_like(positions), positions, positions, limits)
+    return Unrolled(torch.ones_like(positions), positions, positions, limits).step(0)
 
 
 def _warn_of_idle(config: Config) -> None:

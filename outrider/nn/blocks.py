@@ -6,12 +6,14 @@ DFlash and DSpark checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outrider.errors import DrafterError
 from outrider.nn.shape import LayerConfig, resolved
@@ -52,10 +54,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
 
 def attending(mask: Tensor | None, cache: Any = None) -> Attend:
     """Attention under this mask, over the keys in `cache`, where one is given, and the new ones."""
+    before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if cache is not None:
+        if layer in before:  # asked again: the layer is recomputed, and the cache has more by now
+            k, v = (torch.cat([held, own], 2) for held, own in zip(before[layer], (k, v), strict=True))
+        elif cache is not None:
+            new = k.shape[2]
             k, v = cache.update(k, v, layer)
+            if torch.is_grad_enabled():
+                before[layer] = k[:, :, :-new], v[:, :, :-new]
         return attention(q, k, v, mask, sinks)
 
     return attend
@@ -139,7 +147,45 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ContextLayer(nn.Module):
+class DecoderLayer(nn.Module):
+    """A decoder layer of a draft model."""
+
+    is_recomputed = False
+    """In training its inputs alone are kept for the backward pass, which computes the rest again."""
+
+
+L = TypeVar("L", bound=DecoderLayer)
+P = ParamSpec("P")
+
+
+def recomputable(forward: Callable[Concatenate[L, P], Tensor]) -> Callable[Concatenate[L, P], Tensor]:
+    """A layer's pass, computed again in the backward pass where `is_recomputed` says so.
+
+    What it attends with may be called twice for one pass, and must answer the same.
+    """
+
+    # nothing in a layer is drawn
+    twice: Callable[..., Tensor] = functools.partial(
+        checkpoint, forward, use_reentrant=False, preserve_rng_state=False
+    )  # fmt: skip
+
+    @functools.wraps(forward)
+    def either(layer: L, *given: P.args, **named: P.kwargs) -> Tensor:
+        is_recomputed = layer.is_recomputed and layer.training and torch.is_grad_enabled()
+        return (twice if is_recomputed else forward)(layer, *given, **named)
+
+    return either
+
+
+def recompute(model: nn.Module, is_recomputed: bool) -> int:
+    """Set `is_recomputed` of all layers of a model.  Returns how many it has."""
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    for layer in layers:
+        layer.is_recomputed = is_recomputed
+    return len(layers)
+
+
+class ContextLayer(DecoderLayer):
     """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input
     norm."""
 
@@ -150,6 +196,7 @@ class ContextLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
+    @recomputable
     def forward(
         self, x: Tensor, cos_sin: Tensor, attend: Attend, layer: int = 0, context: Tensor | None = None,
         rows_cos_sin: Tensor | None = None,
@@ -161,7 +208,7 @@ class ContextLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class PairLayer(nn.Module):
+class PairLayer(DecoderLayer):
     """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads [embedding; feature], each with its own norm;
     the residual is the feature's."""
 
@@ -176,6 +223,7 @@ class PairLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
+    @recomputable
     def forward(self, words: Tensor, features: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """words, features [B, n, H]; returns [B, n, H]."""
         normed = self.hidden_norm(features)

@@ -18,6 +18,7 @@ read.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated
@@ -289,7 +290,7 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, 
     def step(number: int, hidden: Tensor, rows: Tensor) -> Tensor:
         words = model.target.embed(batch.tokens.gather(1, (rows + 1 + number).clamp(max=length - 1)))
         cos_sin = model.cos_sin(stands.gather(1, rows) + number)
-        return model.step(min(number, model.num_modules - 1), words, hidden, cos_sin, attend)
+        return model.step(min(number, model.num_modules - 1), words, hidden, cos_sin, attend.step(number))
 
     first = step(0, features[:, : every.shape[1]], every)
     states = [model.guided(first.gather(1, at[..., None].expand(-1, -1, first.shape[-1])), guide)]
@@ -299,8 +300,7 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, 
 
 
 class Unrolled:
-    """Attention of unrolled steps.  A layer's first call is over the pairs; each later call is the rollouts' next
-    step."""
+    """Attention of unrolled steps.  A layer's first step is over the pairs, each later one over the rollouts."""
 
     def __init__(self, documents: Tensor, every: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
         """documents [B, S] as in `Batch`; positions of pairs, `every` [B, n], and of rollouts, `at` [B, A]; limits by
@@ -308,11 +308,19 @@ class Unrolled:
         self.documents, self._every, self._at, self._limits = documents, every, at, limits
         # fetched once: every layer and step asks
         self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (every, at)]
-        self._cached: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._cached: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        """Keys and values of every layer, by step."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        cache = self._cached.setdefault(layer, [])
-        cache.append((k, v))
+    def step(self, number: int) -> Attend:
+        """Attention in this step.  A step may be asked again after later ones, and answers the same."""
+        return functools.partial(self._attend, number)
+
+    def _attend(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        steps = self._cached.setdefault(layer, {})
+        steps.setdefault(number, (k, v))  # the first time's, which later steps have read
+        cache = [*(steps[earlier] for earlier in steps if earlier < number), (k, v)]
         limit, found = self._limits[layer], []
         rows, ends = (self._every, self._ends[0]) if len(cache) == 1 else (self._at, self._ends[1])
         for begin in range(0, q.shape[2], ROWS):

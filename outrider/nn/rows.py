@@ -80,7 +80,9 @@ class DetachedRows:
         for part in whole_blocks(self.block, rows):
             with torch.no_grad():
                 target = self.target_logits(part)
-            yield self.head(self.leaf(part), part), target, part
+            found = [(self.head(self.leaf(part), part), target, part)]
+            del target
+            yield found.pop()  # nothing of it stays here, so that one chunk's logits are gone before the next one's
             self._collect()
 
     def leaf(self, part: slice) -> Tensor:

@@ -73,6 +73,11 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
             f"train.probe_every {settings.train.probe_every} keeps the best drafter, but {settings.drafter['kind']} "
             "trains its target; set it to 0"
         )
+    if settings.train is not None and settings.train.read_ahead and trains_target(settings.drafter["kind"]):
+        raise ConfigError(
+            "train.read_ahead reads with the target's weights before a step, but "
+            f"{settings.drafter['kind']} trains its target; leave it out"
+        )
     if settings.train is not None and "train" in stages:
         trackers.check(settings.train.track)
     drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)
@@ -82,7 +87,13 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
         paper = on_paper(settings, target)
         if "train" in stages and paper.problem is not None:
             raise paper.problem
-        room = target.spec.context
+        room, length = target.spec.context, settings.prepare.length
+        usual = type(settings.prepare).model_fields["length"].default  # of targets that read less, all they read
+        if length != usual and 0 < room < length:
+            raise ConfigError(
+                f"prepare.length {length} is more than the {room} tokens that {target.spec.name} was trained to read; "
+                f"set at most {room}"
+            )
         if "evaluate" in stages and settings.evaluate and 0 < room < settings.evaluate.max_new_tokens + 2:
             given = f"evaluate.max_new_tokens {settings.evaluate.max_new_tokens} leaves no room for a prompt"
             raise ConfigError(f"{given} in the target's context of {room}; choose at most {room - 2}")

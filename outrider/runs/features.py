@@ -43,7 +43,7 @@ def sourced(settings: RunConfig, config: TrainConfig, target: RunTarget, model: 
         if prepare.features == "live":
             return LiveFeatures(
                 target, answers, model.taps, dtype=config.dtype, template=template_hash(target.tokenizer),
-                ngram_hashes=ngram_hashes, **common,
+                ngram_hashes=ngram_hashes, read_ahead=config.read_ahead, **common,
             )  # fmt: skip
         return CachedFeatures(
             target, answers, bound_to(settings, config.dtype, target, model), folder_of(settings),

@@ -259,7 +259,8 @@ def train(
             processes=processes,
             probe=_probe(settings, target, inputs, lambda: features(held_out)),
             on_step=lambda step, row: update(
-                step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")
+                step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step"),
+                mfu=row.get("mfu"),
             ),
         )  # fmt: skip
     if not processes.is_first:
@@ -335,7 +336,7 @@ def _probe(
     def probe(model: DraftModel) -> dict[str, Any]:
         facts: dict[str, Any] = {}
         with suppress(DataError):  # none is held out, or all are too short
-            facts["held_out"] = held_out_facts(model, held_out(), drawn_at)
+            facts["held_out"] = held_out_facts(model, held_out(), drawn_at, settings.train)
         if chosen is None or trains_target(settings.drafter["kind"]):
             return facts
         if isinstance(target, ServedTarget):

@@ -21,6 +21,7 @@ from outrider.data.texts import usable
 from outrider.drafters import find
 from outrider.errors import ConfigError
 from outrider.measure import memory
+from outrider.nn.blocks import recompute
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.runs.checks import Inputs
 from outrider.runs.file import RunConfig
@@ -89,12 +90,26 @@ def costs(model: DraftModel, config: Config, answers: Sequence[Answer], width: i
     not tell the peak of memory.
     """
     model = copy.deepcopy(model, {id(model.target): model.target}).float().train()  # the target is shared
+    recompute(model, config.recompute)
     dtype = getattr(torch, config.dtype)
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
     first = [random_batch(model, answers, width, rows) for rows in ROWS]
     optimise(model, optimizer, first[:1], config, 0, False)  # moments and gradients are there from the first step on
     one, two = (step_of(model, optimizer, config, batch) for batch in first)
     return Costs(width, one, two)
+
+
+def fitting(
+    model: DraftModel, config: Config, answers: Sequence[Answer], width: int, free_bytes: int
+) -> tuple[Costs, Config]:  # fmt: skip
+    """As `costs`, and the settings measured: with `recompute` where what is asked to be in memory at once,
+    `config.tokens` or a batch, does not fit without."""
+    found, rows = costs(model, config, answers, width), math.ceil((config.tokens or config.batch * width) / width)
+    fits = found.peak_bytes(max(1, rows)) <= (1 - LEFT_FREE) * free_bytes
+    if fits or config.recompute or not recompute(model, False):
+        return found, config
+    config = config.model_copy(update={"recompute": True})
+    return costs(model, config, answers, width), config
 
 
 def step_of(model: DraftModel, optimizer: Optimizers, config: Config, batch: Batch) -> Measured:
@@ -191,14 +206,16 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
     model: DraftModel = module.Model(own, StandIn(inputs.target, device)).to(device)
     answers, length = _answers(settings, inputs), min(settings.prepare.length, inputs.target.spec.context)
     width = max(len(answer.tokens) for answer in answers)
-    found = costs(model, config, answers[:64], min(width, length))
     mean = sum(len(answer.tokens) for answer in answers) / len(answers)
     weights = inputs.target.parameters * getattr(torch, inputs.target.spec.dtype).itemsize
-    plan = planned(found, round(config.batch * config.accumulate * mean), machine.free_memory() - weights)
+    free = machine.free_memory() - weights
+    found, chosen = fitting(model, config, answers[:64], min(width, length), free)
+    plan = planned(found, round(config.batch * config.accumulate * mean), free)
+    extra = ", train.recompute=true" if chosen.recompute else ""
     return [
         Line("train", f"measured: memory of a step of {plan.tokens:,} tokens at once", plan.peak_bytes, "bytes"),
         Line("train", "measured: a step, without the target's passes", plan.seconds / 60, "minutes"),
-        Line("train", "fits here", f"train.tokens={plan.tokens}, {plan.batches} batches a step"),
+        Line("train", "fits here", f"train.tokens={plan.tokens}{extra}, {plan.batches} batches a step"),
     ]
 
 

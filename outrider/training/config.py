@@ -23,7 +23,7 @@ from outrider.training.optimizers import Kind
 
 FREE = frozenset({
     "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",
-    "distributed",
+    "distributed", "recompute", "read_ahead",
 })  # fmt: skip
 """Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
 
@@ -50,6 +50,12 @@ class Config(Base):
     """Number of tokens, padding included, that are in memory at once: the texts of a step, `batch` times `accumulate`,
     lie side by side in batches of at most so many, and the step learns the same.  Unless given, the texts of a batch
     are padded to the longest."""
+    recompute: bool = False
+    """Keep the inputs of the draft model's layers alone and compute the layers again in the backward pass (activation
+    checkpointing): less memory, more time, and the same gradients."""
+    read_ahead: bool = False
+    """The target reads the texts of the next batch while this one trains, where features are live and too large to be
+    cached.  Stored features are always read so."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights; `kl` is short for {kl: 1}."""
     extra: dict[str, float] = Field(default={})

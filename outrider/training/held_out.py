@@ -11,21 +11,29 @@ import torch
 
 from outrider.decoding.accept import overlap
 from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.training import losses
+from outrider.training.config import Config
+from outrider.training.rows import weights
 from outrider.training.step import chunk_size
 
 
 @torch.no_grad()
-def acceptance(model: DraftModel, source: FeatureSource, seed: int = 0) -> dict[str, list[float]]:
+def acceptance(
+    model: DraftModel, source: FeatureSource, seed: int = 0, config: Config | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Acceptance by depth over one pass of `source`, given that all tokens before were accepted.
 
     `overlap`: mean of sum(min(p, q)) at temperature 1.  `agreement`: share of rows where both models have the same most
     probable token, which is acceptance at temperature 0.  `with_siblings`: share where the target's is the draft's or
-    one of its runners-up at that depth, for drafters that draft some.
+    one of its runners-up at that depth, for drafters that draft some.  config: of the training, for the `divergence` by
+    its losses and weights, which training reports of its own texts; left out unless given.
     """
     siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
     torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
     found: list[tuple[torch.Tensor, ...]] = []
+    weighed = torch.zeros(2, dtype=torch.float64)
+    """Sums of the weighted divergences, and of the weights."""
     for step in range(source.steps_per_pass):
         batch = source.batch(step)
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=source.manifest.dtype == "bfloat16"):
@@ -37,6 +45,10 @@ def acceptance(model: DraftModel, source: FeatureSource, seed: int = 0) -> dict[
                 rank = (q > q.gather(-1, choice)).sum(-1)
                 allowed = siblings.to(depth.device)[depth.clamp(max=len(siblings) - 1)]
                 found.append((depth, overlap(p.softmax(-1), q.softmax(-1)), rank == 0, rank <= allowed))
+                if config is not None:
+                    each = losses.combine(config.loss, draft, target, rows.labels[part])
+                    weight = weights(config.position, rows, part, draft)
+                    weighed += torch.stack([(weight * each).sum(), weight.sum()]).double().cpu()
     torch.set_rng_state(state)
     depth, *columns = (torch.cat(column).cpu() for column in zip(*found, strict=True))
     at = depth.bincount().clamp(min=1)
@@ -44,9 +56,13 @@ def acceptance(model: DraftModel, source: FeatureSource, seed: int = 0) -> dict[
     named = dict(zip(("overlap", "agreement", "with_siblings"), means, strict=True))
     if not siblings.any():
         del named["with_siblings"]
-    return {name: [round(value, 4) for value in values] for name, values in named.items()}
+    extra = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
+    return extra | {name: [round(value, 4) for value in values] for name, values in named.items()}
 
 
-def facts(model: DraftModel, source: FeatureSource, temperature: float | None) -> dict[str, Any]:
-    """`held_out` of metrics.jsonl.  temperature: at which the target drew these answers; None where it did not."""
-    return {"answers": source.manifest.texts, "temperature": temperature, **acceptance(model, source)}
+def facts(
+    model: DraftModel, source: FeatureSource, temperature: float | None, config: Config | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """`held_out` of metrics.jsonl.  temperature: at which the target drew these answers; None where it did not.  config
+    as in `acceptance`."""
+    return {"answers": source.manifest.texts, "temperature": temperature, **acceptance(model, source, config=config)}

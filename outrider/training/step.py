@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ from outrider.training.config import Config
 from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers
 from outrider.training.replicas import Weights, Whole
+from outrider.training.throughput import BACKWARD, StepFlops
 
-CHUNK_ELEMENTS = {"cpu": 2**21}
-"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer
-rows a GPU reads the output layer again and again, and multiplies little."""
+CHUNK_ELEMENTS = {"cpu": 2**20}
+"""Logits that exist at once, by device: 4 MiB in float32, and as much of the target's and of gradients, stay near a
+CPU's cores; elsewhere 2**26, 256 MiB: with fewer rows a GPU reads the output layer again and again, and multiplies
+little."""
 
 CACHED_ELEMENTS = 2**18
 """Logits of the rows whose losses a CPU computes at once: 1 MiB in float32, and the steps between lie in its cache."""
@@ -103,7 +106,7 @@ class Sums:
 def optimise(
     model: DraftModel, optimizer: Optimizers, batches: Iterable[Batch], config: Config, step: int, is_counted: bool,
     reference: DraftModel | None = None, near: float = 0.0, joined: Joined | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = ALONE, flops: StepFlops | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser over these batches, one after the other, as if they were one.
 
@@ -111,8 +114,9 @@ def optimise(
 
     Returns the loss, its terms and, where counted, expected acceptance by depth; `bad` and nothing done where the loss
     or the gradient is not finite.
-    near: mean overlap of draft and target when it was last measured.
+    near: mean overlap of draft and target when it was last measured.  flops: gets those of the step.
     """
+    counted = (lambda times: nullcontext()) if flops is None else flops.of
     lr = config.lr * rate(step, config, joined)
     model.progress = step / config.last_step
     optimizer.zero_grad()
@@ -120,13 +124,15 @@ def optimise(
     for batch in batches:
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             noise = torch.get_rng_state()
-            predictions = model.predict(batch)
+            with counted(1 + BACKWARD):
+                predictions = model.predict(batch)
             if batch.share is not None and not batch.share.counts:
                 predictions.weight = torch.zeros_like(predictions.weight)
             chosen = None
             if reference is not None:
                 chosen = select(predictions, reference, batch, config, noise, near, processes)
-            accumulate(predictions, config, is_counted, chosen, near, sums, processes)
+            with counted(1):  # the heads' backward passes are in it
+                accumulate(predictions, config, is_counted, chosen, near, sums, processes)
         predictions.backward()
     processes.weights.reduce(model)
     sums = sums.over(processes)
@@ -210,6 +216,7 @@ def accumulate(
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
+        del draft, target, gradient, extra, learning  # or the next chunk's logits would be made beside these
     terms_at["loss"] = whole.item()
     sums.add(own, terms_at, shares, rows_at)
     return sums.says()

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider import checkpoint, machine
 from outrider.errors import ConfigError, TrainingError
 from outrider.lock import held
+from outrider.nn.blocks import recompute
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
@@ -25,6 +26,7 @@ from outrider.training.metrics import Metrics, Unwritten
 from outrider.training.optimizers import Optimizers, pack
 from outrider.training.resume import joined_of, resume, resume_moments
 from outrider.training.step import optimise
+from outrider.training.throughput import Pace, StepFlops
 from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
 
@@ -80,6 +82,7 @@ def train(
     with held(folder, busy) if processes.is_first else nullcontext():
         torch.manual_seed(config.seed)
         model = model.float().train()
+        recompute(model, config.recompute)
         config = processes.same(with_steps(with_dtype(config, folder, model.target.device), source))
         if processes.count > 1:
             source.share(processes.rank, processes.count)
@@ -154,6 +157,8 @@ class _Loop:
         resume_moments(self.place, model, self.optimizer, layout)
         self.guard = Guard(config, self.place, model, self.optimizer, self.processes)
         self._joined, self._before, self._began = joined_of(facts), facts["seconds"], time.monotonic()
+        assert config.dtype != "auto"
+        self._pace = Pace(model.target.device, config.dtype, facts["tokens"])
 
     def take(self, metrics: Metrics | Unwritten) -> dict[str, Any]:
         """One step, which metrics get where it is logged.  Returns what it found."""
@@ -161,16 +166,18 @@ class _Loop:
         is_logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == config.steps
         looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and self.step % LOOK_EVERY == 0
         batches, near = _Batches(self.source, config, self.step), facts.get("overlap", 0.0)
+        flops = StepFlops() if is_logged else None
         found = optimise(
             self.model, self.guard.held, batches, config, self.step, is_logged or looks, self.reference, near,
-            self._joined, self.processes,
+            self._joined, self.processes, flops,
         )  # fmt: skip
         facts["step"] += 1
         self.guard.meet(found, facts, batches.again)
         if looks and "bad" not in found:
             facts["overlap"] = found["overlap"]
         facts["tokens"] += batches.tokens
-        if is_logged and "bad" not in found:
+        if flops is not None and "bad" not in found:
+            found |= self._pace.facts(facts["tokens"], batches.tokens, flops.count)
             metrics.write({"step": self.step, **found, "seconds": round(self.seconds, 2), "tokens": facts["tokens"]})
         return found
 
@@ -220,6 +227,11 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         raise ConfigError(
             f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
             "share one; train it in one process"
+        )
+    if config.recompute and not recompute(model, True):
+        raise ConfigError(
+            f"train.recompute computes decoder layers of the draft model again, and drafter {model.config.kind!r} has "
+            "none of its own; leave it out, and set a lower train.tokens to save memory"
         )
     if config.select < 1 and reference is None:
         raise ConfigError(

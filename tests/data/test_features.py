@@ -132,3 +132,18 @@ def test_bfloat16_features_stay_near(folder: object, talker: TransformersTarget)
     error = (rough.taps.float() - exact.taps).abs().max() / exact.taps.abs().max()
     assert 1e-5 < error < 0.1
     assert torch.equal(rough.tokens, exact.tokens)
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+def test_batches_read_ahead_are_those_read_when_they_are_needed(
+    budget: int | None, talker: TransformersTarget
+) -> None:  # fmt: skip
+    """Catches batches that were read for another step, also where steps are asked for again or left out."""
+    given = {"batch": 2, "length": 64, "cache_bytes": 0, "budget": budget}
+    plain, ahead = (LiveFeatures(talker, texts(9), TAPS, **given, read_ahead=on) for on in (False, True))
+    read = lambda source, at: [source.batch(at)] if budget is None else list(source.packed(range(at, at + 2)))
+    for step in (0, 1, 1, 4, 2):
+        for one, other in zip(read(plain, step), read(ahead, step), strict=True):
+            for name in ("tokens", "loss_mask", "documents", "taps", "hidden"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+    ahead.close()

@@ -60,3 +60,37 @@ def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> 
     found = {line.what: line.value for line in lines}
     assert found["fits here"] == "train.tokens=96, 1 batches a step"
     assert float(found["measured: a step, without the target's passes"]) > 0
+
+
+def test_layers_are_recomputed_where_a_batch_does_not_fit_otherwise(
+    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Catches a plan that recomputes layers where there is room, or does not where there is none; and one that measures
+    other settings than it names."""
+    module, measured = find("dflash"), []
+
+    def costs(model, config, *_):
+        measured.append(config.recompute)
+        return Costs(100, Measured(2, 50, 3.0), Measured(4, 70, 5.0))
+
+    monkeypatch.setattr(training_plan, "costs", costs)
+    model = module.Model(module.Config(layers=1, block=3, taps=(1,), anchors=16), talker)
+    for config, free, wanted in (
+        (Config(batch=4), 100, [False]), (Config(batch=5), 80, [False, True]),
+        (Config(batch=5, tokens=200), 80, [False]), (Config(batch=5, recompute=True), 80, [True]),
+    ):  # fmt: skip
+        measured.clear()
+        _, chosen = training_plan.fitting(model, config, [], 100, free)
+        assert measured == wanted and chosen.recompute == wanted[-1]
+
+
+def test_recomputed_layers_take_less_memory(talker: TransformersTarget) -> None:
+    """Catches a measurement of a model whose layers keep their activations after all."""
+    module = find("dflash")
+    model = module.Model(module.Config(layers=6, block=6, taps=(1,), anchors=64, intermediate=512), talker).float()
+    answers = [Answer("a", list(range(64)), [(2, 64)])]
+    config = Config(steps=10, dtype="float32")
+    kept, again = (
+        training_plan.costs(model, config.model_copy(update={"recompute": on}), answers, 64) for on in (False, True)
+    )
+    assert again.peak_bytes(8) < 0.7 * kept.peak_bytes(8)

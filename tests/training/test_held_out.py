@@ -37,6 +37,19 @@ def test_acceptance_is_counted_as_in_training(kind: str, talker: TransformersTar
     )
 
 
+@pytest.mark.parametrize("position", [{}, {"dpace": 0.5}, {"power": 0.6}])
+def test_the_loss_is_that_of_training(position: dict[str, float], talker: TransformersTarget) -> None:
+    """Catches rows that weigh otherwise than in training, so that the two losses can't be compared."""
+    model, source = make_model(talker), source_of(talker, make_answers(4), batch=4)
+    config = Config(loss={"kl": 0.7, "tv": 1.0}, position=position)
+    found = acceptance(model, source, seed=3, config=config)
+    torch.manual_seed(3)
+    wanted = accumulate(model.predict(source.batch(0)), config, is_counted=True)
+    if "dpace" not in position:  # training divides by the number of its rows
+        assert found["divergence"] == pytest.approx(wanted["divergence"], abs=1e-3)
+    assert found["divergence"] > 0
+
+
 def test_runners_up_are_counted_where_the_drafter_drafts_them(talker: TransformersTarget) -> None:
     """Catches a promise of the chain alone for a draft that is a tree, and runners-up at a depth that has none."""
     source = source_of(talker, make_answers(4), batch=4)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from outrider.drafters import find
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses, step
 from outrider.training.config import Config as TrainConfig
@@ -102,6 +104,32 @@ def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: Transfo
         torch.testing.assert_close(
             gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name
         )
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "medusa"])
+def test_logits_of_a_chunk_are_gone_before_the_next_one_s(
+    kind: str, is_counted: bool, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Catches a name that holds the chunk before, so that twice the memory is taken."""
+    monkeypatch.setattr("outrider.training.step.chunk_size", lambda rows: 14)
+    module = find("medusa")
+    medusa = module.Model(module.Config(heads=2, nodes=4), talker).float()
+    model = medusa if kind == "medusa" else make_model(talker, kind)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    head = type(talker).head
+
+    def watched(self: TransformersTarget, states: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in made))
+        found = head(self, states)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(type(talker), "head", watched)
+    rows = model.predict(make_source(talker).batch(1))
+    accumulate(rows, TrainConfig(loss={"kl": 1.0}), is_counted)
+    assert len(alive) > 6 and set(alive[::2]) == {0} and max(alive) <= 1, alive  # the target's first, then the draft's
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from outrider import checkpoint
 from outrider.checkpoint import manifest_of
+from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
@@ -59,7 +60,7 @@ def crash() -> None:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Without the time it took."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: row[key] for key in row if key not in ("seconds", "tokens_per_s", "mfu")} for row in rows]
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -162,7 +163,7 @@ def test_a_type_that_this_machine_is_slow_at_is_warned_of(
     talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a forced choice that costs hours and says nothing; it is obeyed all the same."""
-    slow = {"bfloat16": {"training": 90.0}, "float32": {"training": 3.0}}
+    slow = {"bfloat16": {"training": 90.0, "64": 1.0}, "float32": {"training": 3.0, "64": 1.0}}
     monkeypatch.setattr(trainer.machine, "matmul_times", lambda: trainer.machine.MatmulTimes(slow))
     fit(tmp_path, talker, dtype="bfloat16", steps=1)
     assert (
@@ -628,3 +629,19 @@ def test_a_weight_of_no_term_is_refused(talker: TransformersTarget, tmp_path: Pa
     """Catches a typo in `extra` that leaves the term it meant at weight 1."""
     with pytest.raises(ConfigError, match="no extra loss 'confidance'; did you mean 'confidence'"):
         fit(tmp_path, talker, extra={"confidance": 0.0}, steps=2)
+
+
+def test_a_training_with_recomputed_layers_is_the_same(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a setting that changes what is learnt; a training may go on with the other one."""
+    fit(tmp_path / "kept", talker)
+    fit(tmp_path / "again", talker, recompute=True)
+    kept, again = (load_file(tmp_path / name / "checkpoint" / checkpoint.WEIGHTS) for name in ("kept", "again"))
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_nothing_to_recompute_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a setting that is ignored in silence."""
+    module = find("medusa")
+    model = module.Model(module.Config(heads=2, nodes=4), talker)
+    with pytest.raises(ConfigError, match=r"drafter 'medusa' has none of its own; leave it out"):
+        train(model, make_source(talker), Config(steps=1, recompute=True), tmp_path)

@@ -1,0 +1,78 @@
+"""How fast a training is: tokens a second, and the share of the device's arithmetic that they use.
+
+Model FLOPs utilisation (PaLM, arXiv 2204.02311): FLOPs of the passes that the gradient needs, over what the device
+could do in that time.  FLOPs are counted in the products of a step that is logged; what is computed again to save
+memory is not counted, nor are the target's passes and the optimiser.  Differs from the paper: the device's speed is
+that of large products, measured, not its maker's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+from outrider import machine
+
+BACKWARD = 2
+"""FLOPs of a backward pass over those of its forward pass."""
+FORMULAS: Mapping[Any, Any] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+}
+"""FLOPs by operator; torch counts no CPU's attention."""
+
+
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of products while it is entered; what they compute stays the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        found = func(*args, **named)
+        formula = FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **named, out_val=found)
+        return found
+
+
+class StepFlops:
+    """The FLOPs of one step's model: forward and backward passes of all of its batches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def of(self, times: int) -> Iterator[None]:
+        """Count what is computed here `times` times."""
+        with Flops() as flops:
+            yield
+        self.count += times * flops.count
+
+
+class Pace:
+    """Tokens a second between two logged steps."""
+
+    def __init__(self, device: torch.device, dtype: machine.Precision, tokens: int):
+        self.device, self.dtype = device, dtype
+        self._before = time.monotonic(), tokens
+
+    def facts(self, tokens: int, step_tokens: int, flops: int) -> dict[str, float]:
+        """`tokens_per_s` since the last call, and `mfu`.
+
+        tokens: read so far, and step_tokens of the step that is logged, by all processes; flops: of that step in this
+        process, whose device does its share of them.
+        """
+        now, (began, before) = time.monotonic(), self._before
+        self._before = now, tokens
+        per_s = (tokens - before) / max(now - began, 1e-9)
+        able = 1e9 * machine.gflops(machine.LARGE, self.dtype, self.device)
+        return {"tokens_per_s": round(per_s, 1), "mfu": round(per_s * flops / max(step_tokens, 1) / able, 4)}
