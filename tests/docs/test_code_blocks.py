@@ -174,9 +174,9 @@ def test_yaml_is_taken_by_what_reads_it(block: Block, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("tuned").mkdir()
     Path("tuned/cues.json").write_text('{"selected": ["So"]}')  # which one of them names
-    if block.page == "gate.md":
+    if block.page == "gate-policy.md":
         Policy.model_validate(yaml.safe_load(block.text))
-    elif block.page == "client.md":
+    elif block.page == "ask-files.md":
         (tmp_path / "prices.yaml").write_text(block.text)
         assert load_prices(tmp_path / "prices.yaml")
     else:
