@@ -19,6 +19,7 @@ def show_plan(found: Plan) -> None:
         show_probe(found.probe)
     if found.rows:
         console.show(_rows(found))
+        console.show(_loads(found))
     elif found.break_even:
         console.show(_points(found))
     if found.once is not None:
@@ -39,20 +40,37 @@ def show_plan(found: Plan) -> None:
 
 
 def _rows(found: Plan) -> console.FittedTable:
-    """The best depth of each method at each load."""
+    """The best depth of each method at the traffic's load."""
+    heads = ("depth", "tokens/step", "speed-up", "plain", "draft", "rest", "memory")
+    shown = console.table("ms a step", *heads, right=heads)
+    load = max(1.0, (found.demand or {})["concurrency"])
+    for row in (row for (_, at), row in _best(found).items() if at == load):
+        ms = (f"{1e3 * each:.2f}" for each in (row.plain_s, row.draft_s, row.verify_s + row.other_s))
+        memory = "" if row.memory_bytes is None else sized(row.memory_bytes)
+        shown.add_row(row.method, str(row.depth), around(row.tokens_per_step), around(row.speedup), *ms, memory)
+    return shown
+
+
+def _loads(found: Plan) -> console.FittedTable:
+    """The speed-up of each method's best depth at every load, and that depth."""
+    best = _best(found)
+    loads = sorted({load for _, load in best})
+    heads = [f"{load:.4g}" for load in loads]
+    shown = console.table("speed-up (depth) at once", *heads, right=heads)
+    for method in dict.fromkeys(name for name, _ in best):
+        rows = [best[method, load] for load in loads]
+        shown.add_row(method, *(f"{row.speedup.center or 0:.2f} ({row.depth})" for row in rows))
+    return shown
+
+
+def _best(found: Plan) -> dict[tuple[str, float], Row]:
+    """The row of the best depth by method and load."""
     best: dict[tuple[str, float], Row] = {}
     for row in found.rows:
         key = row.method, row.concurrency
         if key not in best or (row.speedup.center or 0) > (best[key].speedup.center or 0):
             best[key] = row
-    heads = ("at once", "depth", "tokens/step", "speed-up", "plain", "draft", "rest", "memory")
-    shown = console.table("ms a step", *heads, right=heads)
-    for row in best.values():
-        ms = (f"{1e3 * each:.2f}" for each in (row.plain_s, row.draft_s, row.verify_s + row.other_s))
-        memory = "" if row.memory_bytes is None else sized(row.memory_bytes)
-        numbers = around(row.tokens_per_step), around(row.speedup)
-        shown.add_row(row.method, f"{row.concurrency:.4g}", str(row.depth), *numbers, *ms, memory)
-    return shown
+    return best
 
 
 def _points(found: Plan) -> console.FittedTable:

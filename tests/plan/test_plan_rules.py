@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from outrider import load_target
 from outrider.plan import asked as asking
 from outrider.plan import profile, rules
 from outrider.plan.asked import Asked
 from outrider.plan.hardware import place
 from outrider.plan.schema import Plan
 from outrider.plan.subject import subject
+from outrider.targets.transformers import TransformersTarget
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FIGURES = [
@@ -113,3 +116,25 @@ def test_kernels_side_by_side_are_counted_once() -> None:
 )
 def test_a_step_is_bound_by_what_takes_most_of_it(shares: tuple[float, float, float], said: str) -> None:
     assert profile.bound(*shares) == said
+
+
+def test_a_cpu_has_no_profile(target: TransformersTarget) -> None:
+    """Catches shares of a device that is not there."""
+    assert profile.profile(target, subject("demo", ["ngram"]).model, 1, 32) is None
+
+
+def test_steps_are_timed_one_by_one(target: TransformersTarget) -> None:
+    """Catches a run that ends before the profile does, and steps in which nothing was timed."""
+    times = list(profile._run(target, 2, 16))
+    assert len(times) >= 1 + 2 * profile.STEPS and all(0 < each < 10 for each in times)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_profiled() -> None:
+    """Catches spans that are not the device's, and a copy or a product that is not waited for."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    loaded = load_target("demo", device="cuda")
+    found = profile.profile(loaded, subject("demo", ["ngram"]).model, 1, 64)
+    assert found is not None and 0 < found.busy <= 1
+    assert 0 < found.memory < 1 and 0 < found.compute < 1

@@ -49,6 +49,20 @@ def test_a_plan_on_paper_has_rows_for_every_method_depth_and_load(tmp_path: Path
     assert any("was published for other targets" in note for note in found.notes)
 
 
+def test_the_traffic_s_load_is_printed_and_the_others_a_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches a table of another load, and one that leaves a method or a load out."""
+    words = ("--hardware", "h100", "--method", "ngram", "--method", "dspark", *TRAFFIC[:4], "--concurrency", "4")
+    assert outrider_with("plan", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.startswith("speed-up (depth) at once")]
+    assert head.split()[-4:] == ["1", "4", "16", "64"]
+    rows = [line.split() for line in lines if line.startswith(("ngram ", "dspark "))]
+    assert [row[0] for row in rows] == ["ngram", "dspark"] * 2
+    assert f"{float(rows[1][5]):.2f} (7)" in " ".join(rows[3])
+
+
 def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: Path) -> None:
     """Catches lengths that are made up."""
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", "--new-tokens", "100")
