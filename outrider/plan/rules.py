@@ -112,7 +112,8 @@ def utilisation(
         return "the device's speed is not known here; --hardware has it", None
     most = saturation_rows(own.model, place)
     used = load / most
-    text = f"a plain step has {load:.4g} rows, and this target's layers compute from {most:.0f} on: {used:.0%}"
+    rows = f"a plain step has {load:.4g} row{'s' * (load != 1)}"
+    text = f"{rows}, and this target's layers compute from {most:.0f} on: {used:.0%}"
     if HALF <= used < FULL:
         return f"{text}, between the rule's two marks", None
     return text, (used < HALF) == (chosen is not None)
