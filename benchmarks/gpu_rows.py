@@ -36,6 +36,7 @@ from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
 from outrider.gate import parity
+from outrider.plan.profile import busy_seconds
 from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
 from outrider.targets import gpu_attention
@@ -400,10 +401,7 @@ def last_step(kernels: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
     """How many kernels ran between the last two choices of tokens, and for how long at least one did; they overlap."""
     choices = [start for start, _, name in kernels if "MaxOps" in name]
     own = [(start, end) for start, end, _ in kernels if choices[-2] <= start < choices[-1]]
-    busy, until = 0.0, 0.0
-    for start, end in own:
-        busy, until = busy + max(0.0, end - max(start, until)), max(until, end)
-    return {"kernel_ms": busy / 1e3, "kernels_per_step": len(own)}
+    return {"kernel_ms": 1e3 * busy_seconds(own), "kernels_per_step": len(own)}
 
 
 # ── exactness ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,5 @@
-"""Write the table of sizes into docs/export.md, between its two marks: our defaults for the demo target, in every
-format.
+"""Write the table of sizes into docs/export-formats.md, between its two marks: our defaults for the demo target, in
+every format.
 
 python scripts/export_sizes.py
 
@@ -23,7 +23,7 @@ from outrider.export.formats import find as find_format
 from outrider.export.writing import export_folder
 from outrider.targets.transformers import TransformersTarget
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "export-formats.md"
 BEGIN, END = "<!-- sizes -->", "<!-- /sizes -->"
 COLUMNS = ("speculators", "sglang", "deepspec", "trtllm", "medusa", "transformers", "gguf")
 MASKED: dict[str, Any] = {"mask_token": 5}

@@ -1,4 +1,4 @@
-"""Write the table of formats into docs/export.md, between its two marks; a test holds the page against it.
+"""Write the table of formats into docs/export-formats.md, between its two marks; a test holds the page against it.
 
 python scripts/formats_page.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "export-formats.md"
 BEGIN, END = "<!-- formats -->", "<!-- /formats -->"
 
 

@@ -30,7 +30,7 @@ def lint(path: Path) -> int:
 
 
 COMES_WITH = {"markupsafe": "jinja2", "tokenizers": "transformers", "starlette": "fastapi", "pydantic_core": "pydantic",
-              "fsspec": "datasets"}  # fmt: skip
+              "fsspec": "datasets", "huggingface_hub": "transformers"}  # fmt: skip
 """Another's part, which is there where the other is."""
 OPTIONAL = {
     "lm_eval": ("gate/harness.py", "gate/language_model.py"),

@@ -55,7 +55,7 @@ def ask(
         str | None, typer.Option(metavar="5.00", help="The most that this run may cost, by --prices and --max-tokens.")
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); docs/client.md shows one.")
+        Path | None, typer.Option(metavar="FILE", help="Prices of models (YAML); docs/ask-files.md shows one.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Whole answers by the content of their requests.")

@@ -27,7 +27,7 @@ from outrider.traffic.traces import Trace
 def replay(
     context: typer.Context,
     log: Annotated[
-        Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
+        Path, typer.Argument(help="Recorded requests; docs/traffic-logs.md lists the formats.", show_default=False)
     ],
     against: Annotated[
         str | None, typer.Option(metavar="URL[,URL…]", help="A server, or several to compare on the same requests.")

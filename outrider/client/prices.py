@@ -48,7 +48,7 @@ def load_prices(path: str | Path | None = None) -> Prices:
     """The table in a YAML file; the empty one of the package unless given.  Raises ConfigError."""
     found = Path(path or Path(__file__).with_name("prices.yaml"))
     if not found.is_file():
-        raise ConfigError(f"there is no table of prices at {found}; docs/client.md shows what one looks like")
+        raise ConfigError(f"there is no table of prices at {found}; docs/ask-files.md shows what one looks like")
     with configs.located(found):
         return configs.build(Prices, configs.read(found))
 

@@ -5,6 +5,9 @@ that both vocabularies have, from its distribution given that; this is q, over t
 in its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
 low temperatures.
 
+Differs from the paper: tokens are compared by their bytes, so that signs for a space do not keep equal ones apart; and
+`intersection` drafts nothing where too little of the target's probability lies on common tokens (`min_overlap`).
+
 Take it where there is a good small model, and none with the target's vocabulary; with one, `small_model` drafts from
 its whole distribution.
 

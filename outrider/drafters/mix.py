@@ -4,9 +4,11 @@ accepted.
 `share: bandit` splits every slot's nodes again in each step.  An arm is the n-th node of a member, its reward 1 where
 the node is accepted; the arms with the highest upper confidence bounds are played, of each member the first ones.  That
 is CombUCB1 with semi-bandit feedback, whose regret after T steps is O(sqrt(nodes * arms * T log T)) accepted nodes
-(Kveton et al. 1410.0949) at `explore` 1, while probabilities are constant and do not depend on what others offer.  Here
-counts fade, since texts change (discounted UCB, Garivier and Moulines 0805.3415: sqrt(T log T) becomes sqrt(T changes)
-log T for an arm), and `explore` is smaller by default, for which no bound is shown: requests are short.
+(Kveton et al. 1410.0949) at `explore` 1, while probabilities are constant and do not depend on what others offer.
+
+Differs from the paper: counts fade, since texts change (discounted UCB, Garivier and Moulines 0805.3415: sqrt(T log T)
+becomes sqrt(T changes) log T for an arm), and `explore` is smaller by default, for which no bound is shown: requests
+are short.
 
 `share: request` gives a request's nodes to one member, from its first step to its last: the one it names, or the one
 with most accepted for its tenant and its kind of text (code, math or chat), by UCB1 over steps (regret O(log T / gap),

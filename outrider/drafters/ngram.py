@@ -4,6 +4,9 @@ The longest match wins, of equals the most recent.  Needs no training and no pas
 repeats itself, such as code and summaries.  `tree` proposes several continuations at once, and `shared` also looks them
 up in the texts of other requests; both use a trie of n-grams (see `retrieval.trie`).
 
+Differs from the papers: of equal matches the most recent proposes, where prompt lookup takes the first; trees, and
+texts of other requests.
+
 Take it as the floor that every other drafter must beat, and where answers repeat the prompt: edits, summaries, code.
 """
 

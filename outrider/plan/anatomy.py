@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 from transformers.utils import cached_file
 
@@ -27,6 +28,8 @@ NEEDED = (
     "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim",
 )  # fmt: skip
 """Fields that must be in the file wherever the family has a size of its own for them."""
+NESTED = ("text_config", "llm_config")
+"""Where the config of a model of several parts has its language model."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -122,7 +125,7 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
         )
         raise TargetError(f"the config.json of {name} {what}; name a model that transformers can build")
     family: Any = CONFIG_MAPPING[kind]
-    nested = next((part for part in ("text_config", "llm_config") if isinstance(fields.get(part), Mapping)), None)
+    nested = next((part for part in NESTED if isinstance(fields.get(part), Mapping)), None)
     if nested is not None:
         text = fields[nested]
         inner = (getattr(family, "sub_configs", None) or {}).get(nested)
@@ -131,8 +134,19 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
     _refuse_gaps(text, family, name)
     try:
         return of_config(family(**{key: value for key, value in text.items() if key != "quantization_config"}), name)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise TargetError(f"the config.json of {name} describes no model: {first_line(error)}; correct it") from error
+    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        # a check of sizes against each other says in its cause what is wrong
+        why = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise TargetError(f"the config.json of {name} describes no model: {first_line(why)}; correct it") from error
+
+
+def context_of(fields: Mapping[str, Any]) -> int | None:
+    """Tokens of a text that a config.json says its model reads; None where it does not say."""
+    for part in (fields, *(each for name in NESTED if isinstance(each := fields.get(name), Mapping))):
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if _is_size(part.get(name)) and isinstance(part[name], int):
+                return int(part[name])
+    return None
 
 
 def _refuse_gaps(text: Mapping[str, Any], family: Any, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from outrider.data import encodings
 from outrider.plan.anatomy import Anatomy
 from outrider.plan.demand import Demand, at_once
 from outrider.plan.drafts import DraftModelOnPaper
@@ -35,6 +36,11 @@ class Training(NamedTuple):
     """Of a token's stored features; 0 where the target reads the texts in every pass."""
 
 
+def token_bytes(model: Anatomy) -> float:
+    """What a token's stored features take: five taps and the final state, in bfloat16."""
+    return encodings.bytes_per_token("bf16", model.hidden, 5)
+
+
 def once(
     training: Training, demand: Demand, draft: DraftModelOnPaper, model: Anatomy, place: Place, costs: Costs,
     memory: Memory | None, prices: Prices,
@@ -51,16 +57,20 @@ def once(
     speed = place.devices * place.accelerator.flops["bf16"] * place.efficiency.training
     hours = writing / 3600, made / speed / 3600
     stored = training.token_bytes * tokens + draft.weight_bytes
-    money = None
-    if prices.device_hour is not None:
-        money = sum(hours) * place.devices * prices.device_hour
-        money += stored / 1e9 * MONTHS * (prices.gb_month or 0.0)
+    priced = None if prices.device_hour is None else [each * place.devices * prices.device_hour for each in hours]
+    storage = None if prices.gb_month is None else stored / 1e9 * MONTHS * prices.gb_month
+    known = [*(priced or ()), *([] if storage is None else [storage])]
     assumed = (
         f"{training.answers:,} answers of {demand.new_tokens:.0f} tokens, written {slots} at once",
         f"{training.epochs:g} passes over {tokens:,.0f} tokens, six operations a trained weight and token",
-        *(["storage has no price"] if prices.device_hour is not None and prices.gb_month is None else []),
+        *(["hours have no price"] if priced is None and storage is not None else []),
+        *(["storage has no price"] if priced is not None and storage is None else []),
     )
-    return Once(data_hours=hours[0], training_hours=hours[1], storage_bytes=stored, money=money, assumed=assumed)
+    return Once(
+        data_hours=hours[0], training_hours=hours[1], storage_bytes=stored, data_money=priced and priced[0],
+        training_money=priced and priced[1], storage_money=storage, money=sum(known) if known else None,
+        assumed=assumed,
+    )  # fmt: skip
 
 
 def daily(
@@ -86,12 +96,14 @@ def daily(
         hours = devices * seconds / 3600
         speedup = row.speedup.center if row else None
         saved = hours * max(0.0, 1 - 1 / speedup) if speedup else 0.0
-        money = None if prices.device_hour is None else saved * prices.device_hour
-        back = spent / money if spent is not None and money else None
+        money = lambda hours: None if prices.device_hour is None else hours * prices.device_hour
+        gain = money(saved)
         found.append(
             Cost(
                 traffic=share, concurrency=load, speedup=speedup, device_hours_per_day=hours,
-                device_hours_saved_per_day=saved, saved_per_day=money, pays_back_after_days=back,
+                device_hours_saved_per_day=saved, memory_bytes=row.memory_bytes if row else None,
+                spent_per_day=money(hours), saved_per_day=gain,
+                pays_back_after_days=spent / gain if spent is not None and gain else None,
             )
         )  # fmt: skip
     return found

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outrider.drafters import kinds
 from outrider.errors import ConfigError
-from outrider.loading import describe
-from outrider.plan import acceptance, drafts, money
-from outrider.plan.acceptance import Acceptance
-from outrider.plan.anatomy import Anatomy, of_sketch, read, sketched
+from outrider.plan import money
 from outrider.plan.decide import decide
 from outrider.plan.demand import Demand, at_once
-from outrider.plan.drafts import DraftModelOnPaper
 from outrider.plan.hardware import Place
 from outrider.plan.predict import Costs, Memory, PaperCosts, break_even, loads_up_to, request_seconds, row
 from outrider.plan.roofline import saturation_rows
-from outrider.plan.schema import BreakEven, Once, Plan, Probed, Row
-from outrider.plan.weights import stored
-from outrider.report.schema import Report
-from outrider.targets.sketch import Sketch
+from outrider.plan.rules import rules
+from outrider.plan.schema import BreakEven, Cost, Once, Plan, Probed, Row
+from outrider.plan.subject import Subject
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
 LOADS = (1, 4, 16, 64)
@@ -29,83 +22,6 @@ LOADS = (1, 4, 16, 64)
 NO_PRICES = money.Prices()
 USUAL_CONTEXT = 1024.0
 """Tokens of a text where no traffic was given."""
-
-
-class Method(NamedTuple):
-    """One way to draft that a plan judges."""
-
-    name: str
-    """As it was given: a kind, or the folder of a drafter."""
-    kind: str
-    settings: Mapping[str, Any]
-    manifest: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A target and the methods that may draft for it, known by their configs."""
-
-    target: str
-    model: Anatomy
-    sketch: Sketch
-    methods: Mapping[str, Method]
-    drafts: Mapping[str, DraftModelOnPaper]
-    accepted: Mapping[str, Acceptance] = field(default_factory=dict)
-
-    @property
-    def unknown(self) -> list[str]:
-        """Methods of whose acceptance nothing is known."""
-        return [name for name in self.methods if name not in self.accepted]
-
-
-def subject(
-    target: str, methods: Sequence[str], weight: str | None = None, draft_model: str | None = None,
-    reports: Sequence[str] = (),
-) -> Subject:  # fmt: skip
-    """What a plan is about.  Reads configs, manifests and reports, no weights.  Raises TargetError, ConfigError,
-    DataError."""
-    fields = read(target)
-    sketch = sketched(fields, target)
-    model = of_sketch(sketch, stored(fields, weight, target))
-    found = {name: method(name) for name in methods or drafts.DEFAULT_KINDS}
-    small = None
-    if draft_model is not None:
-        other = read(draft_model)
-        small = of_sketch(sketched(other, draft_model), stored(other, None, draft_model))
-    on_paper = {
-        name: drafts.on_paper(own.kind, sketch, small, **own.settings) for name, own in found.items()
-    }  # fmt: skip
-    loaded = [(path, Report.load(path)) for path in reports]
-    known = {name: value for name, own in found.items() if (value := _accepted(own, loaded)) is not None}
-    return Subject(target, model, sketch, found, on_paper, known)
-
-
-def method(name: str) -> Method:
-    """A method by its kind, or by the folder of a drafter."""
-    if name in kinds():
-        return Method(name, name, {}, {})
-    source = describe(name)
-    settings = {key: value for key, value in (source.manifest.get("config") or {}).items() if key != "kind"}
-    return Method(name, source.kind, settings, source.manifest)
-
-
-def _accepted(own: Method, reports: Sequence[tuple[str, Report]]) -> Acceptance | None:
-    """The best that is known: a report's, the checkpoint's own, what was published."""
-    for path, report in reports:
-        for name in (own.name, own.kind):
-            if (found := acceptance.of_report(report, name, path)) is not None:
-                return found
-    return acceptance.of_checkpoint(own.manifest, own.name) or acceptance.published(own.kind)
-
-
-def rest_on(own: Subject, measured: Mapping[str, Acceptance], if_measured: Sequence[str] = ()) -> Subject:
-    """The subject, with what was measured in place of what was known.
-
-    if_measured: methods that nobody asked for, which stay where their acceptance was measured.
-    """
-    methods = {name: each for name, each in own.methods.items() if name not in if_measured or name in measured}
-    known = {**own.accepted, **measured}
-    return replace(own, methods=methods, accepted={name: known[name] for name in methods if name in known})
 
 
 def on_paper(own: Subject, place: Place) -> PaperCosts:
@@ -157,20 +73,19 @@ def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training:
             "larger batches come first"
         )
         return Plan(decision="BATCH INSTEAD", because=because, notes=tuple(notes), **whole)
+    if prices.device_hour is not None and demand.rate is None:
+        notes.append("what a day costs is not known: requests a second are missing; give --rate")
     load = max(1.0, load)
-    loads = sorted({load, *(float(each) for each in given.loads if each <= given.most)})
-    rows = [made for name in own.accepted for at in loads for made in rows_of(own, given, demand, name, at)]
+    whole["rows"] = rows = rows_at(own, given, demand, load)
     choice = decide(rows, demand, load, own.unknown, costs.error)
     chosen = choice.row if choice.decision == "ENABLE" else None
-    first = _once(own, given, demand, training, prices, place, choice.row)
-    again = lambda many: _at(own, given, demand, chosen, many)
-    spent = first.money if first else None
-    costs_of = money.daily(demand, costs, place.devices if place else 1, again, most, prices, spent)
+    whole["once"] = first = _once(own, given, demand, training, prices, place, choice.row)
+    whole["costs"] = _daily(own, given, demand, chosen, most, prices, place, first)
+    whole["break_even"] = points = even_points(own, given, demand.context, load)
     return Plan(
         decision=choice.decision, because=choice.because, method=chosen.method if chosen else None,
-        depth=chosen.depth if chosen else None, depths=dict(choice.depths), rows=tuple(rows),
-        break_even=tuple(even_points(own, given, demand.context, load)), once=first, costs=tuple(costs_of),
-        notes=tuple(notes), **whole,
+        depth=chosen.depth if chosen else None, depths=dict(choice.depths), notes=tuple(notes),
+        rules=rules(own, rows, points, load, place, chosen), **whole,
     )  # fmt: skip
 
 
@@ -186,6 +101,12 @@ def unplaced(own: Subject, probe: Probed) -> Plan:
 def sources(own: Subject) -> dict[str, str]:
     """Where each method's acceptance is from."""
     return {name: f"{value.basis}: {value.source}" for name, value in own.accepted.items()}
+
+
+def rows_at(own: Subject, given: Given, demand: Demand, load: float) -> list[Row]:
+    """Every method at every depth, at this load and the usual ones."""
+    loads = sorted({load, *(float(each) for each in given.loads if each <= given.most)})
+    return [made for name in own.accepted for at in loads for made in rows_of(own, given, demand, name, at)]
 
 
 def rows_of(own: Subject, given: Given, demand: Demand, name: str, load: float) -> list[Row]:
@@ -213,6 +134,15 @@ def _at(own: Subject, given: Given, demand: Demand, chosen: Row | None, load: fl
     if chosen is None:
         return None
     return max(rows_of(own, given, demand, chosen.method, load), key=lambda each: each.speedup.center or 0.0)
+
+
+def _daily(
+    own: Subject, given: Given, demand: Demand, chosen: Row | None, most: float, prices: money.Prices,
+    place: Place | None, first: Once | None,
+) -> list[Cost]:  # fmt: skip
+    again = lambda many: _at(own, given, demand, chosen, many)
+    spent = first.money if first else None
+    return money.daily(demand, given.costs, place.devices if place else 1, again, most, prices, spent)
 
 
 def _once(

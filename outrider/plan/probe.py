@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.drafters import kinds
 from outrider.errors import DataError
-from outrider.loading import describe
+from outrider.loading import describe, load_drafter
 from outrider.measure import timing
 from outrider.measure.config import Config
 from outrider.measure.prompts import first_ngram_share
@@ -33,11 +34,18 @@ from outrider.measure.record import Run
 from outrider.plan import timings
 from outrider.plan.anatomy import Anatomy
 from outrider.plan.drafts import WAYS
-from outrider.plan.planner import Method
-from outrider.plan.sample import Question
+from outrider.plan.sample import Question, Sample
+from outrider.plan.subject import Method, Subject
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
+ADDED = ("recycle",)
+"""Methods that are looked at beside the usual ones where they can be measured."""
+REQUESTS = 24
+"""Replayed unless a number was given."""
+UNASKED_S = 60.0
+"""Most seconds of a replay that nobody asked for."""
+SEED = 0
 NODES = 7
 FEWEST_FIRST = Config().min_first_ngrams
 """A text loops where a smaller share of its 8-grams are there for the first time, as in `outrider evaluate`."""
@@ -80,6 +88,12 @@ def can_probe(own: Method, draft_model: str | None) -> bool:
     return (
         WAYS.get(own.kind) == "lookup" or own.name not in kinds() or (own.kind == "small_model" and bool(draft_model))
     )
+
+
+def drafter_of(own: Subject, name: str, target: TransformersTarget, draft_model: str | None) -> Drafter:
+    """The drafter of a method.  draft_model: the language model of small_model."""
+    is_small = own.methods[name].kind == name == "small_model"
+    return load_drafter(name, target, **({"model": draft_model} if is_small else {}))
 
 
 def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Read], int]:
@@ -193,6 +207,58 @@ def _identity(own: Method, draft_model: str | None) -> str:
     folder = describe(own.name).folder
     files = sorted(path for path in ([folder] if folder.is_file() else folder.iterdir()) if path.is_file())
     return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+# ── how much of it ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Share(NamedTuple):
+    """The requests of a sample that are replayed."""
+
+    reads: list[Read]
+    seconds: float
+    """That all of the sample would take."""
+    before: int
+    """Of the sample, that were replayed before and take no time."""
+    because: str | None
+    """Why not all of it is replayed; None where it is."""
+
+
+def wanted(asked: int | None) -> int:
+    """Requests that are drawn."""
+    return REQUESTS if asked is None else asked
+
+
+def within(
+    target: TransformersTarget, reads: list[Read], cached: CachedRecords, names: Sequence[str], asked: int | None
+) -> Share:
+    """As many requests as were asked for, or so few that they take `UNASKED_S` at most.
+
+    asked: None where nobody gave a number.
+    """
+    left = [0.0 if all(cached.key(name, own) in cached.records for name in names) else each
+            for own, each in zip(reads, seconds(target, reads, len(names)), strict=True)]  # fmt: skip
+    whole, before = sum(left), left.count(0.0)
+    if asked is not None or whole <= UNASKED_S:
+        return Share(reads, whole, before, None)
+    taken = sum(so_far <= UNASKED_S for so_far in accumulate(left))
+    why = f"all {len(reads)} would take {max(1, round(whole / 60))} min; --probe {len(reads)} replays them"
+    return Share(reads[:taken], whole, before, why)
+
+
+def why_not(own: Subject, sample: Sample, names: Sequence[str], asked: int | None) -> str | None:
+    """Why nothing is replayed; None where something is.  names: methods that draft without a training."""
+    if not sample.questions:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sample.left_out.items())
+        return f"no request in the log has a text ({reasons}), so its acceptance can't be measured"
+    if not names:
+        return f"{', '.join(own.methods)} must be trained first; add --method ngram to replay with a lookup"
+    if asked is None:
+        why = missing(own.target, own.model)
+        return why and f"{why}; --probe {REQUESTS} loads it all the same"
+    if Path(own.target).expanduser().is_dir() and not has_weights(own.target):
+        return f"{own.target} has a config and no weights"
+    return None
 
 
 # ── whether it can be ─────────────────────────────────────────────────────────────────────────────────────────────────

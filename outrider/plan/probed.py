@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.plan.acceptance import Acceptance
-from outrider.plan.probe import NODES, Replayed
-from outrider.plan.schema import ProbedRow
+from outrider.plan.probe import NODES, SEED, Replayed, wanted
+from outrider.plan.sample import MOST_NEW, Sample
+from outrider.plan.schema import Probed, ProbedRow
 from outrider.report import bootstrap
 from outrider.report.parts import Range
 from outrider.traffic.categories import CATEGORIES
@@ -70,3 +71,22 @@ def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
     # a tree of fewer nodes accepts less than the first levels of a large one
     min_depth = NODES if any(record.branches for record in records) else 1
     return Acceptance(low, center, high, "probe", source, offered, min_depth)
+
+
+def found(
+    sample: Sample, asked: int | None, records: Sequence[Replayed], left_out: Mapping[str, int], because: str | None
+) -> Probed:
+    """What was replayed, and what of the log was not.  because: why none or fewer than wanted were."""
+    return Probed(
+        requests=len({record.number for record in records}), wanted=wanted(asked), because=because, calls=sample.calls,
+        categories=dict(sample.categories), rows=tuple(rows(records)), seed=SEED, new_tokens=MOST_NEW,
+        left_out=dict(sample.left_out) | {reason: count for reason, count in left_out.items() if count},
+    )  # fmt: skip
+
+
+def known(records: Sequence[Replayed], requests: int, texts: int) -> dict[str, Acceptance]:
+    """Acceptance by method, of those that a plan can rest on.  texts: requests of the log that could be replayed."""
+    source = f"measured on {requests} of your {texts} requests"
+    by_method = {name: [one for one in records if one.method == name] for name in {one.method for one in records}}
+    every = {name: acceptance(some, source) for name, some in by_method.items()}
+    return {name: each for name, each in every.items() if each is not None}

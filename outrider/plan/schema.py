@@ -76,8 +76,12 @@ class Cost(Part):
     """Of all accelerators, without a drafter."""
     device_hours_saved_per_day: float | None = None
     """The hours that the same tokens would not take, which a smaller or shared machine can use."""
+    memory_bytes: float | None = None
+    """What the drafter takes of the room for keys and values at this load."""
+    spent_per_day: float | None = None
+    """Money for the hours, without a drafter."""
     saved_per_day: float | None = None
-    """Money."""
+    """Money for the hours that are saved."""
     pays_back_after_days: float | None = None
     """From the money spent on data, training and a year's storage; null where nothing is saved or no price is known."""
 
@@ -88,9 +92,48 @@ class Once(Part):
     data_hours: float | None = None
     training_hours: float | None = None
     storage_bytes: float | None = None
+    data_money: float | None = None
+    """Hours of all accelerators at their price; so is training_money."""
+    training_money: float | None = None
+    storage_money: float | None = None
+    """A year of it; null where storage has no price."""
     money: float | None = None
-    """Hours of all accelerators at their price, and a year of storage."""
+    """All three, as far as they have a price."""
     assumed: tuple[str, ...] = ()
+
+
+class Rule(Part):
+    """A rule of the field, beside what this plan and our own measurements say of it."""
+
+    name: Literal["size", "acceptance", "training", "utilisation"]
+    says: str
+    """The rule, as articles have it."""
+    here: str
+    """What this plan computes of it; why it can't, where it can't."""
+    holds: bool | None
+    """Whether it decides here as the plan does; null where the plan can't tell."""
+    measured: str
+    """What our own measurements say of it."""
+    sources: tuple[str, ...]
+    """Files of benchmarks/results that have them."""
+
+
+class Profile(Part):
+    """What a plain step of the target waits for on the device of this machine, by a short profile."""
+
+    device: str
+    concurrency: int
+    context: int
+    busy: float
+    """Share of the step in which at least one kernel ran: what monitors call utilisation."""
+    launch: float
+    """Share of the step in which none did."""
+    memory: float
+    """Share of the step that its bytes need at the speed of a copy here."""
+    compute: float
+    """Share of the step that its products need at the speed of a large product here."""
+    bound: Literal["memory", "compute", "launch"]
+    """The largest of the three."""
 
 
 class ProbedRow(Part):
@@ -149,6 +192,10 @@ class Plan(Part):
     costs: tuple[Cost, ...] = ()
     acceptance: dict[str, str] = Field(default_factory=dict)
     """Source of each method's acceptance."""
+    rules: tuple[Rule, ...] = ()
+    """Of the field; none without traffic."""
+    profile: Profile | None = None
+    """Null where nothing was timed, or there is no device but the CPU."""
     probe: Probed | None = None
     """Null where no log was given, or none of it was to be replayed."""
     notes: tuple[str, ...] = ()

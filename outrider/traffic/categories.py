@@ -1,6 +1,6 @@
 """What a request is about, by marks in its text: code, math, extraction, language, chat, or other.  No torch.
 
-A mark is a pattern, named in `MARKS`; each has a test, and docs/plan.md lists them.  The category with most marks is
+A mark is a pattern, named in `MARKS`; each has a test, and docs/probe.md lists them.  The category with most marks is
 taken.  Where two have equally many the request is `other`: nothing is guessed.  `chat` has marks of everyday talk,
 which count only where no other category has any.
 """

@@ -162,7 +162,7 @@ FORMATS: dict[str, Callable[[], Parse]] = {
     "sharegpt": lambda: _sharegpt,
     "vllm-custom": lambda: _custom,
 }
-"""docs/replay.md says what each holds."""
+"""docs/traffic-logs.md says what each holds."""
 TIMES = ("timestamp", "t", "time", "created_at", "created")
 OURS = {*TIMES, "session_id", "id", "delay"}
 """Keys next to a raw request body that are not sent."""

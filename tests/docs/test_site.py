@@ -42,6 +42,24 @@ def test_the_first_page_goes_the_same_way_as_the_path() -> None:
     assert told == [place for place in places(CONFIG["nav"]) if place not in ("index.md", *site_pages.FOLDERS)]
 
 
+SCREENS = 120
+"""Lines of two screens."""
+LONG = {
+    "settings.md": "a reference that is written from the code: readers search it",
+    "log.md": "a diary: readers read its beginning",
+    "training.md": "its split is under way",
+    "many_devices.md": "its split is under way",
+}
+"""Pages of docs/ that may be longer, and why."""
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_a_page_is_two_screens_at_most(page: str) -> None:
+    """Catches a page that grows by what has a page of its own, or should have one."""
+    lines = len(WHOLE[page].splitlines())
+    assert lines <= SCREENS or page in LONG, f"{page} has {lines} lines: move what is looked up to a page of its own"
+
+
 @pytest.mark.parametrize("place", sorted(WHOLE))
 def test_links_of_the_site_lead_to_its_pages(place: str) -> None:
     """Catches a link that is right in the repository and not in the site."""
@@ -57,6 +75,7 @@ def test_a_method_has_its_paper_when_to_take_it_and_its_settings(kind: str) -> N
     """Catches a drafter whose docstring leaves out what its page needs."""
     one, page = site_methods.method(kind), WHOLE[f"methods/{kind}.md"]
     assert re.search(r"\d{4}\.\d{4,5}|\(Saxena|\(Released", " ".join([one.idea, *one.body])), "no source is named"
+    assert "## What differs from the paper" in page and "## When to take it" in page
     assert "| `" in page.partition("## Settings")[2]
     assert len(page.splitlines()) <= 120
 

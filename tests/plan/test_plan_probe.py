@@ -17,7 +17,7 @@ from outrider import machine
 from outrider.decoding.protocols import Drafter
 from outrider.loading import load_drafter
 from outrider.measure import timing
-from outrider.plan import planner, probe, probed, timings
+from outrider.plan import probe, probed, subject, timings
 from outrider.plan.probe import CachedRecords, Read, Replayed
 from outrider.plan.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
@@ -105,7 +105,7 @@ def test_what_was_replayed_is_not_replayed_again(
     talker: TransformersTarget, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a probe that can't be resumed, and counts of another request or temperature."""
-    methods, drafter, decoded = {"ngram": planner.method("ngram")}, Drafter(), []
+    methods, drafter, decoded = {"ngram": subject.method("ngram")}, Drafter(), []
     run_once = timing.run_once
     monkeypatch.setattr(timing, "run_once", lambda *args, **more: decoded.append(args) or run_once(*args, **more))
     first = probe.replay(talker, {"ngram": drafter}, [read(0), read(1, tokens=9)], CachedRecords(talker, methods))
@@ -126,7 +126,7 @@ def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) 
     name = "recycle"
     own = [Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))]
     (found,) = probe.replay(
-        talker, {name: load_drafter(name, talker)}, own, CachedRecords(talker, {name: planner.method(name)})
+        talker, {name: load_drafter(name, talker)}, own, CachedRecords(talker, {name: subject.method(name)})
     )
     assert found.tokens in (found.steps + sum(found.accepted), found.steps + sum(found.accepted) - 1)
     assert max(found.nodes) == probe.NODES and found.branches and sum(found.accepted) > 0
@@ -231,7 +231,7 @@ def test_a_target_is_not_loaded_unasked_where_it_would_fill_the_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a plan that takes the memory of a laptop because a log was named."""
-    model = planner.subject(str(folder), ["ngram"]).model
+    model = subject.subject(str(folder), ["ngram"]).model
     assert probe.missing(str(folder), model) is None
     monkeypatch.setattr(machine, "free_memory", lambda: 4 * model.parameters)
     if not torch.cuda.is_available():

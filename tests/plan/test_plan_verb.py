@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_a_plan_on_paper_has_rows_for_every_method_depth_and_load(tmp_path: Path
     assert any("was published for other targets" in note for note in found.notes)
 
 
+def test_the_traffic_s_load_is_printed_and_the_others_a_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches a table of another load, and one that leaves a method or a load out."""
+    words = ("--hardware", "h100", "--method", "ngram", "--method", "dspark", *TRAFFIC[:4], "--concurrency", "4")
+    assert outrider_with("plan", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [head] = [line for line in lines if line.startswith("speed-up (depth) at once")]
+    assert head.split()[-4:] == ["1", "4", "16", "64"]
+    rows = [line.split() for line in lines if line.startswith(("ngram ", "dspark "))]
+    assert [row[0] for row in rows] == ["ngram", "dspark"] * 2
+    assert f"{float(rows[1][5]):.2f} (7)" in " ".join(rows[3])
+
+
 def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: Path) -> None:
     """Catches lengths that are made up."""
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", "--new-tokens", "100")
@@ -57,7 +72,7 @@ def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: P
 
 def test_more_traffic_than_the_machine_can_do_asks_for_batches(tmp_path: Path) -> None:
     """Catches a rate that is quietly taken for another."""
-    words = ("--prompt-tokens", "2000", "--new-tokens", "2000", "--rate", "100000")
+    words = ("--prompt-tokens", "900", "--new-tokens", "900", "--rate", "100000")
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", *words)
     assert found.decision == "BATCH INSTEAD" and "100000 requests a second need more than" in found.because
 
@@ -74,7 +89,12 @@ def test_costs_are_shown_at_half_all_and_twice_the_traffic(tmp_path: Path) -> No
         assert a.saved_per_day and b.saved_per_day == pytest.approx(2 * a.saved_per_day)
         hours = 24 * (1 - 1 / (a.speedup or 1))
         assert a.device_hours_saved_per_day == pytest.approx(hours)
-        assert a.pays_back_after_days == pytest.approx((one.once.money or 0) / a.saved_per_day)
+        assert a.spent_per_day == pytest.approx(2 * 24) and b.spent_per_day == pytest.approx(4 * 24)
+        assert a.memory_bytes and a.pays_back_after_days == pytest.approx((one.once.money or 0) / a.saved_per_day)
+    parts = [one.once.data_money, one.once.training_money, one.once.storage_money]
+    assert one.once.data_hours and parts[0] == pytest.approx(2 * one.once.data_hours)
+    assert one.once.storage_bytes and parts[2] == pytest.approx(12 * 0.02 * one.once.storage_bytes / 1e9)
+    assert one.once.money == pytest.approx(sum(part or 0 for part in parts))
     assert one.once.training_hours and two.once.training_hours and two.once.training_hours > one.once.training_hours
     assert one.once.data_hours == two.once.data_hours and one.once.storage_bytes == two.once.storage_bytes
 
@@ -91,6 +111,75 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--again has no effect without --measure" in refused(capsys, "--hardware", "h100", "--again")
     assert "choose one" in refused(capsys, "--hardware", "h100", "--rate", "1", "--concurrency", "2")
     assert "there is no report at" in refused(capsys, "--hardware", "h100", "--report", str(tmp_path / "none.json"))
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 300,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--price-per-hour", "-3", "--rate", "1"), "--price-per-hour must be above 0, got -3"),
+        (("--price-per-gb-month", "nan", "--train-answers", "5"), "--price-per-gb-month must be above 0, got nan"),
+        (("--price-per-hour", "3"), "--price-per-hour has no effect without --rate, a --log or --train-answers"),
+        (("--train-answers", "0"), "--train-answers must be at least 1, got 0"),
+        (("--train-answers", "5", "--epochs", "0"), "--epochs must be above 0, got 0"),
+        (("--epochs", "3"), "--epochs has no effect without --train-answers"),
+        (("--devices", "0"), "--devices must be at least 1, got 0"),
+        (("--slo", "speed=3"), "--slo speed is no limit that a plan can judge; give tpot, in ms"),
+        (("--slo", "tpot=-3"), "--slo tpot must be above 0 ms, got -3"),
+        (("--draft-model", "demo"), "--draft-model has no effect without --method small_model"),
+        (
+            ("--prompt-tokens", "9000", "--new-tokens", "20", "--concurrency", "1"),
+            "texts of 9000 and 20 tokens are longer than the 2048",
+        ),
+        (("--weights", "int3"), "weights 'int3' are not a type that is known here"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches nonsense that ends in a plan with figures, or an option that is ignored in silence."""
+    assert said in refused(capsys, "--hardware", "h100", *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 3}, "describes no model: The hidden size (64) is not a multiple"),
+        ({"num_hidden_layers": -3}, "has num_hidden_layers -3; each must be a whole number above 0"),
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"model_type": "nosuch"}, "has model_type 'nosuch', which this transformers lacks"),
+        (
+            {"quantization_config": {"quant_method": "magic"}},
+            "a quantization_config that is not known here (magic)",
+        ),
+        ({}, "texts of 200 and 200 tokens are longer than the 300 that"),
+    ],
+)
+def test_a_config_that_is_no_model_is_refused(
+    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a trace of the library's own check, and a size that is taken from the library's default."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    assert said in refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
+
+
+def test_a_context_that_a_config_does_not_name_is_not_made_up(tmp_path: Path) -> None:
+    """Catches the library's default for it: Llama's 2,048."""
+    fields = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    words = ("--prompt-tokens", "9000", "--new-tokens", "200", "--concurrency", "1", "--method", "ngram")
+    planned(tmp_path / "plan.json", "--target", str(tmp_path), "--hardware", "h100", *words)
+
+
+def test_what_a_day_costs_is_not_known_without_a_rate(tmp_path: Path) -> None:
+    """Catches a price that is taken and has no effect."""
+    words = ("--target", "demo", "--hardware", "h100", *TRAFFIC, "--price-per-hour", "3", "--train-answers", "9")
+    found = planned(tmp_path / "plan.json", *words)
+    assert not found.costs and found.once is not None and found.once.storage_money is None
+    assert "what a day costs is not known: requests a second are missing; give --rate" in found.notes
 
 
 def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,8 +266,8 @@ def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
 
 def test_a_measured_plan_writes_its_decision(quiet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a measured plan that needs more than it times.  No time is asserted."""
-    monkeypatch.setattr("outrider.cli.plan.MULTIPLES", (1,))
-    monkeypatch.setattr("outrider.cli.plan.TIMED_DEPTHS", (1, 4))
+    monkeypatch.setattr("outrider.plan.measured.MULTIPLES", (1,))
+    monkeypatch.setattr("outrider.plan.measured.TIMED_DEPTHS", (1, 4))
     monkeypatch.setattr(timings, "ROWS", (1, 4))
     monkeypatch.setattr(timings, "ROUNDS", 1)
     monkeypatch.setattr(timings, "STEPS", 2)
