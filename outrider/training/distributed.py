@@ -8,8 +8,9 @@ step together and decide alike: what one of them finds is gathered before anythi
 from __future__ import annotations
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
@@ -26,6 +27,10 @@ T = TypeVar("T")
 Way = Literal["ddp", "fsdp"]
 PATIENCE = timedelta(hours=2)
 """The others wait so long for one that measures or writes; one that has died is noticed within seconds."""
+
+
+HEADER_BYTES, SMALL_BYTES = 8, 2**12
+"""Of what a process gives to a gather: its size, and what goes with the size in one call."""
 
 
 class Processes(Protocol):
@@ -46,6 +51,9 @@ class Processes(Protocol):
     def gather(self, value: T) -> list[T]:
         """What every process gives here, by rank; all must ask, in the same order."""
 
+    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether any process asks for something, as all know it from what was gathered last."""
+
     def same(self, value: T) -> T:
         """What the first process gives here; all must ask, in the same order."""
 
@@ -64,6 +72,9 @@ class Alone:
     def gather(self, value: T) -> list[T]:
         return [value]
 
+    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
+        return asks
+
     def same(self, value: T) -> T:
         return value
 
@@ -77,6 +88,8 @@ class Group:
     def __init__(self, rank: int, count: int, control: Any):
         """control: a process group for what is small and on the CPU."""
         self.rank, self.count, self._control = rank, count, control
+        self._asks: Callable[[], bool] = lambda: False
+        self._is_asked = False
         self.weights: Weights = Replicas(self.gather)
 
     @property
@@ -87,12 +100,34 @@ class Group:
         if way == "fsdp":
             from outrider.training.shards import Shards  # loads a second longer
 
-            self.weights = Shards()
+            self.weights = Shards(self.gather)
 
     def gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, value, group=self._control)
-        return found
+        found = [pickle.loads(each) for each in self._exchanged(pickle.dumps((value, self._asks())))]
+        self._is_asked = any(asks for _, asks in found)
+        return [theirs for theirs, _ in found]
+
+    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
+        self._asks = asks
+        return lambda: self._is_asked
+
+    def _exchanged(self, own: bytes) -> list[bytes]:
+        """Every process's bytes, by rank; in one call where none has more than `SMALL_BYTES`."""
+        size = SMALL_BYTES
+        while True:
+            sent = torch.zeros(HEADER_BYTES + size, dtype=torch.uint8)
+            sent[:HEADER_BYTES] = torch.tensor([len(own)]).view(torch.uint8)
+            taken = min(size, len(own))
+            sent[HEADER_BYTES : HEADER_BYTES + taken] = torch.frombuffer(bytearray(own[:taken]), dtype=torch.uint8)
+            found = [torch.empty_like(sent) for _ in range(self.count)]
+            distributed.all_gather(found, sent, group=self._control)
+            sizes = [int(each[:HEADER_BYTES].view(torch.int64)) for each in found]
+            if max(sizes) <= size:
+                return [
+                    each[HEADER_BYTES : HEADER_BYTES + length].numpy().tobytes()
+                    for each, length in zip(found, sizes, strict=True)
+                ]
+            size = max(sizes)
 
     def same(self, value: T) -> T:
         found = [value]

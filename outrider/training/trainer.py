@@ -99,6 +99,8 @@ def train(
                 found = loop.take(metrics)
                 if on_step is not None:
                     on_step(loop.step, found)
+                if loop.step == config.last_step:
+                    processes.gather(None)  # no step is left to learn in of a stop that was asked for meanwhile
                 stops = asked_to_stop()
                 loop.save(stops or probes.is_due(loop.step))
                 if stops:
@@ -298,8 +300,8 @@ def _metrics(
 def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
     """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once.
 
-    Of several processes all stop where one was asked.  There a second signal changes nothing: the launcher passes on
-    what came to every process already.
+    Of several processes all stop where one was asked; what comes after a step's gradients were summed ends the next
+    one.  There a second signal changes nothing: the launcher passes on what came to every process already.
     """
     asked: list[bool] = []
 
@@ -313,7 +315,7 @@ def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:
-        yield lambda: any(processes.gather(bool(asked)))
+        yield processes.agreed(lambda: bool(asked))
     finally:
         for number_before, handler in before.items():
             signal.signal(number_before, handler)

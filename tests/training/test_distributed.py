@@ -131,12 +131,20 @@ def test_the_first_process_alone_writes(two: Path) -> None:
 
 @pytest.mark.parametrize(("again", "whole"), [("ddp_again", "padded"), ("fsdp_again", "fsdp_once")])
 def test_a_stop_of_two_processes_changes_no_bit(again: str, whole: str, two: Path) -> None:
-    """Only the last process was asked to stop.  Catches one that goes on without it, and moments that come back in
-    another order in each process."""
+    """Only the last process was asked to stop, after step 3, which the others know with the gradients of step 4.
+    Catches one that goes on without it, and moments that come back in another order in each process."""
     first, second = tensors(two, again), tensors(two, whole)
     assert first.keys() == second.keys()
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
-    assert [row["step"] for row in found(two, again, 0)] == [4, 5, 6] == [row["step"] for row in found(two, again, 1)]
+    assert [row["step"] for row in found(two, again, 0)] == [5, 6] == [row["step"] for row in found(two, again, 1)]
+
+
+@pytest.mark.parametrize("name", ["padded", "accumulated", "packed", "drawn_later"])
+def test_a_step_speaks_to_the_others_twice(name: str, two: Path) -> None:
+    """Once with what was found, and once with all gradients; the first row's calls are of the beginning too, and the
+    last step asks for a stop once more.  Catches a question that takes a call of its own in every step."""
+    rows = found(two, name, 1)
+    assert all(row["calls"] == ["all_gather", "all_reduce"] for row in rows[1:-1]), [row["calls"] for row in rows]
 
 
 def test_all_processes_decide_alike_by_what_the_first_measured(two: Path) -> None:
@@ -160,6 +168,13 @@ def test_one_process_then_two_then_one_go_on_at_the_same_text(
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole[2:]], rel=NOISE)
     before, after = tensors(place, "padded"), tensors(tmp_path, "padded")
     assert max(float((before[key] - after[key]).abs().max()) for key in before if key != "rng") < 1e-3
+
+
+def test_a_gather_takes_what_is_small_in_one_call_and_what_is_large_in_two(two: Path) -> None:
+    """Catches bytes that are cut off, that belong to another process, and a large value that only one has."""
+    for row in (json.loads((two / f"gathered.{rank}.json").read_text()) for rank in range(2)):
+        assert row["small"] == [["given by", 0], ["given by", 1]] and row["small_calls"] == 1
+        assert row["large"] == [0, 100_000] and row["large_calls"] == 2
 
 
 @pytest.mark.slow
