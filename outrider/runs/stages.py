@@ -25,6 +25,7 @@ from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
 from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.processes import ALONE, Processes
 from outrider.report.schema import Report
 from outrider.runs import evaluation, training_plan
 from outrider.runs import features as run_features
@@ -43,7 +44,6 @@ from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import distributed, resume, trainer
 from outrider.training.config import Config as TrainConfig
-from outrider.training.distributed import Processes
 from outrider.training.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run(
     """
     parts = _parts(file, overrides)
     work_for_first(parts)
-    with distributed.joined() if parts == 1 else nullcontext(distributed.ALONE) as processes:
+    with distributed.joined() if parts == 1 else nullcontext(ALONE) as processes:
         return _run(file, overrides, stages, reporter or Reporter(), force, processes)
 
 
@@ -159,7 +159,7 @@ def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] |
 
 def prepare(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs,
-    processes: Processes = distributed.ALONE,
+    processes: Processes = ALONE,
 ) -> events.Prepared | None:  # fmt: skip
     """Let the target answer the prompts that have no answer yet; returns what was reached, in the first process."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
@@ -219,7 +219,7 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
 
 def train(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False,
-    processes: Processes = distributed.ALONE,
+    processes: Processes = ALONE,
 ) -> Path:  # fmt: skip
     """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint.
 

@@ -17,8 +17,8 @@ from pydantic import (
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
+from outrider.processes import Way
 from outrider.training import losses, rows, trackers
-from outrider.training.distributed import Way
 from outrider.training.optimizers import Kind
 
 FREE = frozenset({

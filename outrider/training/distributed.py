@@ -1,8 +1,8 @@
 """Several processes that train one model: who they are, what they tell each other, and which one writes.
 
-The trainer asks `Processes`.  `ALONE`, one process, answers by itself; a `Group` speaks over torch's process group,
-gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or `accelerate launch` started.  All take every
-step together and decide alike: what one of them finds is gathered before anything follows from it.  The first writes.
+A `Group` speaks over torch's process group, gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or
+`accelerate launch` started.  All take every step together and decide alike: what one of them finds is gathered before
+anything follows from it.  The first writes.
 """
 
 from __future__ import annotations
@@ -13,73 +13,22 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from outrider.errors import ConfigError, OutriderError, TrainingError, first_line
 from outrider.launcher import launched, local
+from outrider.processes import ALONE, Processes, Way, Weights
 from outrider.training.alive import Watch
-from outrider.training.replicas import Replicas, Weights, Whole
+from outrider.training.replicas import Replicas
 
 T = TypeVar("T")
-Way = Literal["ddp", "fsdp"]
 PATIENCE = timedelta(hours=2)
 """The others wait so long for one that measures or writes; one that has died is noticed within seconds."""
-
-
 HEADER_BYTES, SMALL_BYTES = 8, 2**12
 """Of what a process gives to a gather: its size, and what goes with the size in one call."""
-
-
-class Processes(Protocol):
-    """The processes of a training, as one of them sees them."""
-
-    rank: int
-    """Of this process, from 0; the first one writes files and prints."""
-    count: int
-    weights: Weights
-    """How the model lies in them."""
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def lay_out(self, way: Way) -> None:
-        """Set `weights`, as the run asks for it."""
-
-    def gather(self, value: T) -> list[T]:
-        """What every process gives here, by rank; all must ask, in the same order."""
-
-    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether any process asks for something, as all know it from what was gathered last."""
-
-    def same(self, value: T) -> T:
-        """What the first process gives here; all must ask, in the same order."""
-
-
-class Alone:
-    """One process."""
-
-    rank, count, is_first = 0, 1, True
-
-    def __init__(self) -> None:
-        self.weights: Weights = Whole()
-
-    def lay_out(self, way: Way) -> None:
-        pass
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
-        return asks
-
-    def same(self, value: T) -> T:
-        return value
-
-
-ALONE = Alone()
 
 
 class Group:

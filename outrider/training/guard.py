@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from outrider import checkpoint
 from outrider.errors import TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.processes import ALONE, Processes
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers, unpack
 from outrider.training.step import chunk_size, first_of
 

@@ -1,20 +1,19 @@
-"""How a model lies in the processes that train it: whole in one, or whole in each with gradients summed over all.
+"""A model that is whole in each of the processes that train it, with gradients summed over all.
 
-The third way, a part in each, is in `training/shards.py`.
+The other way, a part in each, is in `training/shards.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
-from outrider import checkpoint
 from outrider.nn.draft_model import DraftModel
+from outrider.processes import Whole
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**26
@@ -25,59 +24,6 @@ class Gather(Protocol):
     """As `Processes.gather`."""
 
     def __call__(self, value: T) -> list[T]: ...
-
-
-class Weights(Protocol):
-    """How weights, gradients and moments lie in the processes of a training."""
-
-    def spread(self, model: DraftModel) -> None:
-        """Lay a model, the same in every process, out for training, in its place; before there is an optimiser."""
-
-    def reduce(self, model: nn.Module, value: T) -> list[T]:
-        """Make the gradients of this process's rows those of all rows.  Returns what every process gives here, by
-        rank: it travels along."""
-
-    def full(self, value: Tensor) -> Tensor:
-        """A weight, a moment or a norm as one plain tensor; all processes must ask."""
-
-    def local(self, value: Tensor) -> Tensor:
-        """What of it is in this process."""
-
-    def like(self, value: Tensor, weight: Tensor) -> Tensor:
-        """A plain tensor, whole in every process, laid out as a weight of its shape is."""
-
-    def load(self, folder: Path, model: DraftModel) -> None:
-        """Take the weights of a checkpoint."""
-
-    def whole(self, model: DraftModel) -> AbstractContextManager[DraftModel | None]:
-        """The model with all of its weights in the first process, to measure or to write; None in the others.  All must
-        ask."""
-
-
-class Whole:
-    """All in one process."""
-
-    def spread(self, model: DraftModel) -> None:
-        pass
-
-    def reduce(self, model: nn.Module, value: T) -> list[T]:
-        return [value]
-
-    def full(self, value: Tensor) -> Tensor:
-        return value
-
-    def local(self, value: Tensor) -> Tensor:
-        return value
-
-    def like(self, value: Tensor, weight: Tensor) -> Tensor:
-        return value
-
-    def load(self, folder: Path, model: DraftModel) -> None:
-        checkpoint.load_weights(folder, model)
-
-    @contextmanager
-    def whole(self, model: DraftModel) -> Iterator[DraftModel | None]:
-        yield model
 
 
 class Replicas:

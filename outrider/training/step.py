@@ -18,11 +18,10 @@ from outrider.config import nearest
 from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel, Predictions
+from outrider.processes import ALONE, Processes, Weights, Whole
 from outrider.training import losses, rows
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers
-from outrider.training.replicas import Weights, Whole
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**26, 256 MiB: with fewer

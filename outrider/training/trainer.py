@@ -16,10 +16,10 @@ from outrider import checkpoint, machine
 from outrider.errors import ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
+from outrider.processes import ALONE, Processes
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.guard import Guard
 from outrider.training.metrics import Metrics, Unwritten
 from outrider.training.optimizers import Optimizers, pack

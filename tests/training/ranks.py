@@ -20,10 +20,11 @@ import torch
 from torch import distributed
 
 from outrider.data.features import LiveFeatures
+from outrider.processes import ALONE, Processes
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes, joined
+from outrider.training.distributed import joined
 from outrider.training.trainer import train
 from training.bench import SETTINGS, TAPS, make_answers, make_model
 

@@ -24,9 +24,9 @@ import outrider
 from outrider import checkpoint
 from outrider.data.features import LiveFeatures
 from outrider.errors import ConfigError, DataError
+from outrider.processes import Alone
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
-from outrider.training.distributed import Alone
 from outrider.training.trainer import train
 from training.bench import TAPS, make_answers, make_model, make_source
 from training.ranks import trained
