@@ -13,10 +13,21 @@ from typing import Literal, Protocol, TypeVar
 from torch import Tensor, nn
 
 from outrider import checkpoint
+from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
+from outrider.nn.sequence import Stripe
 
 T = TypeVar("T")
 Way = Literal["ddp", "fsdp"]
+
+
+def check_parts(count: int, parts: int) -> None:
+    """Raises ConfigError where `count` processes can't share texts in groups of `parts`."""
+    if count % parts:
+        raise ConfigError(
+            f"train.sequence_parallel {parts} needs {parts} processes or a multiple of them, got {count}; start them "
+            f"by torchrun --nproc-per-node {parts} -m outrider …, or set it to 1"
+        )
 
 
 class Weights(Protocol):
@@ -90,6 +101,12 @@ class Processes(Protocol):
     def gather(self, value: T) -> list[T]:
         """What every process gives here, by rank; all must ask, in the same order."""
 
+    def stripe(self, parts: int) -> Stripe | None:
+        """The positions of each text that this process has, where `parts` processes share it; None for whole texts.
+
+        Raises ConfigError where the processes are no multiple of `parts`.
+        """
+
     def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
         """Whether any process asks for something, as all know it from what was gathered last."""
 
@@ -110,6 +127,10 @@ class Alone:
 
     def gather(self, value: T) -> list[T]:
         return [value]
+
+    def stripe(self, parts: int) -> Stripe | None:
+        check_parts(self.count, parts)
+        return None
 
     def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
         return asks

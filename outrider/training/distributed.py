@@ -20,7 +20,8 @@ from torch import distributed
 
 from outrider.errors import ConfigError, OutriderError, TrainingError, first_line
 from outrider.launcher import launched, local
-from outrider.processes import ALONE, Processes, Way, Weights
+from outrider.nn.sequence import Stripe
+from outrider.processes import ALONE, Processes, Way, Weights, check_parts
 from outrider.training.alive import Watch
 from outrider.training.replicas import Replicas
 
@@ -34,12 +35,13 @@ HEADER_BYTES, SMALL_BYTES = 8, 2**12
 class Group:
     """One of several processes.  Use `joined`."""
 
-    def __init__(self, rank: int, count: int, control: Any):
-        """control: a process group for what is small and on the CPU."""
-        self.rank, self.count, self._control = rank, count, control
+    def __init__(self, rank: int, count: int, control: Any, main: Any = None):
+        """control: a process group for what is small and on the CPU.  main: for weights and gradients; all unless
+        given."""
+        self.rank, self.count, self.control = rank, count, control
         self._asks: Callable[[], bool] = lambda: False
         self._is_asked = False
-        self.weights: Weights = Replicas(self.gather)
+        self.weights: Weights = Replicas(self.gather, main)
 
     @property
     def is_first(self) -> bool:
@@ -56,6 +58,23 @@ class Group:
         self._is_asked = any(asks for _, asks in found)
         return [theirs for theirs, _ in found]
 
+    def trainers(self, readers: int) -> Group | None:
+        """Those of these processes that train where the last `readers` read the target for them; None in these."""
+        first = [*range(self.count - readers)]  # all make the groups
+        main = distributed.new_group(first, timeout=PATIENCE)
+        is_gloo = distributed.get_backend() == "gloo"
+        control = main if is_gloo else distributed.new_group(first, backend="gloo", timeout=PATIENCE)
+        return Group(self.rank, len(first), control, main) if self.rank in first else None
+
+    def stripe(self, parts: int) -> Stripe | None:
+        check_parts(self.count, parts)
+        if parts == 1:
+            return None
+        first = self.rank - self.rank % parts
+        ranks = [*range(first, first + parts)]
+        group = distributed.new_group(ranks, timeout=PATIENCE, use_local_synchronization=True)
+        return Stripe(self.rank % parts, parts, group)
+
     def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
         self._asks = asks
         return lambda: self._is_asked
@@ -69,7 +88,7 @@ class Group:
             taken = min(size, len(own))
             sent[HEADER_BYTES : HEADER_BYTES + taken] = torch.frombuffer(bytearray(own[:taken]), dtype=torch.uint8)
             found = [torch.empty_like(sent) for _ in range(self.count)]
-            distributed.all_gather(found, sent, group=self._control)
+            distributed.all_gather(found, sent, group=self.control)
             sizes = [int(each[:HEADER_BYTES].view(torch.int64)) for each in found]
             if max(sizes) <= size:
                 return [
@@ -80,8 +99,22 @@ class Group:
 
     def same(self, value: T) -> T:
         found = [value]
-        distributed.broadcast_object_list(found, src=0, group=self._control)
+        distributed.broadcast_object_list(found, src=0, group=self.control)
         return found[0]
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ctrl-C and SIGTERM change nothing here: other processes stop, and tell this one."""
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number_before, handler in before.items():
+            signal.signal(number_before, handler)
 
 
 def device_of(given: str | None) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -29,15 +29,16 @@ class Gather(Protocol):
 class Replicas:
     """All in each process; a step sums the gradients, and every process takes it."""
 
-    def __init__(self, gather: Gather):
-        self._gather, self._alone = gather, Whole()
+    def __init__(self, gather: Gather, group: Any = None):
+        """group: torch's, of these processes; all unless given."""
+        self._gather, self._group, self._alone = gather, group, Whole()
         self.full, self.local, self.like, self.load = (
             self._alone.full, self._alone.local, self._alone.like, self._alone.load,
         )  # fmt: skip
 
     def spread(self, model: DraftModel) -> None:
         for weight in model.parameters():
-            distributed.broadcast(weight.data, 0)
+            distributed.broadcast(weight.data, 0, self._group)
 
     def reduce(self, model: nn.Module, value: T) -> list[T]:
         weights = list(model.parameters())
@@ -45,7 +46,7 @@ class Replicas:
         there = [any(column) for column in zip(*(flags for flags, _ in given), strict=True)]  # in another, perhaps
         for bucket in _buckets([weight for weight, is_there in zip(weights, there, strict=True) if is_there]):
             flat = torch.cat([_gradient(weight).flatten() for weight in bucket])
-            distributed.all_reduce(flat)
+            distributed.all_reduce(flat, group=self._group)
             for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
                 weight.grad = part.view_as(weight)  # a copy would read and write all of them once more
         return [theirs for _, theirs in given]

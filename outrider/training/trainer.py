@@ -16,7 +16,7 @@ from outrider import checkpoint, machine
 from outrider.errors import ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
-from outrider.processes import ALONE, Processes
+from outrider.processes import ALONE, Processes, check_parts
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config
@@ -75,14 +75,16 @@ def train(
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
-    _check(model, config, folder, reference, processes.count)
+    check_shared(model, config, processes.count)
+    _check(model, config, folder, reference)
     busy = TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")
     with held(folder, busy) if processes.is_first else nullcontext():
         torch.manual_seed(config.seed)
         model = model.float().train()
         config = processes.same(with_steps(with_dtype(config, folder, model.target.device), source))
+        stripe, parts = processes.stripe(config.sequence_parallel), config.sequence_parallel
         if processes.count > 1:
-            source.share(processes.rank, processes.count)
+            source.share(processes.rank // parts, processes.count // parts, stripe)
         processes.lay_out(config.distributed)
         loop = _Loop(model, source, config, folder, reference, processes)
         loop.begin(origin, force)
@@ -205,7 +207,26 @@ class _Batches:
         return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
-def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None, processes: int) -> None:
+def check_shared(model: DraftModel, config: Config, processes: int) -> None:
+    """Raises ConfigError for what so many processes can't train together."""
+    parts = config.sequence_parallel
+    check_parts(processes, parts)
+    if parts > 1:
+        model.check_split(parts)
+    by_rows = processes // parts
+    if config.batch < by_rows:
+        raise ConfigError(
+            f"train.batch {config.batch} is less than the {by_rows} processes that share its rows; set at least "
+            f"{by_rows} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
+        )
+    if by_rows > 1 and not model.rows_are_independent:
+        raise ConfigError(
+            f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
+            "share one; train it in one process"
+        )
+
+
+def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
     """Make the folder.  Refuse what can't be trained there; warn of a slow number type."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,16 +234,6 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         raise TrainingError(
             f"can't make {folder} ({error.strerror}); give the run another name, or move the file that is in the way"
         ) from error
-    if config.batch < processes:
-        raise ConfigError(
-            f"train.batch {config.batch} is less than the {processes} processes that share its rows; set at least "
-            f"{processes} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
-        )
-    if processes > 1 and not model.rows_are_independent:
-        raise ConfigError(
-            f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
-            "share one; train it in one process"
-        )
     if config.select < 1 and reference is None:
         raise ConfigError(
             f"train.select {config.select} needs the reference {config.reference}; give its loaded model as `reference`"

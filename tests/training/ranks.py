@@ -27,6 +27,7 @@ from outrider.training.config import Config
 from outrider.training.distributed import joined
 from outrider.training.trainer import train
 from training.bench import SETTINGS, TAPS, make_answers, make_model
+from training.long_text import gradients
 
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list",
@@ -97,6 +98,8 @@ def gathered(processes: Processes) -> dict[str, Any]:
 def main(target: TransformersTarget, folder: Path, jobs: list[dict[str, Any]]) -> None:
     count_calls()
     with joined() as processes:
+        if processes.count == 2:
+            torch.save(gradients(target, processes.stripe(2)), folder / f"split.{processes.rank}.pt")
         (folder / f"gathered.{processes.rank}.json").write_text(json.dumps(gathered(processes)))
         for job in jobs:
             found = trained(target, folder, job, processes)
