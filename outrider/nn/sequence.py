@@ -31,7 +31,7 @@ class Exchange(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return Exchange.apply(gradient, context.group), None
 
 
