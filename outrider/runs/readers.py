@@ -12,6 +12,7 @@ from outrider.data.sent_features import Link, SentFeatures
 from outrider.errors import ConfigError, DataError
 from outrider.processes import Processes
 from outrider.runs.file import RunConfig
+from outrider.training.config import Config as TrainConfig
 from outrider.training.distributed import Group, signals_ignored
 
 LEARNT, HELD_OUT = 0, 1
@@ -61,33 +62,39 @@ def roles(settings: RunConfig, stages: Collection[str], processes: Processes) ->
     config = settings.train
     if config is None or not config.target_processes or "train" not in stages:
         return None
-    readers, refused = config.target_processes, ConfigError
-    if list(stages) != ["train"]:
-        raise refused(
-            f"train.target_processes {readers} is for a training alone; start `outrider prepare`, `outrider train` and "
-            "`outrider evaluate` one after the other"
-        )
-    if settings.prepare.features != "live":
-        raise refused(
-            f"train.target_processes {readers} has no effect with prepare.features: {settings.prepare.features}, since "
-            "no target is read in training; set it to 0"
-        )
-    if config.calibrate and settings.evaluate is not None:
-        raise refused(
-            f"train.calibrate {config.calibrate} drafts for the target, which those that train do not have; set it to "
-            "0, and calibrate afterwards"
-        )
+    readers = config.target_processes
+    _check_stages(settings, config, stages)
     if not isinstance(processes, Group) or processes.count <= readers:
-        raise refused(
+        raise ConfigError(
             f"train.target_processes {readers} needs at least {readers + 1} processes, got {processes.count}; start "
             f"them by torchrun --nproc-per-node {readers + 1} -m outrider …, or set it to 0"
         )
     if processes.count < 2 * readers:
-        raise refused(
+        raise ConfigError(
             f"train.target_processes {readers} leaves {processes.count - readers} processes that train, and each is "
             f"read for by one; set at most {processes.count // 2}"
         )
     return Roles(processes, processes.trainers(readers), readers, config.batch * config.accumulate)
+
+
+def _check_stages(settings: RunConfig, config: TrainConfig, stages: Collection[str]) -> None:
+    """Raises ConfigError for stages and settings that readers have no use for."""
+    readers = config.target_processes
+    if list(stages) != ["train"]:
+        raise ConfigError(
+            f"train.target_processes {readers} is for a training alone; start `outrider prepare`, `outrider train` and "
+            "`outrider evaluate` one after the other"
+        )
+    if settings.prepare.features != "live":
+        raise ConfigError(
+            f"train.target_processes {readers} has no effect with prepare.features: {settings.prepare.features}, since "
+            "no target is read in training; set it to 0"
+        )
+    if config.calibrate and settings.evaluate is not None:
+        raise ConfigError(
+            f"train.calibrate {config.calibrate} drafts for the target, which those that train do not have; set it to "
+            "0, and calibrate afterwards"
+        )
 
 
 def sent(source: Any, number: int, link: Link | None) -> Any:
