@@ -20,9 +20,9 @@ from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
 from outrider.cli.stages import why_slow
+from outrider.processes import Whole
 from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal
-from outrider.training.replicas import Whole
 
 SLOW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """An AVX2 machine without bfloat16 units, as far as torch and oneDNN go by it."""

@@ -41,6 +41,7 @@ Overrides = Annotated[
 JsonTo = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
 ]
+Parts = Annotated[int | None, typer.Option("--tensor-parallel", help="Processes, of torchrun, that share the target.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write more than 10 GB without asking.")]
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")

@@ -18,7 +18,7 @@ from outrider.generation import Piece, stream
 from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter
 from outrider.sampling.settings import Sampling
-from outrider.targets.load import load_target
+from outrider.targets.load import load_target, work_for_first
 from outrider.targets.transformers import TransformersTarget
 
 DRAFTED = "green underline"
@@ -60,6 +60,7 @@ def decode(
     quantize: Annotated[
         str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")
     ] = None,
+    tensor_parallel: console.Parts = None,
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -75,6 +76,8 @@ def decode(
     ] = None,
 ) -> None:
     """Stream a continuation.  Drafted tokens that were accepted are underlined green; the target's own are plain."""
+    parts = 1 if tensor_parallel is None else tensor_parallel
+    work_for_first(parts)  # the others read and print nothing
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
         raise DataError("the prompt is empty; give it as an argument or on standard input")
@@ -84,7 +87,7 @@ def decode(
         raise ConfigError("--compare needs a drafter to compare with; name one with --drafter")
     machine.set_up_process()
     tell_compiling(compile)
-    loaded = load_target(target, quantize=quantize, compile=compile)
+    loaded = load_target(target, tensor_parallel=parts, quantize=quantize, compile=compile)
     built = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and built is not None:
         compile_drafter(built, Printer())

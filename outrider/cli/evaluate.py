@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from outrider import config as configs
-from outrider.cli.console import JsonTo, place_of_json, write_json
+from outrider.cli.console import JsonTo, Parts, place_of_json, write_json
 from outrider.cli.run import DryRun, preview, show
 from outrider.cli.stages import Printer
 from outrider.errors import ConfigError
@@ -42,6 +42,7 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     batch: Annotated[int | None, typer.Option(help="Prompts that are served together.")] = None,
     processes: Annotated[int | None, typer.Option(help="Processes that share the prompts.")] = None,
+    tensor_parallel: Parts = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite",
     help="Measure again, and replace the report in DIR.")] = False,
@@ -67,6 +68,8 @@ def evaluate(
     settings = [*(word for word in what if _is_setting(word)), *options]
     if target is not None:
         settings.append(f"target.name={_yaml(target)}")
+    if tensor_parallel is not None:
+        settings.append(f"target.tensor_parallel={tensor_parallel}")
     if any(name.endswith(RUN_FILES) for name in names):
         report = _of_file(names, settings, out, dry_run, json_to)
     else:
@@ -103,7 +106,10 @@ def _of_drafters(
             f"{others[0]}: settings of drafters by name begin with evaluate. or target., such as evaluate.seed=1"
         )
     config = configs.build(Config, values.get("evaluate", {}), "evaluate")
-    target = configs.build(TargetConfig, values["target"], "target") if "name" in values.get("target", {}) else None
+    target, given = None, values.get("target", {})
+    if given:
+        theirs = {} if "name" in given else {"name": evaluation.of_drafters(names, config, out).target.name}
+        target = configs.build(TargetConfig, theirs | given, "target")
     chosen = evaluation.of_drafters(names, config, out, target)
     if dry_run:
         show(evaluation.plan(chosen), json_to)

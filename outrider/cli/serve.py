@@ -18,7 +18,7 @@ import yaml
 from outrider import checkpoint, machine
 from outrider import config as configs
 from outrider.cli import console
-from outrider.cli.console import bar, say, sized
+from outrider.cli.console import Parts, bar, say, sized
 from outrider.cli.stages import Printer
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.drafters import kinds
@@ -86,6 +86,7 @@ def serve(
     ] = None,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
     quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights.")] = None,
+    tensor_parallel: Parts = None,
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -121,7 +122,7 @@ def serve(
         "log_prompts": log_prompts or None,
     }  # fmt: skip
     overrides = [f"serve.{key}={_yaml(value)}" for key, value in options.items() if value is not None]
-    more = {"name": target, "quantize": quantize, "compile": compile}
+    more = {"name": target, "quantize": quantize, "compile": compile, "tensor_parallel": tensor_parallel}
     overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
     served = _served(what or (), overrides, drafter, settings or ())
     work_for_first(served.target.tensor_parallel)

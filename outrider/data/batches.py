@@ -16,6 +16,7 @@ from outrider.data.packing import Rows, side_by_side
 from outrider.data.texts import Texts
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Share
+from outrider.nn.sequence import Stripe
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.protocol import Target
 
@@ -28,9 +29,11 @@ class OfTexts(ABC):
     taps: tuple[int, ...]
     _process: tuple[int, int] | None = None
     """Rank of this process and number of processes, where several share the rows of a batch."""
+    _stripe: Stripe | None = None
+    """This process's positions of each row, where several share these."""
 
-    def share(self, rank: int, count: int) -> None:
-        """From now on give every `count`-th row of a batch, from row `rank` on.
+    def share(self, rank: int, count: int, stripe: Stripe | None = None) -> None:
+        """From now on give every `count`-th row of a batch, from row `rank` on, with the taps of these positions.
 
         Raises DataError where a packed batch may have fewer rows than there are processes.
         """
@@ -40,7 +43,7 @@ class OfTexts(ABC):
                 f"train.tokens {budget} holds {budget // longest} texts as long as the longest, {longest} tokens, but "
                 f"{count} processes share the rows of a batch; set at least {count * longest}, or start fewer processes"
             )
-        self._process = rank, count
+        self._process, self._stripe = (rank, count), stripe
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: tokens, taps and hidden states of its texts."""
@@ -58,6 +61,13 @@ class OfTexts(ABC):
             return self._joined(self.order.packed(steps)[number])
         return self._joined([[i] for i in self.order.chosen(steps.start)])
 
+    def own_rows(self, count: int) -> slice:
+        """Which of a batch's rows this process has."""
+        if self._process is None:
+            return slice(None)
+        rank, processes = self._process
+        return slice(rank, None, processes) if rank < count else slice(0, 1)
+
     def _joined(self, rows: Rows) -> Batch:
         """The batch of these texts, or this process's rows of it."""
         tokens, loss_mask, documents = (part.to(self.target.device) for part in self.order.tensors(rows))
@@ -65,9 +75,8 @@ class OfTexts(ABC):
         whole = Batch(tokens, loss_mask, documents, none[..., None], none, per_row=per_row)
         if self._process is None:
             return self._with_states(whole, rows)
-        rank, count = self._process
-        there = slice(rank, None, count) if rank < len(rows) else slice(0, 1)
-        share = Share(whole, there, counts=rank < len(rows))
+        there = self.own_rows(len(rows))
+        share = Share(whole, there, counts=self._process[0] < len(rows))
         own = Batch(tokens[there], loss_mask[there], documents[there], none, none, per_row=per_row, share=share)
         return self._with_states(own, rows[there])
 
@@ -79,7 +88,9 @@ class OfTexts(ABC):
         if states[rows[0][0]].top is not None:
             top = TopLogprobs(*(laid(operator.attrgetter(f"top.{name}")) for name in ("ids", "logprobs", "rest")))
         taps, hidden = laid(operator.attrgetter("taps")), laid(operator.attrgetter("hidden"))
-        return dataclasses.replace(batch, taps=taps, hidden=hidden, top=top)
+        if self._stripe is not None:
+            taps = self._stripe.own(taps)
+        return dataclasses.replace(batch, taps=taps, hidden=hidden, top=top, stripe=self._stripe)
 
     @abstractmethod
     def _states(self, texts: Sequence[int]) -> dict[int, Stored]:

@@ -47,8 +47,9 @@ class LiveFeatures(OfTexts):
         self.texts, self.left_out = self.order.answers, self.order.left_out
         tokens = self.order.tokens
         self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
-        self._cache_dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
-        self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self._cache_dtype.itemsize
+        self.states_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
+        """Of states that are cached, or sent to another process."""
+        self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self.states_dtype.itemsize
         """What the features of all texts take."""
         self.is_cached = self.bytes <= cache_bytes
         self._cache: dict[int, Stored] = {}
@@ -80,13 +81,17 @@ class LiveFeatures(OfTexts):
     disk_bytes = 0
     """What they take there."""
 
+    def states(self, texts: Sequence[int]) -> dict[int, Stored]:
+        """The target's states of these texts, by number."""
+        return self._states(texts)
+
     def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
         if not self.is_cached:
             return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
         for i in texts:
             if i not in self._cache:  # read with its group
                 for one, (taps, hidden, _) in self._read(self._group[i]):
-                    states = [part.to(self._cache_dtype, copy=True) for part in (taps, hidden)]
+                    states = [part.to(self.states_dtype, copy=True) for part in (taps, hidden)]
                     self._cache[one] = Stored(states[0], states[1], None)
         return {i: self._cache[i] for i in texts}
 

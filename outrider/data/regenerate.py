@@ -34,13 +34,14 @@ from outrider.data.duplicates import content_hash
 from outrider.data.ledger import Ledger
 from outrider.data.record import OnAnswer, Record
 from outrider.data.rendering import check_template, render
-from outrider.data.sharing import ALONE, Together, part, take_in
+from outrider.data.sharing import Together, part, take_in
 from outrider.data.spool import Spool
 from outrider.data.talks import Asked, Talk, iterate_asked
 from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
 from outrider.generation import serve
 from outrider.lock import held
+from outrider.processes import ALONE
 from outrider.targets.protocol import Target
 
 WAVE = 4096

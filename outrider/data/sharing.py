@@ -28,18 +28,6 @@ class Together(Protocol):
         """What every process gives here, by rank; returns when all have asked."""
 
 
-class Alone:
-    """One process."""
-
-    rank, count = 0, 1
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-
-ALONE = Alone()
-
-
 def part(folder: Path, rank: int) -> Path:
     """The file that a process writes its answers to."""
     return folder / (ANSWERS if rank == 0 else f"answers.{rank}.part.jsonl")

@@ -36,6 +36,7 @@ from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, 
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import DetachedRows, Labelled
+from outrider.nn.sequence import check_heads
 from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig
 from outrider.nn.trees import RankTree
@@ -122,9 +123,13 @@ class Backbone(MaskedModule, FusedTaps):
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
         """The same for blocks under the tokens at positions `at` [B, A] of a batch's texts, as `BlockRows` wants
-        them."""
-        positions, attend = batch.positions, BlockAttention(at, self.width, batch.documents, live)
+        them; for this process's of them, where several share the texts."""
+        positions = batch.positions
+        attend: Attend = BlockAttention(at, self.width, batch.documents, live)
         anchors, anchors_at = batch.tokens.gather(1, at), positions.gather(1, at)
+        if batch.stripe is not None:
+            attend = batch.stripe.attend(attend, positions.shape[1], at.shape[1], self.width)
+            positions, anchors, anchors_at = map(batch.stripe.own, (positions, anchors, anchors_at))
         return self(batch.taps, positions, anchors, anchors_at, None, attend=attend)
 
     def weights(self, batch: Batch, at: Tensor) -> Tensor:
@@ -171,6 +176,9 @@ class BlockModel(DraftModel):
 
 class Model(BlockModel):
     """The backbone with the target's head on every slot."""
+
+    def check_split(self, count: int) -> None:
+        check_heads(self.backbone.shape.kv_heads, count)
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
         logits = self.target.head(states)
@@ -283,6 +291,9 @@ class BlockRows(DetachedRows):
         config, self.slots = blocks.config, blocks.config.block
         at, live, labels_at, learnt = draft_model.draw(batch, config.anchors, 1, config.block)
         states = blocks.drafted(batch, at, live)
+        if batch.stripe is not None:  # blocks behind the last one have nothing to learn, and labels of any place
+            at, labels_at, learnt = map(batch.stripe.own, (at, labels_at, learnt))
+            labels_at = labels_at.clamp(min=1)
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
         """[M], the token before each row's label."""

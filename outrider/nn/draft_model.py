@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from outrider.config import Config as Base
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Scores
-from outrider.errors import DrafterError
+from outrider.errors import ConfigError, DrafterError
+from outrider.nn.sequence import Stripe
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.attention_mask import positions
 from outrider.targets.protocol import Target, TargetSpec
@@ -46,6 +47,8 @@ class Batch:
     """Most texts of one row; more than 1 in a packed batch."""
     share: Share | None = None
     """Whose rows these are, where several processes have a part of the batch each."""
+    stripe: Stripe | None = None
+    """Which positions `taps` [B, S / N, T, H] are of, where several processes have a part of each text."""
 
     @property
     def final(self) -> Tensor | TopLogprobs:
@@ -115,8 +118,8 @@ class FeatureSource(Protocol):
     def packed(self, steps: range) -> Iterator[Batch]:
         """The texts of these steps, several to a row, in batches of at most as many tokens as its budget."""
 
-    def share(self, rank: int, count: int) -> None:
-        """From now on give the rows of process `rank` of `count` alone, each batch with its `Share`."""
+    def share(self, rank: int, count: int, stripe: Stripe | None = None) -> None:
+        """From now on give the rows of process `rank` of `count`, with their `Share`; taps of `stripe`, or all."""
 
 
 class Predictions(Protocol):
@@ -161,6 +164,13 @@ class DraftModel(nn.Module, ABC):
 
     def begin(self, counts: Tensor) -> None:
         """Called once, before the first step, to take from the data what needs no training.  counts [V] int64."""
+
+    def check_split(self, count: int) -> None:
+        """Raises ConfigError where `count` processes can't have a part of each text."""
+        raise ConfigError(
+            f"train.sequence_parallel {count}: drafter {self.config.kind!r} reads whole texts; dflash and dspark can "
+            "share them, set it to 1 for this one"
+        )
 
     def facts(self) -> Mapping[str, Any]:
         """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced

@@ -25,8 +25,9 @@ from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
 from outrider.measure.tasks import Prompt, prompts
 from outrider.nn.draft_model import DraftModel, FeatureSource
+from outrider.processes import ALONE, Processes
 from outrider.report.schema import Report
-from outrider.runs import evaluation, training_plan
+from outrider.runs import evaluation, readers, training_plan
 from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
@@ -34,6 +35,7 @@ from outrider.runs.checks import Inputs, check
 from outrider.runs.file import RunConfig, load
 from outrider.runs.preview import Line, answers_bytes, preview, written_bytes
 from outrider.runs.provenance import write_config, write_provenance
+from outrider.runs.readers import Roles
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
 from outrider.runs.weights import why_weights
@@ -43,7 +45,6 @@ from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import distributed, resume, trainer
 from outrider.training.config import Config as TrainConfig
-from outrider.training.distributed import Processes
 from outrider.training.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def run(
     """
     parts = _parts(file, overrides)
     work_for_first(parts)
-    with distributed.joined() if parts == 1 else nullcontext(distributed.ALONE) as processes:
+    with distributed.joined() if parts == 1 else nullcontext(ALONE) as processes:
         return _run(file, overrides, stages, reporter or Reporter(), force, processes)
 
 
@@ -97,11 +98,12 @@ def _run(
         reporter.writing(written_bytes(settings, inputs), settings.answers)
     if "evaluate" in chosen:
         evaluation.refuse_fuller(evaluation.of_run(settings))
-    target = target_of(settings, reporter, chosen)
+    roles = readers.roles(settings, chosen, processes)
+    target = target_of(settings, reporter, chosen, reads=roles is None or roles.trainers is None)
     if "prepare" in chosen:
         prepare(settings, target, reporter, inputs, processes)
     if "train" in chosen:
-        train(settings, target, reporter, inputs, force, processes)
+        train(settings, target, reporter, inputs, force, processes, roles)
     processes.gather(None)  # the checkpoint is written, and calibrated
     return evaluate(settings, target, reporter, inputs) if "evaluate" in chosen else None
 
@@ -137,17 +139,19 @@ def _chosen(
     return settings, chosen
 
 
-def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None) -> Any:
+def target_of(
+    settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] | None = None, reads: bool = True
+) -> Any:  # fmt: skip
     """The run's target, loaded, with the threads and types that are fastest on this machine.
 
-    chosen: the stages that it is for; a `ServedTarget` where they need no weights.
+    chosen: the stages that it is for; a `ServedTarget` where they need no weights, or another process reads it.
     """
     section = settings.target
     machine.set_up_process()
     if section.tensor_parallel == 1 and section.device_map is None:
         section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
-    why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen)
+    why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen) if reads else None
     how = section.model_dump(exclude={"name"})
     if why is None:
         target: Any = load_served(section.name, **{key: how[key] for key in how if key not in NOT_SERVED})
@@ -159,7 +163,7 @@ def target_of(settings: RunConfig, reporter: Reporter, chosen: Sequence[Stage] |
 
 def prepare(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs,
-    processes: Processes = distributed.ALONE,
+    processes: Processes = ALONE,
 ) -> events.Prepared | None:  # fmt: skip
     """Let the target answer the prompts that have no answer yet; returns what was reached, in the first process."""
     config, skipped, asked = settings.prepare, inputs.skipped, inputs.asked
@@ -219,11 +223,11 @@ def _prepared(path: Path, skipped: Skipped) -> events.Prepared:
 
 def train(
     settings: RunConfig, target: RunTarget, reporter: Reporter, inputs: Inputs, force: bool = False,
-    processes: Processes = distributed.ALONE,
+    processes: Processes = ALONE, roles: Roles | None = None,
 ) -> Path:  # fmt: skip
     """Train on the answers to the run's prompts, and calibrate where the file asks for it; returns the checkpoint.
 
-    processes: that train together; the first one writes, and reports.
+    processes: that train together; the first one writes, and reports.  roles: where some of them read for the others.
     """
     assert settings.train is not None
     config = processes.same(trainer.with_dtype(settings.train, settings.folder, target.device))
@@ -235,9 +239,14 @@ def train(
         take_weights(model, origin, target)
     answers = inputs.chosen(answers_for(settings.answers, target, target.tokenizer), settings)
     learnt, held_out = hold_out(answers, config.held_out, inputs.openings, inputs.asked.held_out_hashes)
-    _fill_features(settings, config, target, model, answers, reporter, processes)
+    _fill_features(settings, config, target, model, answers, reporter, processes, roles)
     features = run_features.sourced(settings, config, target, model)
     source = features(learnt, named(settings.answers))
+    if roles is not None:
+        if roles.trainers is None:
+            roles.serve(source, lambda: features(held_out))
+            return settings.folder / "checkpoint"
+        processes = roles.trainers
     config = trainer.with_steps(config, source)
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     about = {
@@ -253,11 +262,11 @@ def train(
         total=config.last_step, done=before, usual_minutes=usual, model=model, source=source,
         accumulate=config.accumulate, schedule=resume.joining(config, settings.folder),
     )  # fmt: skip
-    with reporter.working(plan) as update:
+    with reporter.working(plan) as update, nullcontext() if roles is None else roles.link() as link:
         place = trainer.train(
-            model, source, config, settings.folder, reference=reference, origin=origin, force=force,
-            processes=processes,
-            probe=_probe(settings, target, inputs, lambda: features(held_out)),
+            model, readers.sent(source, readers.LEARNT, link), config, settings.folder, reference=reference,
+            origin=origin, force=force, processes=processes,
+            probe=_probe(settings, target, inputs, lambda: readers.sent(features(held_out), readers.HELD_OUT, link)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step"),
                 mfu=row.get("mfu"),
@@ -281,9 +290,10 @@ def train(
 
 def _fill_features(
     settings: RunConfig, config: TrainConfig, target: RunTarget, model: DraftModel, answers: Sequence[Answer],
-    reporter: Reporter, processes: Processes,
+    reporter: Reporter, processes: Processes, roles: Roles | None,
 ) -> None:  # fmt: skip
     """`store_features`.  Raises ConfigError for what several processes can't train."""
+    trainer.check_shared(model, config, processes.count if roles is None else roles.count)
     if processes.count > 1:
         kind = settings.drafter["kind"]
         if trains_target(kind):

@@ -16,8 +16,8 @@ import torch
 
 from outrider import checkpoint
 from outrider.nn.draft_model import DraftModel
+from outrider.processes import Processes
 from outrider.training.config import FREE, Config
-from outrider.training.distributed import Processes
 from outrider.training.metrics import Metrics, Unwritten
 
 FOLDER, BEST = "checkpoints", "best"

@@ -17,13 +17,13 @@ from pydantic import (
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
+from outrider.processes import Way
 from outrider.training import losses, rows, trackers
-from outrider.training.distributed import Way
 from outrider.training.optimizers import Kind
 
 FREE = frozenset({
     "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",
-    "distributed", "recompute", "read_ahead",
+    "distributed", "recompute", "read_ahead", "sequence_parallel", "target_processes",
 })  # fmt: skip
 """Settings that change what is written, not what is learnt; another number of steps goes on along another curve."""
 
@@ -83,6 +83,13 @@ class Config(Base):
     """Where a launcher started several processes, which share the rows of every batch, so that a step learns the same
     texts however many they are.  ddp: all weights are in each; fsdp: a part of the weights and moments is in each
     (FSDP2).  One process has no use for it."""
+    sequence_parallel: PositiveInt = 1
+    """Number of processes that share each text, for texts whose activations one can't hold: each has every N-th
+    position, and at every attention they exchange positions for heads.  It must divide the number of processes and the
+    drafter's kv_heads.  For dflash and dspark."""
+    target_processes: NonNegativeInt = 0
+    """Number of the processes, the last ones, that only read the target, whose layers the others then do not load, and
+    send its states, one batch ahead.  0: each reads for itself.  For `outrider train` with live features, and ddp."""
     seed: int = 0
     """Seed of weights, order of texts and draws."""
     save_every: PositiveInt = 500
@@ -130,6 +137,15 @@ class Config(Base):
     def _patience_needs_probes(self) -> Config:
         if self.patience and not self.probe_every:
             raise ConfigError(f"train.patience {self.patience} counts measurements; set train.probe_every, in steps")
+        return self
+
+    @model_validator(mode="after")
+    def _readers_need_whole_weights(self) -> Config:
+        if self.target_processes and self.distributed != "ddp":
+            raise ConfigError(
+                f"train.target_processes {self.target_processes} does not go with train.distributed: "
+                f"{self.distributed}; set ddp, or leave one out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,83 +1,47 @@
 """Several processes that train one model: who they are, what they tell each other, and which one writes.
 
-The trainer asks `Processes`.  `ALONE`, one process, answers by itself; a `Group` speaks over torch's process group,
-gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or `accelerate launch` started.  All take every
-step together and decide alike: what one of them finds is gathered before anything follows from it.  The first writes.
+A `Group` speaks over torch's process group, gloo on CPUs and NCCL on CUDA devices, between processes that torchrun or
+`accelerate launch` started.  All take every step together and decide alike: what one of them finds is gathered before
+anything follows from it.  The first writes.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from outrider.errors import ConfigError, OutriderError, TrainingError, first_line
 from outrider.launcher import launched, local
+from outrider.nn.sequence import Stripe
+from outrider.processes import ALONE, Processes, Way, Weights, check_parts
 from outrider.training.alive import Watch
-from outrider.training.replicas import Replicas, Weights, Whole
+from outrider.training.replicas import Replicas
 
 T = TypeVar("T")
-Way = Literal["ddp", "fsdp"]
 PATIENCE = timedelta(hours=2)
 """The others wait so long for one that measures or writes; one that has died is noticed within seconds."""
-
-
-class Processes(Protocol):
-    """The processes of a training, as one of them sees them."""
-
-    rank: int
-    """Of this process, from 0; the first one writes files and prints."""
-    count: int
-    weights: Weights
-    """How the model lies in them."""
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def lay_out(self, way: Way) -> None:
-        """Set `weights`, as the run asks for it."""
-
-    def gather(self, value: T) -> list[T]:
-        """What every process gives here, by rank; all must ask, in the same order."""
-
-    def same(self, value: T) -> T:
-        """What the first process gives here; all must ask, in the same order."""
-
-
-class Alone:
-    """One process."""
-
-    rank, count, is_first = 0, 1, True
-
-    def __init__(self) -> None:
-        self.weights: Weights = Whole()
-
-    def lay_out(self, way: Way) -> None:
-        pass
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def same(self, value: T) -> T:
-        return value
-
-
-ALONE = Alone()
+HEADER_BYTES, SMALL_BYTES = 8, 2**12
+"""Of what a process gives to a gather: its size, and what goes with the size in one call."""
 
 
 class Group:
     """One of several processes.  Use `joined`."""
 
-    def __init__(self, rank: int, count: int, control: Any):
-        """control: a process group for what is small and on the CPU."""
-        self.rank, self.count, self._control = rank, count, control
-        self.weights: Weights = Replicas(self.gather)
+    def __init__(self, rank: int, count: int, control: Any, main: Any = None):
+        """control: a process group for what is small and on the CPU.  main: for weights and gradients; all unless
+        given."""
+        self.rank, self.count, self.control = rank, count, control
+        self._asks: Callable[[], bool] = lambda: False
+        self._is_asked = False
+        self.weights: Weights = Replicas(self.gather, main)
 
     @property
     def is_first(self) -> bool:
@@ -87,17 +51,70 @@ class Group:
         if way == "fsdp":
             from outrider.training.shards import Shards  # loads a second longer
 
-            self.weights = Shards()
+            self.weights = Shards(self.gather)
 
     def gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, value, group=self._control)
-        return found
+        found = [pickle.loads(each) for each in self._exchanged(pickle.dumps((value, self._asks())))]
+        self._is_asked = any(asks for _, asks in found)
+        return [theirs for theirs, _ in found]
+
+    def trainers(self, readers: int) -> Group | None:
+        """Those of these processes that train where the last `readers` read the target for them; None in these."""
+        first = [*range(self.count - readers)]  # all make the groups
+        main = distributed.new_group(first, timeout=PATIENCE)
+        is_gloo = distributed.get_backend() == "gloo"
+        control = main if is_gloo else distributed.new_group(first, backend="gloo", timeout=PATIENCE)
+        return Group(self.rank, len(first), control, main) if self.rank in first else None
+
+    def stripe(self, parts: int) -> Stripe | None:
+        check_parts(self.count, parts)
+        if parts == 1:
+            return None
+        first = self.rank - self.rank % parts
+        ranks = [*range(first, first + parts)]
+        group = distributed.new_group(ranks, timeout=PATIENCE, use_local_synchronization=True)
+        return Stripe(self.rank % parts, parts, group)
+
+    def agreed(self, asks: Callable[[], bool]) -> Callable[[], bool]:
+        self._asks = asks
+        return lambda: self._is_asked
+
+    def _exchanged(self, own: bytes) -> list[bytes]:
+        """Every process's bytes, by rank; in one call where none has more than `SMALL_BYTES`."""
+        size = SMALL_BYTES
+        while True:
+            sent = torch.zeros(HEADER_BYTES + size, dtype=torch.uint8)
+            sent[:HEADER_BYTES] = torch.tensor([len(own)]).view(torch.uint8)
+            taken = min(size, len(own))
+            sent[HEADER_BYTES : HEADER_BYTES + taken] = torch.frombuffer(bytearray(own[:taken]), dtype=torch.uint8)
+            found = [torch.empty_like(sent) for _ in range(self.count)]
+            distributed.all_gather(found, sent, group=self.control)
+            sizes = [int(each[:HEADER_BYTES].view(torch.int64)) for each in found]
+            if max(sizes) <= size:
+                return [
+                    each[HEADER_BYTES : HEADER_BYTES + length].numpy().tobytes()
+                    for each, length in zip(found, sizes, strict=True)
+                ]
+            size = max(sizes)
 
     def same(self, value: T) -> T:
         found = [value]
-        distributed.broadcast_object_list(found, src=0, group=self._control)
+        distributed.broadcast_object_list(found, src=0, group=self.control)
         return found[0]
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ctrl-C and SIGTERM change nothing here: other processes stop, and tell this one."""
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number_before, handler in before.items():
+            signal.signal(number_before, handler)
 
 
 def device_of(given: str | None) -> str | None:

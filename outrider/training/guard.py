@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from outrider import checkpoint
 from outrider.errors import TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.processes import ALONE, Processes
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers, unpack
 from outrider.training.step import chunk_size, first_of
 
@@ -111,8 +111,9 @@ class Guard:
 
     def _blame(self, batch: Callable[[], Iterator[Batch]]) -> str:
         """The first module that makes values that are not finite of finite ones; empty where none does."""
-        if self.config.distributed == "fsdp" and self.processes.count > 1:
-            return ""  # its layers are gathered by all processes at once, and the others may see nothing wrong
+        is_split = self.config.distributed == "fsdp" or self.config.sequence_parallel > 1
+        if is_split and self.processes.count > 1:
+            return ""  # its passes are made by all processes at once, and the others may see nothing wrong
         after = torch.get_rng_state()
         torch.set_rng_state(self.held.noise)
         try:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from outrider.training.replicas import Weights, Whole
+from outrider.processes import Weights, Whole
 
 Kind = Literal["adamw", "muon"]
 

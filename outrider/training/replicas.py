@@ -1,117 +1,73 @@
-"""How a model lies in the processes that train it: whole in one, or whole in each with gradients summed over all.
+"""A model that is whole in each of the processes that train it, with gradients summed over all.
 
-The third way, a part in each, is in `training/shards.py`.
+The other way, a part in each, is in `training/shards.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
-from outrider import checkpoint
 from outrider.nn.draft_model import DraftModel
+from outrider.processes import Whole
 
-BUCKET_BYTES = 2**25
+T = TypeVar("T")
+BUCKET_BYTES = 2**26
 """Gradients are summed in pieces of about this size."""
 
 
-class Weights(Protocol):
-    """How weights, gradients and moments lie in the processes of a training."""
+class Gather(Protocol):
+    """As `Processes.gather`."""
 
-    def spread(self, model: DraftModel) -> None:
-        """Lay a model, the same in every process, out for training, in its place; before there is an optimiser."""
-
-    def reduce(self, model: nn.Module) -> None:
-        """Make the gradients of this process's rows those of all rows."""
-
-    def full(self, value: Tensor) -> Tensor:
-        """A weight, a moment or a norm as one plain tensor; all processes must ask."""
-
-    def local(self, value: Tensor) -> Tensor:
-        """What of it is in this process."""
-
-    def like(self, value: Tensor, weight: Tensor) -> Tensor:
-        """A plain tensor, whole in every process, laid out as a weight of its shape is."""
-
-    def load(self, folder: Path, model: DraftModel) -> None:
-        """Take the weights of a checkpoint."""
-
-    def whole(self, model: DraftModel) -> AbstractContextManager[DraftModel | None]:
-        """The model with all of its weights in the first process, to measure or to write; None in the others.  All must
-        ask."""
-
-
-class Whole:
-    """All in one process."""
-
-    def spread(self, model: DraftModel) -> None:
-        pass
-
-    def reduce(self, model: nn.Module) -> None:
-        pass
-
-    def full(self, value: Tensor) -> Tensor:
-        return value
-
-    def local(self, value: Tensor) -> Tensor:
-        return value
-
-    def like(self, value: Tensor, weight: Tensor) -> Tensor:
-        return value
-
-    def load(self, folder: Path, model: DraftModel) -> None:
-        checkpoint.load_weights(folder, model)
-
-    @contextmanager
-    def whole(self, model: DraftModel) -> Iterator[DraftModel | None]:
-        yield model
+    def __call__(self, value: T) -> list[T]: ...
 
 
 class Replicas:
     """All in each process; a step sums the gradients, and every process takes it."""
 
-    def __init__(self, gather: Callable[[list[bool]], list[list[bool]]]):
-        self._gather, self._alone = gather, Whole()
+    def __init__(self, gather: Gather, group: Any = None):
+        """group: torch's, of these processes; all unless given."""
+        self._gather, self._group, self._alone = gather, group, Whole()
         self.full, self.local, self.like, self.load = (
             self._alone.full, self._alone.local, self._alone.like, self._alone.load,
         )  # fmt: skip
 
     def spread(self, model: DraftModel) -> None:
         for weight in model.parameters():
-            distributed.broadcast(weight.data, 0)
+            distributed.broadcast(weight.data, 0, self._group)
 
-    def reduce(self, model: nn.Module) -> None:
+    def reduce(self, model: nn.Module, value: T) -> list[T]:
         weights = list(model.parameters())
-        there = [any(column) for column in zip(*self._gather([w.grad is not None for w in weights]), strict=True)]
-        gradients = []
-        for weight, is_there in zip(weights, there, strict=True):
-            if is_there:  # in another process, perhaps
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                gradients.append(weight.grad)
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            distributed.all_reduce(flat)
-            for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        given = self._gather(([weight.grad is not None for weight in weights], value))
+        there = [any(column) for column in zip(*(flags for flags, _ in given), strict=True)]  # in another, perhaps
+        for bucket in _buckets([weight for weight, is_there in zip(weights, there, strict=True) if is_there]):
+            flat = torch.cat([_gradient(weight).flatten() for weight in bucket])
+            distributed.all_reduce(flat, group=self._group)
+            for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
+                weight.grad = part.view_as(weight)  # a copy would read and write all of them once more
+        return [theirs for _, theirs in given]
 
     @contextmanager
     def whole(self, model: DraftModel) -> Iterator[DraftModel | None]:
         yield model if distributed.get_rank() == 0 else None
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type, at most about `BUCKET_BYTES` together."""
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or sum(map(_size, bucket)) + _size(gradient) > BUCKET_BYTES):
+def _gradient(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Weights of one type, at most about `BUCKET_BYTES` together."""
+    bucket: list[nn.Parameter] = []
+    for weight in weights:
+        if bucket and (weight.dtype != bucket[0].dtype or sum(map(_size, bucket)) + _size(weight) > BUCKET_BYTES):
             yield bucket
             bucket = []
-        bucket.append(gradient)
+        bucket.append(weight)
     if bucket:
         yield bucket
 

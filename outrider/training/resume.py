@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from outrider import checkpoint
 from outrider.errors import CheckpointError
 from outrider.nn.draft_model import DraftModel
+from outrider.processes import Weights
 from outrider.training.config import FREE, Config
 from outrider.training.optimizers import Optimizers, unpack
-from outrider.training.replicas import Weights
 from outrider.training.step import Joined, rate
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from outrider import checkpoint
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
+from outrider.training.replicas import Gather, T
 
 
 class Shards:
@@ -26,6 +27,9 @@ class Shards:
 
     plain: DraftModel
     """The model with no weights in it, to hold them whole for a moment."""
+
+    def __init__(self, gather: Gather):
+        self._gather = gather
 
     def spread(self, model: DraftModel) -> None:
         """Raises ConfigError for a model without layers."""
@@ -47,8 +51,8 @@ class Shards:
             sharded.set_force_sum_reduction_for_comms(True)  # gloo can't divide
         register_fsdp_forward_method(model, "predict")
 
-    def reduce(self, model: nn.Module) -> None:
-        pass  # done
+    def reduce(self, model: nn.Module, value: T) -> list[T]:
+        return self._gather(value)  # gradients are summed already
 
     def full(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ from outrider.config import nearest
 from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel, Predictions
+from outrider.processes import ALONE, Processes, Weights, Whole
 from outrider.training import losses, rows
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.optimizers import Optimizers
-from outrider.training.replicas import Weights, Whole
 from outrider.training.throughput import BACKWARD, StepFlops
 
 CHUNK_ELEMENTS = {"cpu": 2**20}
@@ -56,7 +55,8 @@ class Sums:
     def __init__(self) -> None:
         self.first: Tensor | None = None
         self.weight: Tensor | None = None
-        """Weight of all rows: of the first batch, in all processes, and of every batch so far.  On the device."""
+        """What the first batch's loss is divided by, which is the weight of its rows in one process, and 1 in several;
+        the weight of the rows of every batch so far.  On the device."""
         self.terms: dict[str, float] = {}
         """The loss and its terms, weighted; not yet divided."""
         self.shares, self.rows = torch.zeros(0), torch.zeros(0)
@@ -78,15 +78,20 @@ class Sums:
         grown = [torch.cat([each, torch.zeros(depths - len(each))]) for each in (self.shares, shares, self.rows, rows)]
         self.shares, self.rows = grown[0] + grown[1], grown[2] + grown[3]
 
-    def over(self, processes: Processes) -> Sums:
-        """What the batches of all processes add up to."""
-        if processes.count == 1:
+    @property
+    def parts(self) -> tuple[float, dict[str, float], list[float], list[float]]:
+        """Weight, terms, shares and rows, as they are sent to other processes."""
+        assert self.weight is not None
+        return float(self.weight), self.terms, self.shares.tolist(), self.rows.tolist()
+
+    def over(self, parts: Sequence[tuple[float, dict[str, float], list[float], list[float]]]) -> Sums:
+        """What the batches of all processes add up to.  parts: of every process."""
+        if len(parts) == 1:
             return self
         found = Sums()
-        assert self.first is not None and self.weight is not None
-        for parts in processes.gather((self.weight.cpu(), self.terms, self.shares, self.rows)):
-            found.add(*parts)
-        found.first = self.first.cpu()
+        for weight, terms, shares, counts in parts:
+            found.add(torch.tensor(weight), terms, torch.tensor(shares), torch.tensor(counts))
+        found.first = torch.ones(())
         return found
 
     def says(self) -> dict[str, Any]:
@@ -134,8 +139,7 @@ def optimise(
             with counted(1):  # the heads' backward passes are in it
                 accumulate(predictions, config, is_counted, chosen, near, sums, processes)
         predictions.backward()
-    processes.weights.reduce(model)
-    sums = sums.over(processes)
+    sums = sums.over(processes.weights.reduce(model, sums.parts))
     found, scale = sums.says(), sums.scale
     if scale != 1:
         for weight in model.parameters():
@@ -183,7 +187,7 @@ def accumulate(
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
     sums: of the step's batches before this one; gets this one's, and what is returned is over all of them.
-    processes: have other rows of the batch, and divide by the weight of all.
+    processes: have other rows of the batch; of several none divides yet.
     """
     sums = Sums() if sums is None else sums
     learnt = predictions.weight > 0 if chosen is None else chosen
@@ -191,8 +195,8 @@ def accumulate(
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
     own = weights.sum().clamp(min=1e-9)
-    if sums.first is None:
-        sums.first = own if processes.count == 1 else sum(processes.gather(own.cpu()), torch.zeros(())).to(own.device)
+    if sums.first is None:  # what all processes have is known at the end of the step
+        sums.first = own if processes.count == 1 else torch.ones_like(own)
     total = sums.first
     terms_at: dict[str, float] = {"loss": 0.0}
     whole = torch.zeros((), dtype=torch.float64, device=total.device)

@@ -17,10 +17,10 @@ from outrider.errors import ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.blocks import recompute
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
+from outrider.processes import ALONE, Processes, check_parts
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config
-from outrider.training.distributed import ALONE, Processes
 from outrider.training.guard import Guard
 from outrider.training.metrics import Metrics, Unwritten
 from outrider.training.optimizers import Optimizers, pack
@@ -77,15 +77,17 @@ def train(
     KeyboardInterrupt, of Ctrl-C or of SIGTERM: the current step is finished and saved first.
     """
     folder = Path(folder)
-    _check(model, config, folder, reference, processes.count)
+    check_shared(model, config, processes.count)
+    _check(model, config, folder, reference)
     busy = TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")
     with held(folder, busy) if processes.is_first else nullcontext():
         torch.manual_seed(config.seed)
         model = model.float().train()
         recompute(model, config.recompute)
         config = processes.same(with_steps(with_dtype(config, folder, model.target.device), source))
+        stripe, parts = processes.stripe(config.sequence_parallel), config.sequence_parallel
         if processes.count > 1:
-            source.share(processes.rank, processes.count)
+            source.share(processes.rank // parts, processes.count // parts, stripe)
         processes.lay_out(config.distributed)
         loop = _Loop(model, source, config, folder, reference, processes)
         loop.begin(origin, force)
@@ -102,6 +104,8 @@ def train(
                 found = loop.take(metrics)
                 if on_step is not None:
                     on_step(loop.step, found)
+                if loop.step == config.last_step:
+                    processes.gather(None)  # no step is left to learn in of a stop that was asked for meanwhile
                 stops = asked_to_stop()
                 loop.save(stops or probes.is_due(loop.step))
                 if stops:
@@ -210,7 +214,26 @@ class _Batches:
         return map(self.source.batch, self.numbers) if self.budget is None else self.source.packed(self.numbers)
 
 
-def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None, processes: int) -> None:
+def check_shared(model: DraftModel, config: Config, processes: int) -> None:
+    """Raises ConfigError for what so many processes can't train together."""
+    parts = config.sequence_parallel
+    check_parts(processes, parts)
+    if parts > 1:
+        model.check_split(parts)
+    by_rows = processes // parts
+    if config.batch < by_rows:
+        raise ConfigError(
+            f"train.batch {config.batch} is less than the {by_rows} processes that share its rows; set at least "
+            f"{by_rows} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
+        )
+    if by_rows > 1 and not model.rows_are_independent:
+        raise ConfigError(
+            f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
+            "share one; train it in one process"
+        )
+
+
+def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
     """Make the folder.  Refuse what can't be trained there; warn of a slow number type."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,16 +241,6 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
         raise TrainingError(
             f"can't make {folder} ({error.strerror}); give the run another name, or move the file that is in the way"
         ) from error
-    if config.batch < processes:
-        raise ConfigError(
-            f"train.batch {config.batch} is less than the {processes} processes that share its rows; set at least "
-            f"{processes} (with a lower train.accumulate a step learns from as many texts), or start fewer processes"
-        )
-    if processes > 1 and not model.rows_are_independent:
-        raise ConfigError(
-            f"drafter {model.config.kind!r} weighs a row by the other rows of its batch, so several processes can't "
-            "share one; train it in one process"
-        )
     if config.recompute and not recompute(model, True):
         raise ConfigError(
             f"train.recompute computes decoder layers of the draft model again, and drafter {model.config.kind!r} has "
@@ -310,8 +323,8 @@ def _metrics(
 def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
     """Ctrl-C, and the SIGTERM of a scheduler, ask for a stop after the current step; a second one stops at once.
 
-    Of several processes all stop where one was asked.  There a second signal changes nothing: the launcher passes on
-    what came to every process already.
+    Of several processes all stop where one was asked; what comes after a step's gradients were summed ends the next
+    one.  There a second signal changes nothing: the launcher passes on what came to every process already.
     """
     asked: list[bool] = []
 
@@ -325,7 +338,7 @@ def _finish_the_step(processes: Processes) -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, ask)
     try:
-        yield lambda: any(processes.gather(bool(asked)))
+        yield processes.agreed(lambda: bool(asked))
     finally:
         for number_before, handler in before.items():
             signal.signal(number_before, handler)

@@ -26,7 +26,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "rnn": DRAFTER | {"markov": "rnn"},
 }
 """Every kind that trains, with every head; fewer anchors than places, so that they are drawn at random."""
-OTHERS: dict[str, dict[str, Any]] = {"domino": DRAFTER | {"kind": "domino", "gru": 8, "curriculum": 1.0}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "domino": DRAFTER | {"kind": "domino", "gru": 8, "curriculum": 1.0},
+    "grouped": DRAFTER | {"heads": 8, "kv_heads": 4, "layers": 2},
+    "dflash_grouped": KINDS["dflash"] | {"heads": 4, "kv_heads": 2},
+}
 """Kinds that few tests train."""
 
 TAPS = (1,)

@@ -24,11 +24,12 @@ import outrider
 from outrider import checkpoint
 from outrider.data.features import LiveFeatures
 from outrider.errors import ConfigError, DataError
+from outrider.processes import Alone
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
-from outrider.training.distributed import Alone
 from outrider.training.trainer import train
 from training.bench import TAPS, make_answers, make_model, make_source
+from training.long_text import gradients
 from training.ranks import trained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,9 @@ JOBS: list[dict[str, Any]] = [
     {"name": "drawn_later", "kind": "domino", "batch": 3},
     {"name": "fsdp", "distributed": "fsdp", "probe": True, "probe_every": 2, "patience": 2},
     {"name": "muon", "distributed": "fsdp", "optimizer": "muon", "batch": 3},
+    {"name": "split", "kind": "grouped", "sequence_parallel": 2, "batch": 1},
+    {"name": "split_packed", "kind": "dflash_grouped", "sequence_parallel": 2, "batch": 2, "tokens": 70},
+    {"name": "split_fsdp", "kind": "grouped", "sequence_parallel": 2, "distributed": "fsdp", "batch": 3},
 ]
 """Domino draws once more, for the blocks under its anchors.  7 texts: with `one_row` a pass ends in a batch that leaves
 a process without a row of its own."""
@@ -91,7 +95,8 @@ def one(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) ->
 
     def find(name: str) -> tuple[Path, Any]:
         if name not in made:
-            made[name] = trained(talker, work, next(job for job in JOBS if job["name"] == name))
+            job = next(job for job in JOBS if job["name"] == name)
+            made[name] = trained(talker, work, {key: job[key] for key in job if key != "sequence_parallel"})
         return work, made[name]
 
     return find
@@ -120,6 +125,21 @@ def test_two_processes_learn_what_one_learns(name: str, two: Path, one: Callable
     assert files[0].pop(checkpoint.MANIFEST) and files[1].pop(checkpoint.MANIFEST) and files[0] == files[1]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_with_half_of_a_text_each_find_its_gradient(
+    rank: int, two: Path, talker: TransformersTarget
+) -> None:
+    """In float64.  Catches a key, a block or a head that another process's row does not see, or sees twice, and a
+    process that holds more than its half of what the backward pass needs."""
+    mine, whole = torch.load(two / f"split.{rank}.pt"), gradients(talker)
+    assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-12)
+    assert mine["gradients"].keys() == whole["gradients"].keys()
+    for name, gradient in whole["gradients"].items():
+        assert torch.allclose(mine["gradients"][name], gradient, rtol=1e-9, atol=1e-12), name
+    assert mine["saved_bytes"] < 0.56 * whole["saved_bytes"]
+    assert mine["taps"] == -(-whole["taps"] // 2)
+
+
 def test_the_first_process_alone_writes(two: Path) -> None:
     """Catches a line of metrics, or a checkpoint, for each process."""
     rows = [json.loads(line) for line in (two / "padded" / "metrics.jsonl").read_text().splitlines()]
@@ -131,12 +151,20 @@ def test_the_first_process_alone_writes(two: Path) -> None:
 
 @pytest.mark.parametrize(("again", "whole"), [("ddp_again", "padded"), ("fsdp_again", "fsdp_once")])
 def test_a_stop_of_two_processes_changes_no_bit(again: str, whole: str, two: Path) -> None:
-    """Only the last process was asked to stop.  Catches one that goes on without it, and moments that come back in
-    another order in each process."""
+    """Only the last process was asked to stop, after step 3, which the others know with the gradients of step 4.
+    Catches one that goes on without it, and moments that come back in another order in each process."""
     first, second = tensors(two, again), tensors(two, whole)
     assert first.keys() == second.keys()
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
-    assert [row["step"] for row in found(two, again, 0)] == [4, 5, 6] == [row["step"] for row in found(two, again, 1)]
+    assert [row["step"] for row in found(two, again, 0)] == [5, 6] == [row["step"] for row in found(two, again, 1)]
+
+
+@pytest.mark.parametrize("name", ["padded", "accumulated", "packed", "drawn_later"])
+def test_a_step_speaks_to_the_others_twice(name: str, two: Path) -> None:
+    """Once with what was found, and once with all gradients; the first row's calls are of the beginning too, and the
+    last step asks for a stop once more.  Catches a question that takes a call of its own in every step."""
+    rows = found(two, name, 1)
+    assert all(row["calls"] == ["all_gather", "all_reduce"] for row in rows[1:-1]), [row["calls"] for row in rows]
 
 
 def test_all_processes_decide_alike_by_what_the_first_measured(two: Path) -> None:
@@ -160,6 +188,13 @@ def test_one_process_then_two_then_one_go_on_at_the_same_text(
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole[2:]], rel=NOISE)
     before, after = tensors(place, "padded"), tensors(tmp_path, "padded")
     assert max(float((before[key] - after[key]).abs().max()) for key in before if key != "rng") < 1e-3
+
+
+def test_a_gather_takes_what_is_small_in_one_call_and_what_is_large_in_two(two: Path) -> None:
+    """Catches bytes that are cut off, that belong to another process, and a large value that only one has."""
+    for row in (json.loads((two / f"gathered.{rank}.json").read_text()) for rank in range(2)):
+        assert row["small"] == [["given by", 0], ["given by", 1]] and row["small_calls"] == 1
+        assert row["large"] == [0, 100_000] and row["large_calls"] == 2
 
 
 @pytest.mark.slow
@@ -225,6 +260,9 @@ class Two(Alone):
     [
         ("vanilla", {"batch": 1}, "train.batch 1 is less than the 2 processes"),
         ("specblock", {}, "weighs a row by the other rows of its batch"),
+        ("vanilla", {"sequence_parallel": 3}, "sequence_parallel 3 needs 3 processes or a multiple of them, got 2"),
+        ("vanilla", {"sequence_parallel": 2}, "sequence_parallel 2 shares out heads, and the drafter's kv_heads are 1"),
+        ("domino", {"sequence_parallel": 2}, "drafter 'domino' reads whole texts"),
     ],
 )
 def test_what_can_not_be_shared_is_refused(
@@ -232,7 +270,7 @@ def test_what_can_not_be_shared_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Catches a process without a row in every batch, and a method that would learn something else."""
-    model = make_model(talker)
+    model = make_model(talker, "vanilla" if kind == "specblock" else kind)
     monkeypatch.setattr(model, "rows_are_independent", kind != "specblock")
     with pytest.raises(ConfigError, match=problem):
         train(model, make_source(talker), Config(steps=2, **settings), tmp_path, processes=Two())
