@@ -49,7 +49,7 @@ def again(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Output
     return replay, outputs
 
 
-class CapturedStep:
+class StepGraphs:
     """One step of a batch, captured for each number of columns."""
 
     def __init__(
@@ -150,7 +150,7 @@ class WholeStep:
         self.slots.has_seeded = state.shared_noise and any(each.sampling.seed is not None for each in requests)
         ends = torch.tensor(sorted(state.ends), dtype=torch.int64, device=target.device)
         recorder = self.recorder or (cuda_graphs.cuda_graph if target.device.type == "cuda" else again)
-        self.step = CapturedStep(self.slots, passes, own, rule, ends, recorder)
+        self.step = StepGraphs(self.slots, passes, own, rule, ends, recorder)
         self.width = len(own.parents) + 1
         self.packets: Packets | None = None
         self.reaches = [0, *_reaches(own.parents)]

@@ -49,12 +49,12 @@ def _tried(target: Any, drafter: Drafter) -> str:
     whole = WholeStep(target, drafter, _batch(target))
     whole.open(requests)
     try:
-        captured = _texts(requests, whole.advance(requests))
+        by_graphs = _texts(requests, whole.advance(requests))
     except RuntimeError as error:  # an operation that no graph takes
         return first_line(error)[:300]
-    for prompt, wanted, found in zip(prompts, plain, captured, strict=True):
-        pairs = enumerate(itertools.zip_longest(wanted, found))
-        at = next((i for i, (one, other) in pairs if one != other), None)
+    for prompt, wanted, found in zip(prompts, plain, by_graphs, strict=True):
+        both = enumerate(itertools.zip_longest(wanted, found))
+        at = next((i for i, (one, other) in both if one != other), None)
         if at is not None and not _is_tie(target, [*prompt, *wanted[:at]], wanted[at], found[at]):
             return f"token {at} after a prompt of {len(prompt)} is {found[at]}, not {wanted[at]}"
     return ""

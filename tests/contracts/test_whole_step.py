@@ -235,9 +235,9 @@ def test_generate_writes_the_same_with_whole_steps(small, drafter_for):
     plain = generation.generate(small, prompts, drafter, **ASKED)
     with pytest.MonkeyPatch.context() as patch:
         launched: list[int] = []
-        real = whole_step.CapturedStep.launch
+        real = whole_step.StepGraphs.launch
         patch.setattr(
-            whole_step.CapturedStep, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
+            whole_step.StepGraphs, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
         )
         assert generation.generate(small, prompts, drafter, **ASKED, whole_step=True) == plain
     assert launched
