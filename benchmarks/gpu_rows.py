@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import gpu_acceptance
+from benchmarks import gpu_acceptance, gpu_step
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, flat
@@ -706,8 +706,16 @@ def measure_demo(device: str, small: bool, known: Known) -> dict[str, Any]:
     return {"seconds_of": seconds, "points": [{key: row[key] for key in wanted if key in row} for row in rows]}
 
 
+def measure_step(shape: str, device: str, small: bool, known: Known) -> dict[str, Any]:
+    """A step with Python between its graphs, and the same as one graph."""
+    target = load_target(model_of(shape, device, small), compile=False)
+    with captured(target, True) as why:
+        return {**gpu_step.measure(target, device, small, Points()), "not_captured": why}
+
+
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": measure_machine, "passes": measure_passes, "loop": measure_loop, "exact": measure_exactness,
     "syncs": measure_syncs, "training": measure_training, "compiled": measure_compiled, "tests": measure_tests,
     "demo": measure_demo, "attention": measure_attention, "acceptance": measure_acceptance,
+    "step": measure_step,
 }  # fmt: skip

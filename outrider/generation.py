@@ -3,15 +3,19 @@
 A few slots serve any number of prompts: when a text ends, its slot goes to the next prompt while the others go on.
 """
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.compiled.whole_step import WholeStep, refuse
+from outrider.compiled.whole_step_check import wrong
 from outrider.decoding.generate import Progress, advance, draft_columns
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, FinishReason, Request
+from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.kernels.selection import acceptance_kernels
 from outrider.loading import load_drafter
@@ -28,6 +32,8 @@ from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
 T = TypeVar("T", bound=Target)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ def generate(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, whole_step: bool = False,
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked
     for.
@@ -93,6 +99,7 @@ def generate(
     memory_gb: most memory of the slots' keys and values, in GB; more than that is refused before it is allocated.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
+    whole_step: draft, verify and accept by one captured graph a step, which waits for no host (docs/fast.md).
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
     never match, before anything is computed.
     """
@@ -101,7 +108,15 @@ def generate(
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
     served = serve(
-        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb, shared_noise=shared_noise
+        target,
+        asked,
+        drafter,
+        policy=policy,
+        judge=judge,
+        slots=slots,
+        memory_gb=memory_gb,
+        shared_noise=shared_noise,
+        whole_step=whole_step,
     )
     for progress in served:
         generation = found[progress.request]
@@ -120,14 +135,22 @@ def stream(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, whole_step: bool = False,
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
     target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
     served = serve(
-        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb, shared_noise=shared_noise
+        target,
+        asked,
+        drafter,
+        policy=policy,
+        judge=judge,
+        slots=slots,
+        memory_gb=memory_gb,
+        shared_noise=shared_noise,
+        whole_step=whole_step,
     )
 
     return (
@@ -143,7 +166,7 @@ def serve(
     target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *,
     policy: str | Policy | None = None,
     judge: str | SamplingJudge = "standard", slots: int = 16, memory_gb: float | None = None,
-    shared_noise: bool = True, state: DecodeState | None = None,
+    shared_noise: bool = True, state: DecodeState | None = None, whole_step: bool = False,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.  memory_gb: as in `generate`.
 
@@ -155,7 +178,33 @@ def serve(
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
     if memory_gb is not None:
         _refuse_above(memory_gb, target, requests, drafter, state)
-    return advance(target, requests, drafter, named.policy(policy, drafter), state)
+    steps = _by_whole_steps(target, requests, drafter, policy, state) if whole_step else None
+    return advance(target, requests, drafter, named.policy(policy, drafter), state) if steps is None else steps
+
+
+def _by_whole_steps(
+    target: Target, requests: Sequence[Request], drafter: Drafter, policy: str | Policy | None, state: DecodeState
+) -> Iterator[Progress] | None:
+    """As `advance`, by captured steps; None, with a warning, where they write other texts than plain steps.
+
+    Raises ConfigError where the step of these requests can't be captured.
+    """
+    if policy not in (None, "fixed"):
+        raise ConfigError(f"whole_step drafts the same tree in every step, as policy 'fixed' does, got {policy!r}")
+    wanted = [request for request in requests if request.max_new_tokens > 0]
+    if not wanted:
+        return iter(())
+    whole = WholeStep(target, drafter, state)
+    try:
+        refuse(wanted, state)
+        found = wrong(target, drafter)
+        if found:
+            log.warning("steps are plain: captured ones of %s write other texts (%s)", target.spec.name, found)
+            return None
+        whole.open(wanted)
+    except NoStatic as error:
+        raise ConfigError(f"the whole step can't be captured: {error}; leave whole_step out") from error
+    return whole.advance(requests)
 
 
 def _refuse_above(

@@ -51,6 +51,19 @@ class Accepted(NamedTuple):
         return cls(paths, [row[-2] for row in rows], [row[-1] for row in rows])
 
 
+class Walked(NamedTuple):
+    """The same as tensors, of which the host has read nothing."""
+
+    path: Tensor
+    """[B, D]: the nodes that stay come first, then any others or -1."""
+    counts: Tensor
+    """[B], how many stay."""
+    next_tokens: Tensor
+    """[B]."""
+    invalid: Tensor
+    """[B]."""
+
+
 Rule = Callable[[Draft, Tensor, Streams], Accepted]
 """A way to judge a draft by p [B, N+1, V]: `accept`, a fast path of it, or a lossy rule."""
 
@@ -61,18 +74,23 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
     Exact for every draft whose q is true.  All noise comes from `streams`; in a seeded slot every node is
     deterministic. Raises DrafterError for a q over another vocabulary.
     """
+    if draft.q is not None:
+        return Accepted.of(*walk(draft, draft.q, p, streams))
+    every = torch.arange(len(p), device=p.device)
+    return accept_top1(draft, p.shape[-1], lambda rows, depth: streams.draw(p[every, rows], depth, Purpose.TARGET))
+
+
+def walk(draft: Draft, drawn_from: Tensor, p: Tensor, streams: Streams) -> Walked:
+    """The acceptance rule for nodes that were drawn from q, `drawn_from` [B, N, V]; the host reads nothing."""
     (slots, nodes), device = draft.tokens.shape, p.device
-    if draft.q is None:
-        every = torch.arange(slots, device=device)
-        return accept_top1(draft, p.shape[-1], lambda rows, depth: streams.draw(p[every, rows], depth, Purpose.TARGET))
-    sizes, (tokens, known, valid) = draft.sizes.to(device), judged_nodes(draft, draft.q, p.shape[-1])
+    sizes, (tokens, known, valid) = draft.sizes.to(device), judged_nodes(draft, drawn_from, p.shape[-1])
     seeded = torch.zeros(slots, dtype=torch.bool, device=device) if streams.seeded is None else streams.seeded
     at, depth = torch.full((slots,), -1, device=device), torch.zeros(slots, dtype=torch.int64, device=device)
     taken, left = torch.zeros(slots, nodes, dtype=torch.bool, device=device), p[:, 0]
     for n in range(nodes):
         tested = (draft.parents[:, n] == at) & (n < sizes)
         token = tokens[:, n : n + 1]
-        q = judged_q(draft.q[:, n], tokens[:, n], known[:, n], valid[:, n]).to(left.dtype)
+        q = judged_q(drawn_from[:, n], tokens[:, n], known[:, n], valid[:, n]).to(left.dtype)
         coin = streams.uniform(depth, Purpose.ACCEPT, salt=n)
         passed = coin * q.gather(-1, token)[:, 0] < left.gather(-1, token)[:, 0]
         if streams.seeded is not None:
@@ -83,7 +101,7 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         at, depth, taken[:, n] = torch.where(went, n, at), depth + went, went
     following = streams.draw(left, depth, Purpose.TARGET)
     invalid = torch.where(seeded[:, None], ~known, ~valid) & (torch.arange(nodes, device=device) < sizes[:, None])
-    return Accepted.of((~taken).to(torch.int8).argsort(dim=-1, stable=True), depth, following, invalid.sum(-1))
+    return Walked((~taken).to(torch.int8).argsort(dim=-1, stable=True), depth, following, invalid.sum(-1))
 
 
 def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], Tensor]) -> Accepted:
@@ -91,22 +109,29 @@ def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], T
 
     choose: rows [B] of the pass and their depth to the target's tokens [B]; called only for rows on the path.
     """
+    return Accepted.of(*walk_top1(draft, vocabulary, choose))
+
+
+def walk_top1(
+    draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], Tensor], deepest: int | None = None
+) -> Walked:  # fmt: skip
+    """As `accept_top1`.  deepest: depth of the tree, for which the host then does not ask the device."""
     slots, nodes = draft.tokens.shape
     order = torch.arange(nodes, device=draft.tokens.device)
     live = order < draft.sizes.to(order.device)[:, None]
     at = torch.full((slots,), -1, device=order.device)
     wanted, steps = choose(at + 1, 0), list[Tensor]()
-    for depth in range(1, nodes + 1):
+    for depth in range(1, (nodes if deepest is None else deepest) + 1):
         fits = live & (order > at[:, None]) & (draft.parents == at[:, None]) & (draft.tokens == wanted[:, None])
         went = fits.any(-1)
-        if not went.any():
+        if deepest is None and not went.any():
             break
         at = torch.where(went, fits.long().argmax(-1), at)
         steps.append(at.where(went, -1))
         wanted = torch.where(went, choose(at + 1, depth), wanted)
     path = torch.stack(steps, 1) if steps else draft.tokens[:, :0]
     outside = (draft.tokens < 0) | (draft.tokens >= vocabulary)
-    return Accepted.of(path, (path >= 0).sum(-1), wanted, (outside & live).sum(-1))
+    return Walked(path, (path >= 0).sum(-1), wanted, (outside & live).sum(-1))
 
 
 def judged_nodes(draft: Draft, q: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,7 +37,9 @@ class Streams:
 
     def uniform(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
         """[B] float64 in (0, 1)."""
-        return _to_unit(_mix(self.key(depth, purpose) + torch.as_tensor(salt, device=self.seeds.device) * _STEP))
+        # a number is multiplied here, as int64 wraps: a tensor of it would have to be sent to the device
+        more = salt * _STEP if isinstance(salt, Tensor) else (salt * _STEP + 2**63) % 2**64 - 2**63
+        return _to_unit(_mix(self.key(depth, purpose) + more))
 
     def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         """One token per row with probability proportional to its weight.  weights [B, V], or [B, W, V] with a salt [W]

@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores, Timing
+from outrider.decoding.static import NoStatic, StaticDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,13 @@ class Drafter:
         """As `propose`, but after each slot's text and the drafted tokens ahead[b], all nodes deterministic.  None, the
         default, of a drafter that can't, or not without a pass of a model."""
         return None
+
+    def static(self, memory: Any, is_greedy: bool) -> StaticDrafter:
+        """Its part of a step that is tensors alone; called once a batch, before its first request.
+
+        is_greedy: every request of the batch is.  Raises NoStatic, which says why, where the host must read something.
+        """
+        raise NoStatic("its drafts are made by the host")
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
         """Extra rows for the pass that verifies `draft`, or None."""

@@ -259,7 +259,10 @@ class DecodeState:
     @property
     def left(self) -> list[int]:
         """Tokens each live slot may still grow by."""
-        return [self._most(row) - len(self.tokens[row]) for row in self.rows]
+        return [self.left_of(row) for row in self.rows]
+
+    def left_of(self, row: int) -> int:
+        return self._most(row) - len(self.tokens[row])
 
     @property
     def room(self) -> list[int]:
@@ -278,12 +281,13 @@ class DecodeState:
         paths, following = list(accepted.paths), list(accepted.next_tokens)
         for b, row in enumerate(self.rows):
             block = [draft.ids[b][n] for n in paths[b]] + [following[b]]
-            pushed = self._push(row, block)
+            pushed = self.push(row, block)
             if pushed < len(block):
                 paths[b], following[b] = paths[b][:pushed], -1
         return Accepted(paths, following, accepted.invalid)
 
-    def _push(self, row: int, block: list[int]) -> int:
+    def push(self, row: int, block: list[int]) -> int:
+        """Append tokens to a slot's text up to its end; returns how many belong to it."""
         room, count = self._most(row) - len(self.tokens[row]), len(block)
         reason: FinishReason | None = None
         if count >= room:

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from outrider import prepacked
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.static import Committed, NoStatic, StaticRule, StaticSlots, fixed, sizes_of
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
@@ -201,6 +202,44 @@ class MedusaDrafter(StateDrafter):
             return trees.ranked(step.first(), step.expand, sizes, tree)
         draft = trees.sampled(step.first(), step.expand, sizes, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
+
+    def static(self, memory: LastStates, is_greedy: bool) -> StaticHeads:
+        if self.model.config.sequential:
+            raise NoStatic("sequential heads draft level by level")
+        if self.model.config.drawn and not is_greedy:
+            raise NoStatic("its sampled trees are drawn level by level; set drawn to no")
+        return StaticHeads(self, memory, self.tree)
+
+
+class StaticHeads:
+    """The same in a static step, for heads that know no drafted token: one product for all, and a fixed tree."""
+
+    def __init__(self, drafter: MedusaDrafter, memory: LastStates, tree: RankTree):
+        self.model, self.memory, self.tree = drafter.model, memory, tree
+        device = memory.hidden.device
+        self.known = torch.zeros(len(memory.hidden), dtype=torch.bool, device=device)
+        self.parents, self.caches, self.room = tree.parents, (), 0
+        self.tensors = [memory.hidden, self.known]
+        self.above = torch.tensor(tree.parents, device=device)
+        self.depths, self.ranks = (each.to(device) for each in (tree.depths, tree.ranks))
+        self.deepest = 1 + int(tree.depths.max())
+
+    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
+        for row in rows:
+            self.known[row] = self.memory.known[row]
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        logits = self.model.along(self.memory.hidden, None, self.deepest)
+        sizes = sizes_of(slots, len(self.parents), self.known)
+        tokens = logits.topk(self.tree.width, -1).indices[:, self.depths, self.ranks]
+        return fixed(tokens, self.parents, self.above, sizes, None)
+
+    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
+        last = (committed.counts - 1).clamp(min=0)
+        rows, is_new = committed.rows.gather(1, last[:, None]), committed.counts > 0
+        states = scores.hidden.gather(1, rows[..., None].expand(-1, -1, scores.hidden.shape[-1]))[:, 0]
+        self.memory.hidden.copy_(torch.where(is_new[:, None], states.to(self.memory.hidden), self.memory.hidden))
+        self.known.logical_or_(is_new)
 
 
 class _Step:

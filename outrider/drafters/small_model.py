@@ -31,6 +31,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.static import Committed, NoStatic, StaticRule, StaticSlots, fixed, sizes_of
 from outrider.errors import ConfigError, DrafterError
 from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
@@ -41,6 +42,7 @@ from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
+from outrider.targets.static_pass import StaticPass, made
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -144,6 +146,14 @@ class SmallModel(Drafter):
             agreed = len(state.tokens[row]) - memory.skipped[row] - (accepted.next_tokens[b] >= 0)
             memory.cache.cut(row, agreed)
 
+    def static(self, memory: Memory, is_greedy: bool) -> StaticModel:
+        if self.config.width > 1:
+            raise NoStatic("its trees depend on the drafted tokens; set width to 1")
+        longest = memory.cache.length - 2 * self.limit - 1
+        if longest > self.room:
+            raise NoStatic(f"a text of {longest} tokens is longer than the drafting model's context")
+        return StaticModel(self.model, memory.cache, self.limit)
+
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
         for row in rows:
@@ -158,6 +168,59 @@ class SmallModel(Drafter):
                 memory.cache.free([row])
         ends = [text[memory.skipped[row] :] for row, text in zip(rows, texts, strict=True)]
         return language_model.read_texts(self.model, memory.cache, rows, ends, self.limit + 1)
+
+
+class StaticModel:
+    """The same in a static step: a pass over the last two tokens of each text, then a drafted token at a time.
+
+    After a block that was accepted whole the model has not read the token before the anchor; else it reads it again.
+    """
+
+    def __init__(self, model: TransformersTarget, cache: SlotCache, length: int):
+        self.run = StaticPass(model, made(model, cache), (), ())
+        slots, device = cache.slots, model.device
+        self.start = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[B], tokens before those two."""
+        self.ends, self.counts = self.start.new_zeros(slots, 2), self.start + 1
+        """[B, 2], the last tokens, and how many there are."""
+        self.parents, self.caches, self.room = range(-1, length - 1), [cache], 1
+        self.tensors = [self.start, self.ends, self.counts]
+        self.above = torch.arange(-1, length - 1, device=device)
+
+    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
+        for row in rows:
+            last = state.tokens[row][-2:]
+            self.start[row], self.counts[row] = len(state.tokens[row]) - len(last), len(last)
+            for i, token in enumerate(last):
+                self.ends[row, i] = token
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        logits = self._read(self.ends, self.start, slots)
+        logits = logits.gather(1, (self.counts - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
+        tokens, q = list[Tensor](), list[Tensor]()
+        for depth in range(len(self.parents)):
+            if depth:
+                logits = self._read(tokens[-1][:, None], self.start + self.counts + depth - 1, slots)
+            token, own = rule.drawn(logits[:, 0], slots, depth)
+            tokens.append(token)
+            q.extend([] if own is None else [own])
+        sizes = sizes_of(slots, len(self.parents))
+        return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
+
+    def _read(self, tokens: Tensor, start: Tensor, slots: StaticSlots) -> Tensor:
+        """Logits [B, n, V] of tokens [B, n] after the first start[b] of each slot."""
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        causal, depths = (order[:, None] >= order).expand(len(tokens), -1, -1), order.expand_as(tokens)
+        end = min(self.caches[0].stacks.columns, slots.columns + self.room)
+        return self.run.read(tokens, start, end, causal.contiguous(), depths.contiguous()).logits
+
+    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
+        counts, text = committed.counts, torch.cat([slots.anchor[:, None], committed.tokens], 1)
+        at = (counts - 1).clamp(min=0)[:, None] + torch.arange(2, device=counts.device)
+        is_new = counts > 0
+        self.ends.copy_(torch.where(is_new[:, None], text.gather(1, at), self.ends))
+        self.start.copy_(torch.where(is_new, slots.length + counts - 1, self.start))
+        self.counts.copy_(torch.where(is_new, 2, self.counts))
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -85,7 +85,8 @@ class Nodes(NamedTuple):
         if draft.branches and draft.q is not None:
             ranks = max((tree.count(parent) - 1 for tree in draft.tree for parent in tree), default=0)
         q = tokens if draft.q is None else _dense_rows(draft.q)
-        sizes = sent(draft.live, tokens.device)
+        is_there = draft.sizes.device == tokens.device  # as in a captured step, which can send nothing
+        sizes = draft.sizes if is_there else sent(draft.live, tokens.device)
         return cls(tokens, parents, sizes, q, depths.expand(slots, -1).contiguous().flatten(), ranks)
 
 

@@ -70,6 +70,10 @@ class FeatureBuffer:
             if len(self._parts[row]) > self.MAX_PASSES:
                 self._hold(row, self._whole(row))
 
+    def new(self, width: int) -> Tensor:
+        """Zeros for `width` features of every slot, [slots, width, ...]."""
+        return self._none.new_zeros(len(self._parts), width, *self._none.shape[1:])
+
     @property
     def is_long(self) -> bool:
         """So many passes drafted nothing that some slots may have more than `MAX_UNREAD`."""

@@ -193,13 +193,13 @@ class SamplingJudge(Judge):
             wrong = next((at for at in rows if not math.isfinite(best[b, at])), None)
             if wrong is not None:
                 where = f"after {len(text) - len(rows)} or more tokens"
-                errors[row] = _error(
+                errors[row] = error_of(
                     float(best[b, wrong]), bool(scores.logits[b, wrong].amax().isfinite()), request, where
                 )
         return errors
 
 
-def _error(value: float, is_target_finite: bool, request: Request, where: str) -> Exception:
+def error_of(value: float, is_target_finite: bool, request: Request, where: str) -> Exception:
     """Why a row whose largest logit is `value` can't give a token."""
     if value == -math.inf and request.sampling.forbids:
         return ConfigError(

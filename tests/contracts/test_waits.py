@@ -21,9 +21,12 @@ from torch.utils import _pytree as pytree
 
 import outrider
 from outrider import generation
+from outrider.compiled.whole_step import Packets, WholeStep
+from outrider.decoding import static
 from outrider.decoding.accept import accept
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Request
+from outrider.drafters import dflash
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 
@@ -144,3 +147,86 @@ def test_a_sampled_step_waits_once_where_there_are_kernels(name, target, prompts
     assert lines.total() <= steps, f"{steps} steps wait at {dict(lines)}"
     _, without = waits_of(target, prompts, drafter, heat)
     assert without.total() > lines.total()
+
+
+# ── the whole step captured ───────────────────────────────────────────────────────────────────────────────────────────
+
+STATIC = ("dspark", "dflash", "eagle3", "mtp", "medusa", "small_model")
+MAKES = {"arange", "zeros", "ones", "full", "empty", "eye"}
+"""Functions that make a tensor on the host unless they are given a device."""
+
+
+class InStep(TorchFunctionMode):
+    """Counts, by line of ours, where a static step reads any tensor, or makes one that it would have to send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, given = getattr(function, "__name__", ""), kwargs or {}
+        is_masked = name in ("__getitem__", "__setitem__") and any(
+            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in pytree.arg_tree_leaves(args[1])
+        )
+        is_ours = sys._getframe(1).f_code.co_filename.startswith(str(Path(outrider.__file__).parent))
+        is_sent = name in ("tensor", "as_tensor", "from_numpy") or (name in MAKES and "device" not in given)
+        if is_masked or name in READS or (is_sent and is_ours):
+            self.lines[line_of_ours()] += 1
+        return function(*args, **given)
+
+
+def whole_steps(target, prompts, drafter, sampling, monkeypatch) -> tuple[Counter[str], Counter[str]]:
+    """Where captured steps of two texts read or send, and how often they were launched and read."""
+    found, events, real, send = InStep(), Counter[str](), static.step, Packets.send
+
+    def watched(*given):
+        events["steps"] += 1
+        with found:
+            return real(*given)
+
+    def noted(self, packet):
+        events["sent"] += 1
+        events["ahead"] = max(events["ahead"], events["sent"] - events["read"])
+        read = send(self, packet)
+
+        def count():
+            events["read"] += 1
+            return read()
+
+        return count
+
+    monkeypatch.setattr(static, "step", watched)
+    monkeypatch.setattr(Packets, "send", noted)
+    state = generation.batch(target, 2, ends=frozenset())
+    requests = [Request(prompt, 40, sampling) for prompt in prompts[:2]]
+    whole = WholeStep(target, drafter, state)
+    whole.open(requests)
+    for _ in whole.advance(requests):
+        pass
+    return found.lines, events
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", STATIC)
+def test_a_captured_step_reads_and_sends_nothing(name, sampling, target, prompts, drafter_of, monkeypatch):
+    """And what it committed is carried to the host once, and read when the next step is under way."""
+    drafter = drafter_of(CASES[name])
+    if name == "medusa" and sampling.temperature:
+        monkeypatch.setattr(drafter.model, "config", drafter.model.config.model_copy(update={"drawn": False}))
+    lines, events = whole_steps(target, prompts, drafter, sampling, monkeypatch)
+    assert not lines, f"a step reads or sends at {dict(lines)}"
+    assert events["steps"] >= events["sent"] >= events["read"] > 3
+    assert events["ahead"] == 2
+
+
+def test_a_read_that_is_planted_in_a_captured_step_is_found(target, prompts, drafter_of, monkeypatch):
+    """The test above, with a drafter that looks at what was committed."""
+    drafter, real = drafter_of(CASES["dspark"]), dflash.StaticBlock.observe
+
+    def looks(self, slots, committed, scores):
+        real(self, slots, committed, scores)
+        assert int(committed.counts.sum()) >= 0
+
+    monkeypatch.setattr(dflash.StaticBlock, "observe", looks)
+    lines, _ = whole_steps(target, prompts, drafter, Sampling(), monkeypatch)
+    assert lines

@@ -47,8 +47,6 @@ SCREENS = 120
 LONG = {
     "settings.md": "a reference that is written from the code: readers search it",
     "log.md": "a diary: readers read its beginning",
-    "training.md": "its split is under way",
-    "many_devices.md": "its split is under way",
 }
 """Pages of docs/ that may be longer, and why."""
 

@@ -1,0 +1,269 @@
+"""Whole steps that were captured write what plain steps write.
+
+No GPU is needed: a record of the step's operations stands for its graph.  As a graph it reads and writes the very
+memory that it was recorded with, runs none of our Python again, and can hold no number that the host read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import Case, Workshop, first, tiny_model
+from torch import Tensor, is_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outrider import generation
+from outrider.compiled import whole_step
+from outrider.compiled.whole_step import WholeStep
+from outrider.compiled.whole_step_check import wrong
+from outrider.decoding import static
+from outrider.decoding.state import DecodeState, Request
+from outrider.drafters.small_model import Config, SmallModel
+from outrider.errors import ConfigError
+from outrider.nn import static_rollout
+from outrider.nn.static import Unread
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+from outrider.targets import cuda_graphs, stacks
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+V, STOP, ENDS = 16, 7, frozenset({2})
+CASES = [
+    Case("dspark"), Case("eagle3"), Case("small_model"), Case("medusa"), Case("mtp"), Case("mtp", {"modules": 1}),
+    Case("dflash"), Case("dflash", {"siblings": (2, 1)}), Case("domino"), Case("eagle"),
+]  # fmt: skip
+SAMPLINGS = {
+    "greedy": [Sampling()],
+    "mixed": [Sampling(temperature=0.9, seed=3), Sampling(), Sampling(temperature=0.8)],
+    "sampled": [Sampling(temperature=0.8), Sampling(temperature=1.2, seed=5)],
+}
+LENGTHS, COUNTS = (5, 1, 11, 17, 1, 30), (22, 17, 1, 30, 9, 12)
+"""Tokens of prompts, and of their answers at most."""
+
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
+
+
+class Graph(TorchDispatchMode):
+    """Records as CUDA graphs do: the function runs twice, then operations and the tensors that they read and wrote.
+
+    A replay runs none of our Python: every operation reads and writes the memory that it did when it was recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = self.replayed = 0
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in READS, f"the host reads a tensor in the step: {function}"
+        found = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in pytree.arg_tree_leaves(args) if is_tensor(tensor)}
+        fresh = [one for one in pytree.tree_leaves(found) if one.untyped_storage().data_ptr() not in given]
+        if fresh or function._schema.is_mutable:  # what is left are views
+            self.calls.append((function, args, kwargs or {}, fresh))
+        return found
+
+    def __call__(self, function: Any) -> tuple[Any, Sequence[Any]]:
+        self.recorded, self.calls = self.recorded + 1, []
+        function()
+        with self:
+            outputs = function()
+        calls = self.calls
+
+        def replay() -> None:
+            self.replayed += 1
+            for operation, args, kwargs, fresh in calls:
+                found = pytree.tree_leaves(operation(*args, **kwargs))
+                for there, here in zip(fresh, found if fresh else (), strict=True):
+                    there.copy_(here)
+
+        return replay, outputs
+
+
+class Stops(SamplingJudge):
+    """Ends a text at the second of a token that the device does not know as an end, as a stop string does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[int] = Counter()
+
+    def admit(self, row: int, *more: Any) -> None:
+        super().admit(row, *more)
+        self.seen[row] = 0
+
+    def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
+        for i, token in enumerate(tokens):
+            self.seen[row] += token == STOP
+            if self.seen[row] == 2:
+                return i + 1, True
+        return len(tokens), False
+
+
+@pytest.fixture(scope="module")
+def small() -> TransformersTarget:
+    """Few tokens, so that drafts of untrained models are accepted now and then."""
+    return load_target(tiny_model(vocab_size=V, num_hidden_layers=2), compile=False)
+
+
+@pytest.fixture(autouse=True)
+def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches grow while texts do, and many sizes are captured."""
+    monkeypatch.setattr(cuda_graphs, "COLUMNS", 32)
+    monkeypatch.setattr(stacks, "FIRST", 40)
+
+
+@pytest.fixture
+def drafter_for(workshop: Workshop, small: TransformersTarget) -> Any:
+    return lambda case: workshop.build(case, small)
+
+
+def requests_of(samplings: Sequence[Sampling]) -> list[Request]:
+    noise = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(V, (length,), generator=noise).tolist() for length in LENGTHS]
+    settings = itertools.cycle(samplings)
+    return [Request(prompt, count, next(settings)) for prompt, count in zip(prompts, COUNTS, strict=True)]
+
+
+def written(target: Any, drafter: Any, requests: list[Request], recorder: Any = None, slots: int = 3) -> list[Any]:
+    """Tokens, reason and accepted tokens of every request, by plain steps or by recorded ones."""
+    state = DecodeState(slots, target.spec.context, ENDS, target.device, Stops())
+    steps = generation.serve(target, requests, drafter, policy="fixed", state=state)
+    if recorder is not None:
+        whole = WholeStep(target, drafter, state, recorder)
+        whole.open(requests)
+        steps = whole.advance(requests)
+    found: list[Any] = [[[], None, 0] for _ in requests]
+    with pytest.MonkeyPatch.context() as patch:
+        seeds = iter(range(1000))
+        patch.setattr(secrets, "randbits", lambda _bits: next(seeds))
+        for step in steps:
+            own = found[step.request]
+            own[0], own[1], own[2] = own[0] + step.tokens, step.finish_reason, own[2] + step.accepted
+    return found
+
+
+@pytest.mark.parametrize("kind", first(SAMPLINGS, 2))
+@pytest.mark.parametrize("case", first(CASES, 5), ids=str)
+def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_for):
+    """Uneven prompts, slots that are used again, ends by token, length and the host's stop, caches that grow.
+
+    Catches a length that is not advanced, a tensor that is bound anew, a buffer that is not restored after recording,
+    tokens behind a stop, and noise that depends on more than a slot's text.
+    """
+    drafter, requests, graph = drafter_for(case), requests_of(SAMPLINGS[kind]), Graph()
+    if case.kind == "medusa" and kind != "greedy":
+        drafter.model.config = drafter.model.config.model_copy(update={"drawn": False})
+    plain, found = written(small, drafter, requests), written(small, drafter, requests, graph)
+    if case.choices.get("siblings") and kind == "mixed":  # plain steps draft trees while all live slots are greedy
+        plain, found = ([own[:2] + [1] for own in texts] for texts in (plain, found))
+    assert found == plain
+    assert sum(accepted for _, _, accepted in plain) > 0
+    assert {reason for _, reason, _ in plain} >= {"stop", "length"}
+    assert 1 < graph.recorded < graph.replayed
+
+
+def test_drafts_that_are_right_are_kept(small, workshop):
+    """Catches captured steps that agree with plain ones because nothing is ever accepted."""
+    drafter, requests = SmallModel(small, Config(length=4)), requests_of([Sampling()])
+    found = written(small, drafter, requests, Graph())
+    assert found == written(small, drafter, requests)
+    assert sum(accepted for _, _, accepted in found) > sum(len(tokens) for tokens, _, _ in found) / 2
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
+    """Replace a line of a function by another."""
+    function, module = inspect.getattr_static(owner, name), inspect.getmodule(owner)
+    source = inspect.cleandoc("\n" + inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} must have {old!r} once"
+    space = dict(vars(module))
+    exec(compile("from __future__ import annotations\n" + source.replace(old, new), "planted", "exec"), space)
+    monkeypatch.setattr(owner, name, space[name])
+
+
+FAULTS = {
+    "a slot's length is not advanced": (static, "_advance", "slots.length.add_(counts)", "pass"),
+    "the anchor is another tensor in every step": (
+        static, "_advance", "slots.anchor.copy_(torch.where(counts > 0, last, slots.anchor))",
+        "slots.anchor = torch.where(counts > 0, last, slots.anchor)",
+    ),
+    "a text goes on behind its end": (static, "cut", "(ended_before == 0) & ", ""),
+    "a text goes on behind its limit": (
+        static_rollout, "sizes_of", "(slots.left - 1).clamp(max=nodes)", "torch.full_like(slots.left, nodes)",
+    ),
+    "what was written past a stop goes to the next request": (
+        WholeStep, "_read", "if serving.get(row) != number:", "if row not in serving:",
+    ),
+    "features of the last step are not replaced": (
+        Unread, "observe", "self.features[:, : rows.shape[1]] = states.gather(1, rows).to(self.features)", "pass",
+    ),
+    "features are restored to no state": (Unread, "__init__", "[self.features, self.counts]", "[self.counts]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, small, drafter_for, monkeypatch):
+    """The test above, with each of these faults."""
+    planted(monkeypatch, *FAULTS[fault])
+    drafter, requests = drafter_for(Case("eagle3")), requests_of(SAMPLINGS["sampled"])
+    plain = written(small, drafter, requests)
+    try:
+        found = written(small, drafter, requests, Graph())
+    except (AssertionError, IndexError, RuntimeError):
+        return
+    assert found != plain
+
+
+# ── as it is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
+
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "policy": "fixed", "sampling": Sampling(temperature=0.7, seed=2)}
+
+
+def test_generate_writes_the_same_with_whole_steps(small, drafter_for):
+    """Catches a setting that does nothing, and a device without graphs where it fails."""
+    drafter, prompts = drafter_for(Case("dspark")), [[1, 2, 3], [4], [5, 6]]
+    plain = generation.generate(small, prompts, drafter, **ASKED)
+    with pytest.MonkeyPatch.context() as patch:
+        launched: list[int] = []
+        real = whole_step.StepGraphs.launch
+        patch.setattr(
+            whole_step.StepGraphs, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
+        )
+        assert generation.generate(small, prompts, drafter, **ASKED, whole_step=True) == plain
+    assert launched
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"drafter": "ngram"}, "made by the host"),
+        ({"sampling": Sampling(temperature=1.0, top_k=3)}, "more than temperature and seed"),
+        ({"policy": "adaptive"}, "policy 'fixed'"),
+        ({"verification": "block"}, "verification"),
+    ],
+)
+def test_what_can_not_be_captured_is_refused_with_the_reason(changed, reason, small, drafter_for):
+    """Catches a setting that is ignored in silence."""
+    given = {"drafter": drafter_for(Case("dspark"))} | ASKED | changed
+    with pytest.raises(ConfigError, match=reason):
+        generation.generate(small, [[1, 2, 3]], **given, whole_step=True)
+
+
+def test_steps_are_plain_where_captured_ones_write_other_texts(small, drafter_for, monkeypatch, caplog):
+    """Catches a graph that is used though it is wrong."""
+    drafter = drafter_for(Case("dspark"))
+    plain = generation.generate(small, [[1, 2, 3]], drafter, **ASKED)
+    planted(monkeypatch, *FAULTS["a slot's length is not advanced"])
+    assert wrong(small, drafter)
+    assert generation.generate(small, [[1, 2, 3]], drafter, **ASKED, whole_step=True) == plain
+    assert "steps are plain" in caplog.text
