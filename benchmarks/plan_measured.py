@@ -32,7 +32,7 @@ def measured(
     Acceptance is taken from other prompts than speed-ups are measured on, one at once and as deep as is asked for.
     """
     target = load_target("demo")
-    texts = [target.encode(text) for _, text in demo.prompts("test", prompts + max(prompts, *batches))]
+    texts = [target.encode(text) for _, text in demo.prompts("held_out", prompts + max(prompts, *batches))]
     known, judged = texts[:prompts], texts[prompts:]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
