@@ -66,7 +66,9 @@ def trained(place: Path, count: int, *words: str) -> str:
 
 def rows(file: Path) -> list[dict[str, Any]]:
     metrics = [json.loads(line) for line in file.read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in metrics]
+    return [
+        {key: value for key, value in row.items() if key not in ("seconds", "tokens_per_s", "mfu")} for row in metrics
+    ]
 
 
 def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(alone: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_settings_that_change_nothing_learnt_need_no_force(talker: TransformersT
     fit(tmp_path, talker, save_every=3, log_every=2, keep=1)
     assert facts(tmp_path)["step"] == 6 and "changed" not in facts(tmp_path)
     free = {"save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track"}
-    free |= {"distributed", "sequence_parallel", "target_processes"}
+    free |= {"distributed", "sequence_parallel", "target_processes", "recompute", "read_ahead"}
     assert free == FREE
 
 
