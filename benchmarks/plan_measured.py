@@ -9,6 +9,7 @@ from typing import Any
 from outrider import demo, load_drafter, load_target
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
+from outrider.generation import batch, serve
 from outrider.measure.record import Run
 from outrider.measure.timing import run_batch
 from outrider.plan import timings
@@ -32,7 +33,8 @@ def measured(
     Acceptance is taken from other prompts than speed-ups are measured on, one at once and as deep as is asked for.
     """
     target = load_target("demo")
-    texts = [target.encode(text) for _, text in demo.prompts("held_out", prompts + max(prompts, *batches))]
+    counts = {slots: max(prompts // 2, 3 * slots if slots < prompts else 2 * slots) for slots in batches}
+    texts = [target.encode(text) for _, text in demo.prompts("held_out", prompts + max(counts.values()))]
     known, judged = texts[:prompts], texts[prompts:]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
@@ -41,17 +43,17 @@ def measured(
     timings.keep(target, found)
     costs = TimedCosts(found, {name: timings.identity_of(name) for name in names})
     asked = Demand(statistics.fmean(map(len, judged)), new_tokens, 1)
-    plain = {batch: speed(target, judged[:batch], new_tokens, None, 0) for batch in batches}
+    plain = {slots: speed(target, judged[: counts[slots]], new_tokens, None, 0, slots) for slots in batches}
     cells = []
     for name in names:
         drafter = loaded(name, target)
         accepted = acceptance(target, known, new_tokens, drafter, max(depths))
-        for batch in batches:
+        for slots in batches:
             for depth in (each for each in depths if each <= drafter.limit):
-                own = row(costs, name, depth, accepted, asked, batch, None)
-                got = speed(target, judged[:batch], new_tokens, drafter, depth)
-                cells.append({"drafter": name, "depth": depth, "batch": batch, "predicted": own.speedup.center,
-                              "low": own.speedup.low, "high": own.speedup.high, "measured": got / plain[batch],
+                own = row(costs, name, depth, accepted, asked, slots, None)
+                got = speed(target, judged[: counts[slots]], new_tokens, drafter, depth, slots)
+                cells.append({"drafter": name, "depth": depth, "batch": slots, "predicted": own.speedup.center,
+                              "low": own.speedup.low, "high": own.speedup.high, "measured": got / plain[slots],
                               "tokens_per_step": own.tokens_per_step.center})  # fmt: skip
     return {"context": context, "cells": cells, **summary(cells)}
 
@@ -68,15 +70,20 @@ def runs(
 
 
 def speed(
-    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int
+    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int,
+    slots: int,
 ) -> float:  # fmt: skip
-    """Tokens a second of decoding; the faster of two runs."""
-    best = 0.0
-    for _ in range(2):
-        done = runs(target, texts, new_tokens, drafter, depth)
-        seconds = sum(run.draft_s + run.verify_s + run.other_s for run in done)
-        best = max(best, sum(len(run.tokens) for run in done) / seconds)
-    return best
+    """Tokens a second of decoding while all slots are busy, which is what a plan speaks of: without the steps at the
+    end, when texts that took few steps have gone and nobody follows."""
+    requests = [Request(list(text), new_tokens, Sampling()) for text in texts]
+    state = batch(target, slots, ends=frozenset())
+    step, is_full, tokens, seconds = None, False, 0, 0.0
+    for progress in serve(target, requests, drafter, policy=None if drafter is None else Fixed(depth), state=state):
+        if state.timing is not step:  # the first slot of a new step
+            step, is_full = state.timing, len(state.rows) == slots
+            seconds += is_full * (step.draft + step.verify + step.other)
+        tokens += is_full * len(progress.tokens)
+    return tokens / seconds
 
 
 def acceptance(

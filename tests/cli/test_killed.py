@@ -115,7 +115,7 @@ def _entries(ledger: Path) -> list[Any]:
 
 
 def _without_clocks(row: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in row.items() if key != "seconds"}
+    kept = {key: value for key, value in row.items() if key not in ("seconds", "tokens_per_s", "mfu")}
     return kept | ({"training": _without_clocks(row["training"])} if "training" in row else {})
 
 

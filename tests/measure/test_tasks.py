@@ -532,7 +532,7 @@ def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: p
     """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes
     apart."""
 
-    def receive(settings: Any, *_: Any) -> None:
+    def receive(settings: Any, *_: Any, **__: Any) -> None:
         raise Received(settings.evaluate.data)
 
     monkeypatch.setattr(stages, "target_of", receive)

@@ -53,7 +53,7 @@ def test_rollouts_may_attend_in_parts(monkeypatch):
     def run(rows):
         monkeypatch.setattr(recurrent, "ROWS", rows)
         attend = recurrent.Unrolled(documents, every, every)
-        return [attend(q[step], k[step], v[step], 0) for step in range(3)]
+        return [attend.step(step)(q[step], k[step], v[step], 0) for step in range(3)]
 
     for whole, parts in zip(run(100), run(4), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
