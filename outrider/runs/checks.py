@@ -116,6 +116,8 @@ def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[Selection, Ski
     except NothingLeft:
         raise
     except DataError:
+        if settings.prepare.held_out is not None:  # or what is held out would train
+            raise
         return Selection(), skipped
 
 

@@ -15,7 +15,7 @@ from verbs import outrider_with
 
 from outrider.data import hash_files
 from outrider.data.answers import read_answers
-from outrider.errors import OutriderError
+from outrider.errors import DataError, OutriderError
 from outrider.runs import stages
 from outrider.runs.stages import plan, run
 
@@ -156,3 +156,13 @@ def test_answers_whose_prompts_are_gone_still_train(
     (tmp_path / "prompts.jsonl").unlink()
     run(file, stages=["train"])
     assert "can't be read: all 6 answers" in caplog.text
+
+
+def test_held_out_prompts_that_are_gone_stop_a_training(folder: Path, tmp_path: Path) -> None:
+    """Catches held-out answers that train because nobody can tell any more which they are."""
+    file, held_out = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "mine.jsonl"
+    held_out.write_text('{"prompt": "held"}\n')
+    run(file, [f"prepare.held_out={held_out}"], stages=["prepare"])
+    held_out.unlink()
+    with pytest.raises(DataError, match=r"mine\.jsonl"):
+        run(file, [f"prepare.held_out={held_out}"], stages=["train"])
