@@ -99,7 +99,7 @@ def generate(
     memory_gb: most memory of the slots' keys and values, in GB; more than that is refused before it is allocated.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
-    whole_step: draft, verify and accept by one captured graph a step, which waits for no host (docs/fast.md).
+    whole_step: draft, verify and accept by one captured graph a step, which waits for no host (docs/fast-on-a-gpu.md).
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
     never match, before anything is computed.
     """
@@ -108,16 +108,9 @@ def generate(
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
     served = serve(
-        target,
-        asked,
-        drafter,
-        policy=policy,
-        judge=judge,
-        slots=slots,
-        memory_gb=memory_gb,
-        shared_noise=shared_noise,
-        whole_step=whole_step,
-    )
+        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb,
+        shared_noise=shared_noise, whole_step=whole_step,
+    )  # fmt: skip
     for progress in served:
         generation = found[progress.request]
         generation.tokens += progress.tokens
@@ -142,16 +135,9 @@ def stream(
     target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
     served = serve(
-        target,
-        asked,
-        drafter,
-        policy=policy,
-        judge=judge,
-        slots=slots,
-        memory_gb=memory_gb,
-        shared_noise=shared_noise,
-        whole_step=whole_step,
-    )
+        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb,
+        shared_noise=shared_noise, whole_step=whole_step,
+    )  # fmt: skip
 
     return (
         Piece(

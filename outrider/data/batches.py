@@ -47,7 +47,7 @@ class OfTexts(ABC):
 
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: tokens, taps and hidden states of its texts."""
-        return self._joined([[i] for i in self.order.chosen(step)])
+        return self.made((range(step, step + 1), None))
 
     def packed(self, steps: range) -> Iterator[Batch]:
         """The texts of these steps in batches of at most as many tokens as the budget, several texts to a row."""

@@ -288,7 +288,7 @@ class DecodeState:
 
     def push(self, row: int, block: list[int]) -> int:
         """Append tokens to a slot's text up to its end; returns how many belong to it."""
-        room, count = self._most(row) - len(self.tokens[row]), len(block)
+        room, count = self.left_of(row), len(block)
         reason: FinishReason | None = None
         if count >= room:
             by_limit = len(self.requests[row].prompt) + self.requests[row].max_new_tokens <= self.context
