@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--drafters", default="ngram,suffix,small_model")
     parser.add_argument("--depths", default="1,2,4,7")
     parser.add_argument("--batches", default="1,4,16")
-    parser.add_argument("--prompts", type=int, default=16, help="to judge on; as many others tell the acceptance")
+    parser.add_argument("--prompts", type=int, default=48, help="to judge on; as many others tell the acceptance")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

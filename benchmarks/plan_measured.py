@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count, cycle, product
+from typing import Any, NamedTuple
 
 from outrider import demo, load_drafter, load_target
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
-from outrider.measure.record import Run
-from outrider.measure.timing import run_batch
-from outrider.plan import timings
+from outrider.plan import probed, timings
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.demand import Demand
 from outrider.plan.predict import row
+from outrider.plan.probe import Read, replay_one
+from outrider.plan.sample import Question
 from outrider.plan.timed import TimedCosts
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
@@ -23,6 +24,9 @@ from outrider.targets.transformers import TransformersTarget
 
 PAYS = 1.0
 """Speed-up from which on a cell is better drafted."""
+ANSWERS = (1.0, 0.6, 1.4, 0.8, 1.2)
+"""Lengths of answers over their mean: equal ones would make plain decoding end all of a batch at once, as traffic never
+does."""
 
 
 def measured(
@@ -30,12 +34,12 @@ def measured(
 ) -> dict[str, Any]:  # fmt: skip
     """Every cell, and how far prediction and measurement are apart.
 
-    Acceptance is taken from other prompts than speed-ups are measured on, one at once and as deep as is asked for.
+    Acceptance is that of a probe of other prompts than speed-ups are measured on.  Each drafted step is measured beside
+    a plain one.
     """
     target = load_target("demo")
-    counts = {slots: max(prompts // 2, 3 * slots if slots < prompts else 2 * slots) for slots in batches}
-    texts = [target.encode(text) for _, text in demo.prompts("held_out", prompts + max(counts.values()))]
-    known, judged = texts[:prompts], texts[prompts:]
+    texts = [target.encode(text) for _, text in demo.prompts("held_out", 2 * prompts)]
+    known, judged = texts[::2], texts[1::2]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
         target, names, batches, depths, context, timings.cached(target), lambda name: loaded(name, target)
@@ -43,18 +47,17 @@ def measured(
     timings.keep(target, found)
     costs = TimedCosts(found, {name: timings.identity_of(name) for name in names})
     asked = Demand(statistics.fmean(map(len, judged)), new_tokens, 1)
-    plain = {slots: speed(target, judged[: counts[slots]], new_tokens, None, 0, slots) for slots in batches}
     cells = []
     for name in names:
         drafter = loaded(name, target)
-        accepted = acceptance(target, known, new_tokens, drafter, max(depths))
-        for slots in batches:
-            for depth in (each for each in depths if each <= drafter.limit):
-                own = row(costs, name, depth, accepted, asked, slots, None)
-                got = speed(target, judged[: counts[slots]], new_tokens, drafter, depth, slots)
-                cells.append({"drafter": name, "depth": depth, "batch": slots, "predicted": own.speedup.center,
-                              "low": own.speedup.low, "high": own.speedup.high, "measured": got / plain[slots],
-                              "tokens_per_step": own.tokens_per_step.center})  # fmt: skip
+        accepted = acceptance(target, known, new_tokens, name, drafter)
+        for slots, depth in product(batches, (each for each in depths if each <= drafter.limit)):
+            own = row(costs, name, depth, accepted, asked, slots, None)
+            got = speed(target, judged[: max(len(judged) // 2, 3 * slots)], new_tokens, drafter, depth, slots)
+            cells.append({"drafter": name, "depth": depth, "batch": slots, "predicted": own.speedup.center,
+                          "low": own.speedup.low, "high": own.speedup.high, "measured": got.speedup,
+                          "tokens_per_step": own.tokens_per_step.center,
+                          "measured_tokens_per_step": got.tokens_per_step})  # fmt: skip
     return {"context": context, "cells": cells, **summary(cells)}
 
 
@@ -62,41 +65,58 @@ def loaded(name: str, target: TransformersTarget) -> Drafter:
     return load_drafter(name, target, **({"model": "demo"} if name == "small_model" else {}))
 
 
-def runs(
-    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int
-) -> list[Run]:  # fmt: skip
-    requests = [Request(list(text), new_tokens, Sampling()) for text in texts]
-    return run_batch(target, requests, drafter, None if drafter is None else Fixed(depth), ends=False)
+class Speed(NamedTuple):
+    speedup: float
+    tokens_per_step: float
+    """Of each text."""
+
+
+class Step(NamedTuple):
+    tokens: int
+    seconds: float
+
+
+def full_steps(
+    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int,
+    slots: int,
+) -> Iterator[Step]:  # fmt: skip
+    """Steps of decoding while all slots are busy, which is what a plan speaks of: without those at the end, when texts
+    that took few steps have gone and nobody follows.  Each is made when it is asked for."""
+    lengths = cycle(round(share * new_tokens) for share in ANSWERS)
+    requests = [Request(list(text), length, Sampling()) for text, length in zip(texts, lengths, strict=False)]
+    state = batch(target, slots, ends=frozenset())
+    steps = serve(target, requests, drafter, policy=None if drafter is None else Fixed(depth), state=state)
+    tokens = served = 0
+    for progress in steps:
+        if not served:  # the first slot of a new step
+            timing, live = state.timing, len(state.rows)
+        tokens, served = tokens + len(progress.tokens), served + 1
+        if served == live:
+            if live == slots:
+                yield Step(tokens, timing.draft + timing.verify + timing.other)
+            tokens = served = 0
 
 
 def speed(
-    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter | None, depth: int,
+    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter, depth: int,
     slots: int,
-) -> float:  # fmt: skip
-    """Tokens a second of decoding while all slots are busy, which is what a plan speaks of: without the steps at the
-    end, when texts that took few steps have gone and nobody follows."""
-    requests = [Request(list(text), new_tokens, Sampling()) for text in texts]
-    state = batch(target, slots, ends=frozenset())
-    step, is_full, tokens, seconds = None, False, 0, 0.0
-    for progress in serve(target, requests, drafter, policy=None if drafter is None else Fixed(depth), state=state):
-        if state.timing is not step:  # the first slot of a new step
-            step, is_full = state.timing, len(state.rows) == slots
-            seconds += is_full * (step.draft + step.verify + step.other)
-        tokens += is_full * len(progress.tokens)
-    return tokens / seconds
+) -> Speed:  # fmt: skip
+    """Of drafted steps, each beside a plain one, so that both see the same machine."""
+    plain = chain.from_iterable(full_steps(target, texts, new_tokens, None, 0, slots) for _ in count())
+    pairs = list(zip(full_steps(target, texts, new_tokens, drafter, depth, slots), plain, strict=False))
+    own, usual = (Step(*map(sum, zip(*steps, strict=True))) for steps in zip(*pairs, strict=True))
+    rates = own.tokens / own.seconds, usual.tokens / usual.seconds
+    return Speed(rates[0] / rates[1], own.tokens / slots / len(pairs))
 
 
 def acceptance(
-    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter, depth: int
+    target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, name: str, drafter: Drafter
 ) -> Acceptance:  # fmt: skip
-    """How often each node of a draft is offered and accepted."""
-    steps = [
-        (accepted, reached)
-        for text in texts for run in runs(target, [text], new_tokens, drafter, depth)
-        for accepted, reached in zip(run.accepted, run.reached, strict=True)
-    ]  # fmt: skip
-    share = lambda of: tuple(sum(step[of] > k for step in steps) / len(steps) for k in range(depth))
-    return Acceptance(share(0), share(0), share(0), "report", f"{len(texts)} prompts of the demo", share(1))
+    """What a probe of these texts finds."""
+    reads = [Read(Question(i, "code", "", new_tokens, Sampling()), list(text)) for i, text in enumerate(texts)]
+    found = probed.acceptance([replay_one(target, name, drafter, read) for read in reads], f"{len(texts)} prompts")
+    assert found is not None
+    return found
 
 
 def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

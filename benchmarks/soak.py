@@ -1,7 +1,8 @@
 """Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any
 temperature.
 
-    python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled] [--case NUMBER | --resume FILE …] [--out FILE]
+    python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled | --whole-step]
+                              [--case NUMBER | --resume FILE …] [--out FILE]
 
 A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests
 with settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text
@@ -15,6 +16,8 @@ In float64 a difference is a mismatch.  In float32, and in a family that compute
 tie if logits that are moved by four times the measured difference draw both tokens from the same noise.  Measured is
 what lies between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
 and over longer ones: an index of keys whose scores are equal chooses otherwise in every shape.
+With --whole-step every drafted step is one that was recorded, its operations standing for a CUDA graph where there is
+no such device; requests then set a temperature, a seed and stop strings alone, and drafts are of one tree a case.
 Prints JSON; exits with 1 on a mismatch.  A case hangs on --seed and its number alone.
 """
 
@@ -44,11 +47,15 @@ from transformers.utils import logging
 
 from benchmarks.families import SMALL, built, forms, tiny
 from benchmarks.families import continued as generated
+from benchmarks.recording import Recording
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
+from benchmarks.static_replay import StaticReplay
+from outrider.compiled.whole_step import WholeStep
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, TargetError
 from outrider.generation import serve
 from outrider.sampling.grammar import Grammar
@@ -89,6 +96,8 @@ class Case:
     defaults: frozenset[int] = frozenset()
     """Requests that ask for what it says and no more."""
     threads: int = 1
+    is_whole: bool = False
+    """Its drafted steps are recorded ones."""
 
     @property
     def target(self) -> TransformersTarget:
@@ -125,6 +134,7 @@ class Case:
             "byte fallback": self.has_bytes,
             "a generation_config": bool(self.generation),
             "four threads share the target": self.threads > 1,
+            "recorded steps": self.is_whole,
         }
         return [name for name, holds in named.items() if holds]
 
@@ -422,6 +432,17 @@ class Moody:
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Any) -> None: ...
 
 
+def recorded(case: Case) -> Case:
+    """The case with nothing in it that only plain steps can do."""
+    plain = lambda sampling: Sampling(sampling.temperature, seed=sampling.seed)
+    requests = [replace(request, sampling=plain(request.sampling)) for request in case.requests]
+    width = 1 if case.target.spec.mode == "chain" else case.drafter["width"]
+    return replace(
+        case, requests=requests, generation={}, defaults=frozenset(), threads=1, is_whole=True, policy="whole",
+        drafter=case.drafter | {"soft": False, "obeys": True, "width": width},
+    )  # fmt: skip
+
+
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -453,9 +474,12 @@ def run(case: Case) -> Outcome:
         texts = [request.prompt + written.tokens for request, written in zip(case.requests, plain, strict=True)]
         outcome = Outcome()
         drafted: list[Written] = []
-        for found, drafter in _in_threads(case, texts):
+        if case.is_whole:
+            drafter = StaticReplay(texts, case.target.spec.vocabulary, **case.drafter)
+            drafted = continued(case, case.requests, drafter, case.slots)
+        for found, watched in [] if case.is_whole else _in_threads(case, texts):
             drafted += found
-            outcome.events.update(drafter.events())
+            outcome.events.update(watched.events())
         for n, request in enumerate(case.requests):
             if request.sampling.temperature == 0 or request.sampling.seed is not None:
                 _compare(case, n, plain[n], drafted[n], outcome)
@@ -482,6 +506,8 @@ def tried(case: Case) -> Outcome:
     """As `run`; a case that crashes is a mismatch, and the soak goes on."""
     try:
         return run(case)
+    except NoStatic as error:
+        return Outcome(events=Counter({f"cases that can't be recorded: {error}": 1}))
     except Exception as error:
         if isinstance(error, ConfigError) and case.generation and "makes a logit" in str(error):
             # such as a length penalty on an end that a least length forbids: `generate` goes on with NaN
@@ -525,7 +551,13 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
     judge = SamplingJudge()
     state = DecodeState(min(slots, max(len(requests), 1)), case.context, case.ends, target.device, judge)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
-    for progress in serve(target, requests, drafter, policy=policy, state=state):
+    if case.is_whole and drafter is not None:
+        whole = WholeStep(target, drafter, state, None if target.device.type == "cuda" else Recording())
+        whole.open(requests)
+        steps = whole.advance(requests)
+    else:
+        steps = serve(target, requests, drafter, policy=policy, state=state)
+    for progress in steps:
         written = found[progress.request]
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
@@ -710,6 +742,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiled", action="store_true", help="the demo target alone, compiled: the kernels' paths")
+    parser.add_argument("--whole-step", action="store_true", help="recorded steps in place of plain ones")
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
     parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
     parser.add_argument(
@@ -731,6 +764,7 @@ def main() -> None:
             if total.found.tokens >= options.tokens or (options.case is not None and number > first):
                 break
             case = drawn(options.seed, number, options.compiled)
+            case = recorded(case) if options.whole_step else case
             if options.case is not None:
                 bar.console.print(case)
             total.add(case, tried(case))

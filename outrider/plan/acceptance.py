@@ -2,6 +2,10 @@
 
 A survival curve is all that a speed-up needs of acceptance: [k] is the share of steps that accept at least k + 1
 drafted tokens where so many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
+
+The beginning of a deeper curve is that of a shallower draft only nearly: deep drafts end where text is hard, so their
+steps begin right behind hard tokens, and those of shallow drafts anywhere.  A probe therefore knows a curve for each
+depth; a report, a checkpoint and a paper know one.
 """
 
 from __future__ import annotations
@@ -35,11 +39,17 @@ class Acceptance(NamedTuple):
     """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
     min_depth: int = 1
     """The shallowest depth that is known."""
+    shallower: tuple[Acceptance, ...] = ()
+    """[k]: that of drafts of k + 1 tokens, where they were measured themselves."""
 
     @property
     def depth(self) -> int:
         """The deepest that is known."""
         return len(self.center)
+
+    def at(self, depth: int) -> Acceptance:
+        """Of drafts of so many tokens, as far as they were measured themselves."""
+        return self.shallower[depth - 1] if 0 < depth <= len(self.shallower) else self
 
     def tokens(self, depth: int) -> tuple[float, float, float]:
         """Tokens per step at this depth, bonus token included: low, center, high."""

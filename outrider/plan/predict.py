@@ -117,6 +117,7 @@ def row(
 ) -> Row:  # fmt: skip
     """One method at one depth under one load."""
     context, length = demand.context, demand.prompt_tokens + demand.new_tokens
+    accepted = accepted.at(depth)
     step = costs.drafted(method, concurrency, depth, accepted.offered, context)
     plain, tokens = costs.plain(concurrency, context), accepted.tokens(depth)
     ratios = [each * plain / step.seconds for each in tokens]
@@ -147,6 +148,7 @@ def break_even(
     loads: Sequence[int],
 ) -> BreakEven:  # fmt: skip
     """What a method must reach at this load, and up to which of these loads it pays by its acceptance."""
+    accepted = accepted and accepted.at(depth)
     offered = accepted.offered if accepted else ()
     ratio = lambda batch: costs.drafted(method, batch, depth, offered, context).seconds / costs.plain(batch, context)
     wanted = ratio(concurrency)

@@ -1,8 +1,9 @@
 """Requests of a log, replayed on the target with drafters, so that acceptance is that of the user's own text.
 
 Each request is decoded alone, with a memory of its own: what a drafter learns from other requests is not counted, and
-what was replayed before need not be replayed again.  At most `NODES` tokens are drafted a step, the most that a plan
-looks at.
+what was replayed before need not be replayed again.  A draft of `NODES` tokens, the most that a plan looks at, is made
+at every token of the answer, so that steps of every depth follow from one replay.  At temperature 0 they are the steps
+that decoding makes; above it each draft is judged as it would be there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,10 @@ import torch
 from transformers.utils import cached_file
 
 from outrider import machine
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import Request
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import kinds
 from outrider.errors import DataError
 from outrider.loading import describe, load_drafter
@@ -36,6 +39,8 @@ from outrider.plan.anatomy import Anatomy
 from outrider.plan.drafts import WAYS
 from outrider.plan.sample import Question, Sample
 from outrider.plan.subject import Method, Subject
+from outrider.policies import named
+from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
@@ -46,6 +51,8 @@ REQUESTS = 24
 UNASKED_S = 60.0
 """Most seconds of a replay that nobody asked for."""
 SEED = 0
+FORMAT = 2
+"""Of what is stored; another counts as not replayed."""
 NODES = 7
 FEWEST_FIRST = Config().min_first_ngrams
 """A text loops where a smaller share of its 8-grams are there for the first time, as in `outrider evaluate`."""
@@ -62,18 +69,55 @@ class Replayed:
     category: str
     method: str
     tokens: int
-    accepted: tuple[int, ...]
-    """Drafted tokens that were accepted in each step."""
+    paths: tuple[tuple[int, ...], ...]
+    """[i]: nodes that are accepted by a step that begins at token i of the answer, from the anchor down."""
     nodes: tuple[int, ...]
-    """Tokens that each step drafted, on all branches."""
-    branches: bool
-    """Drafts were trees."""
+    """[i]: tokens that it drafts, on all branches."""
+    varies: bool
+    """Its trees are of several shapes, so that one of fewer nodes is not the beginning of a larger one."""
     loops: bool
     """Its answer repeats itself, so that drafts of it say nothing of other text."""
 
+    def steps(self, depth: int) -> Steps:
+        """The steps that decode this answer with drafts of at most so many tokens, the first ones of each draft."""
+        accepted, nodes, at = list[int](), list[int](), 0
+        while at < len(self.paths):
+            accepted.append(len([*takewhile(lambda node: node < depth, self.paths[at])]))
+            nodes.append(min(depth, self.nodes[at]))
+            at += accepted[-1] + 1
+        return Steps(accepted, nodes)
+
+
+class Steps(NamedTuple):
+    accepted: list[int]
+    """By step, as are `nodes`."""
+    nodes: list[int]
+
+
+class OneByOne(SamplingJudge):
+    """Judges whole drafts and commits the first token alone, so that a draft begins at every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[tuple[int, ...]] = []
+        """Nodes that would have been accepted at each."""
+        self.shapes: set[tuple[int, ...]] = set()
+        """Parents of each draft's nodes."""
+
     @property
-    def steps(self) -> int:
-        return len(self.accepted)
+    def varies(self) -> bool:
+        longest = max(self.shapes, key=len, default=())
+        return any(shape != longest[: len(shape)] for shape in self.shapes)
+
+    def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
+        found = super().__call__(draft, scores, state)
+        self.paths += map(tuple, found.paths)
+        self.shapes |= {shape[:size] for shape, size in zip(draft.tree, draft.live, strict=True)}
+        firsts = [
+            int(draft.tokens[b, path[0]]) if path else token
+            for b, (path, token) in enumerate(zip(found.paths, found.next_tokens, strict=True))
+        ]
+        return Accepted([[] for _ in firsts], firsts, found.invalid)
 
 
 class Read(NamedTuple):
@@ -114,8 +158,7 @@ def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[lis
 
 
 def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: int) -> list[float]:
-    """About how long each request takes with all drafters, from a prompt and a few plain steps timed now; more than it
-    takes where drafts are accepted."""
+    """About how long each request takes with all drafters, from a prompt and a few plain steps timed now."""
     text = [token % target.spec.vocabulary for token in range(1, min(TRIED, target.spec.context // 2))]
     runs = []
     for _ in range(2):  # the first one warms up
@@ -138,7 +181,7 @@ def replay(
             key = cached.key(name, own)
             record = cached.records.get(key)
             if record is None:
-                record = _replayed(target, name, drafter, own)
+                record = replay_one(target, name, drafter, own)
                 cached.add(key, record)
             found.append(replace(record, number=own.question.number, category=own.question.category, method=name))
             done += 1
@@ -146,17 +189,25 @@ def replay(
     return found
 
 
-def _replayed(target: TransformersTarget, name: str, drafter: Drafter, own: Read) -> Replayed:
-    question = own.question
+def replay_one(target: TransformersTarget, name: str, drafter: Drafter, own: Read) -> Replayed:
+    """Decode one request with one drafter.
+
+    One whose trees vary may learn from what is verified, so it decodes as it would without a probe.
+    """
+    question, judge = own.question, OneByOne()
     tenant = f"request {question.number}"
     request = Request(own.tokens, question.new_tokens, question.sampling, tenant=tenant, max_draft=NODES)
-    run: Run = timing.run_once(target, request, drafter, shared_noise=False)
+    policy = named.policy("fixed", drafter)
+    run: Run = timing.run_once(target, request, drafter, policy, judge=judge, shared_noise=False)
+    paths, nodes = judge.paths, run.nodes or run.reached
+    if judge.varies:
+        run = timing.run_once(target, request, drafter, policy, shared_noise=False)
+        paths = [path for count in run.accepted for path in (tuple(range(count)), *[()] * count)]
+        drafted = zip(run.nodes or run.reached, run.accepted, strict=True)
+        nodes = [size for size, count in drafted for _ in range(count + 1)]
     loops = first_ngram_share(run.tokens) < FEWEST_FIRST
-    nodes = run.nodes or run.reached
-    # of the last step only what came before the text's end was judged
-    branches = any(drafted > depth for drafted, depth in zip(nodes[:-1], run.reached[:-1], strict=True))
     return Replayed(
-        question.number, question.category, name, len(run.tokens), tuple(run.accepted), tuple(nodes), branches, loops
+        question.number, question.category, name, len(run.tokens), tuple(paths), tuple(nodes), judge.varies, loops
     )
 
 
@@ -168,7 +219,7 @@ class CachedRecords:
 
     def __init__(self, target: TransformersTarget, methods: Mapping[str, Method], draft_model: str | None = None):
         spec = target.spec
-        self.target = f"{spec.name} {spec.weights_hash} {spec.precision} {version('outrider')}"
+        self.target = f"{spec.name} {spec.weights_hash} {spec.precision} {version('outrider')} {FORMAT}"
         self.identities = {name: _identity(own, draft_model) for name, own in methods.items()}
         stem = hashlib.sha256(self.target.encode()).hexdigest()[:16]
         self.path = timings.folder() / "probes" / f"{stem}.jsonl"
@@ -177,8 +228,8 @@ class CachedRecords:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
                     row = json.loads(line)
-                    key, lists = row.pop("key"), {name: tuple(row[name]) for name in ("accepted", "nodes")}
-                    self.records[key] = Replayed(**row | lists)
+                    key, paths = row.pop("key"), tuple(map(tuple, row["paths"]))
+                    self.records[key] = Replayed(**row | {"paths": paths, "nodes": tuple(row["nodes"])})
 
     def key(self, method: str, own: Read) -> str:
         """Of one request under one method: everything that its counts depend on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.probe import NODES, SEED, Replayed, wanted
@@ -34,43 +34,45 @@ def rows(records: Sequence[Replayed]) -> list[ProbedRow]:
     return found
 
 
-def _row(method: str, category: str, records: Sequence[Replayed]) -> ProbedRow:
-    steps = [record.steps for record in records]
+def _row(method: str, category: str, records: Sequence[Replayed], depth: int = NODES) -> ProbedRow:
+    """What decoding with drafts of at most `depth` tokens accepts."""
+    texts = [(record.tokens, record.steps(depth).accepted) for record in records]
+    steps = [len(accepted) for _, accepted in texts]
+    reaching = lambda wanted: [sum(count >= wanted for count in accepted) for _, accepted in texts]
     return ProbedRow(
         method=method, category=category, requests=len(records), steps=sum(steps),
-        tokens=sum(record.tokens for record in records),
-        tokens_per_step=_over(records, lambda record: record.tokens),
-        survival=tuple(_over(records, _reaching(k)) for k in range(1, NODES + 1)),
+        tokens=sum(tokens for tokens, _ in texts), tokens_per_step=_over([tokens for tokens, _ in texts], steps),
+        survival=tuple(_over(reaching(k), steps) for k in range(1, depth + 1)),
     )  # fmt: skip
 
 
-def _reaching(depth: int) -> Callable[[Replayed], int]:
-    """Steps of a record that accept at min_depth so many drafted tokens."""
-    return lambda record: sum(accepted >= depth for accepted in record.accepted)
-
-
-def _over(records: Sequence[Replayed], amount: Callable[[Replayed], float]) -> Range:
-    """An amount over the steps of these requests; without an interval where they are too few."""
-    above, below = [amount(record) for record in records], [record.steps for record in records]
-    if len(records) < bootstrap.MIN_PROMPTS:
-        return Range(center=sum(above) / sum(below))
-    return Range(**bootstrap.ratio_of_totals(above, below)._asdict())
+def _over(amounts: Sequence[float], steps: Sequence[int]) -> Range:
+    """An amount over the steps, request by request; without an interval where they are too few."""
+    if len(steps) < bootstrap.MIN_PROMPTS:
+        return Range(center=sum(amounts) / sum(steps))
+    return Range(**bootstrap.ratio_of_totals(amounts, steps)._asdict())
 
 
 def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
     """A method's acceptance over all its requests, which a plan can rest on; None where they are too few."""
     if len(records) < bootstrap.MIN_PROMPTS:
         return None
-    whole, steps = _row(records[0].method, ALL, records), sum(record.steps for record in records)
+    if any(record.varies for record in records):
+        return _at(records, source, NODES)._replace(min_depth=NODES)
+    shallower = tuple(_at(records, source, depth) for depth in range(1, NODES))
+    return _at(records, source, NODES)._replace(shallower=shallower)
+
+
+def _at(records: Sequence[Replayed], source: str, depth: int) -> Acceptance:
+    """The acceptance of drafts of at most so many tokens."""
+    whole = _row(records[0].method, ALL, records, depth)
     center = tuple(own.center or 0.0 for own in whole.survival)
-    nodes = [drafted for record in records for drafted in record.nodes]
-    offered = tuple(sum(drafted > k for drafted in nodes) / steps for k in range(NODES))
+    nodes = [drafted for record in records for drafted in record.steps(depth).nodes]
+    offered = tuple(sum(drafted > k for drafted in nodes) / len(nodes) for k in range(depth))
     tokens, mean = whole.tokens_per_step, sum(center)
     ends = [min(max(0.0, (end or 1.0) - 1) / mean, 1 / center[0]) if mean else 1.0 for end in (tokens.low, tokens.high)]
     low, high = (tuple(share * scale for share in center) for scale in ends)
-    # a tree of fewer nodes accepts less than the first levels of a large one
-    min_depth = NODES if any(record.branches for record in records) else 1
-    return Acceptance(low, center, high, "probe", source, offered, min_depth)
+    return Acceptance(low, center, high, "probe", source, offered)
 
 
 def found(

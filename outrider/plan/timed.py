@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from outrider.plan.predict import StepCost
-from outrider.plan.timings import Cell, Key, Timings, nearest
+from outrider.plan.timings import CHAINS, Cell, Key, Timings, nearest
 
 MIN_ERROR = 0.1
 """Share by which a timed speed-up may be wrong at the least, acceptance aside."""
@@ -25,14 +25,12 @@ class TimedCosts:
 
     @property
     def error(self) -> float:
-        """A tenth, or what the steps' own spread tells where that is more: a ratio has the spreads of two."""
-        cells = [*self.timings.plain.values()]
-        cells += [cell for key in self.identities.values() for cell in self.timings.drafts.get(key, {}).values()]
-        return min(0.9, max(MIN_ERROR, 2 * median(cell.spread for cell in cells)))
+        """A tenth, or what the steps' own spread beside plain ones tells where that is more."""
+        cells = [cell for key in self.identities.values() for cell in self.timings.drafts.get(key, {}).values()]
+        return min(0.9, max(MIN_ERROR, median(cell.spread for cell in cells))) if cells else MIN_ERROR
 
     def plain(self, batch: float, context: float) -> float:
-        cell = _between(self.timings.plain, batch, 0, context)
-        return cell.verify_s + cell.other_s + cell.draft_s
+        return _between(self.timings.plain, batch, 0, context).seconds
 
     def drafted(self, method: str, batch: float, depth: int, offered: Sequence[float], context: float) -> StepCost:
         cell = _between(self.timings.drafts[self.identities[method]], batch, depth, context)
@@ -48,16 +46,10 @@ class TimedCosts:
 
     def _verify(self, batch: float, offered: Sequence[float], context: float) -> float:
         """Of a pass that is as wide as its widest slot, where offered[k] of the slots draft k + 1 nodes or more."""
-        rates = self.timings.rates(round(context))
-        assert rates is not None
+        cells = self.timings.plain | self.timings.drafts[CHAINS]
         wider = [1.0, *(1 - (1 - min(1.0, share)) ** batch for share in offered), 0.0]
-        seconds = sum(
-            (more - less) * rates.seconds(round(batch), round(batch) * (1 + k))
-            for k, (more, less) in enumerate(pairwise(wider))
-        )
-        # the loop's own pass of one row tells what the table lacks
-        usual = _between(self.timings.plain, batch, 0, context).verify_s
-        return seconds * usual / rates.seconds(round(batch), round(batch))
+        seconds = [_between(cells, batch, depth, context).verify_s for depth in range(len(wider) - 1)]
+        return sum((more - less) * each for (more, less), each in zip(pairwise(wider), seconds, strict=True))
 
 
 def _between(cells: Mapping[Key, Cell], batch: float, depth: int, context: float) -> Cell:

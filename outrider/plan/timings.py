@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,6 +22,7 @@ import torch
 
 from outrider import machine
 from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.drafters import find, kinds
@@ -40,8 +41,13 @@ MOST_ROWS = 1024
 """Of all texts together."""
 STEPS, SKIPPED = 5, 1
 """Timed steps of each depth in a round, and steps before them that warm up."""
-ROUNDS = 2
+ROUNDS = 3
 """Times that everything is timed in turn, so that other load slows all of it."""
+SPREAD = 0.4
+"""Texts of a batch are up to this share shorter and longer than the context, as those served are that began at other
+times: equal ones are read faster."""
+CHAINS = "random chains"
+"""The drafter whose steps tell what a verification takes, whoever drafts."""
 GRAIN = 64
 """Contexts are rounded to it, so that plans for similar traffic share times."""
 
@@ -56,6 +62,15 @@ class Cell(NamedTuple):
     """Nodes of every such draft; 0 where steps differ, as those of drafters do that look texts up."""
     spread: float = 0.0
     """Half of the range of the middle half of the steps' seconds, over their median."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.draft_s + self.verify_s + self.other_s
+
+    def scaled(self, by: float) -> Cell:
+        """As if the machine's pace were another."""
+        return self._replace(draft_s=by * self.draft_s, verify_s=by * self.verify_s, other_s=by * self.other_s)
 
 
 Key = tuple[int, int, int]
@@ -169,40 +184,62 @@ def measure(
         found.passes |= {(*size, context): each for size, each in seconds.items()}
     if not found.prompt_s:
         found.prompt_s = _prompt_seconds(target, context)
+    keys = {CHAINS: CHAINS} | {name: identity_of(name) for name in names}
     for slots in batches:
-        keys = {name: identity_of(name) for name in names}
-        new_names = [name for name in names if any(
+        new_names = [name for name in keys if any(
             (slots, depth, context) not in found.drafts.get(keys[name], {}) for depth in depths
         )]  # fmt: skip
         if new_names or (slots, 0, context) not in found.plain:
             say(f"timing steps of {slots} at once: {', '.join(['plain', *new_names])}")
-            drafters = {name: load(name) if load else load_drafter(name, target) for name in new_names}
-            _add(found, target, {keys[name]: drafter for name, drafter in drafters.items()}, slots, depths, context)
+            own = {CHAINS: lambda: RandomChains(target.spec.vocabulary, max(depths))}
+            made = {name: own[name]() if name in own else load(name) if load else load_drafter(name, target)
+                    for name in new_names}  # fmt: skip
+            _add(found, target, {keys[name]: drafter for name, drafter in made.items()}, slots, depths, context)
     return found
+
+
+class RandomChains(Drafter):
+    """As many random tokens as are asked for."""
+
+    def __init__(self, vocabulary: int, limit: int):
+        self.vocabulary, self.limit = vocabulary, limit
+
+    def propose(self, memory: Any, state: DecodeState, budget: torch.Tensor) -> Draft:
+        drafted = torch.randint(self.vocabulary, (len(state.rows), int(budget.max())), device=state.device)
+        return Draft.chain(drafted, budget)
 
 
 def _add(
     found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int
 ) -> None:  # fmt: skip
-    """Plain steps and those of these drafters, in turn."""
-    samples: dict[tuple[str, int], list[Cell]] = {}
+    """Steps of these drafters, each right after a plain one.
+
+    A machine's pace changes by a fifth within seconds.  So a drafter's times are those of its steps in plain steps
+    beside them, times what a plain step took when the first were timed: ratios are kept, whenever they were taken.
+    """
+    plain: list[Cell] = []
+    drafted: dict[tuple[str, int], list[Cell]] = {}
+    """By drafter and depth, in plain steps."""
     for _ in range(ROUNDS):
-        for key, drafter in {"": None, **drafters}.items():
-            own = [depth for depth in depths if drafter is not None and depth <= drafter.limit] or [0]
-            steps, state = timed_steps(target, drafter, slots, own, context)
-            for depth, cells in steps.items():
-                samples.setdefault((key, depth), []).extend(cells)
-            if drafter is not None:
-                found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
-    for (key, depth), cells in samples.items():
-        place = found.plain if not key else found.drafts.setdefault(key, {})
-        if depth or not key:
-            place[slots, depth, context] = middle(cells)
+        for key, drafter in drafters.items():
+            own = [depth for depth in depths if depth <= drafter.limit] or [0]
+            state = batch(target, slots, ends=frozenset())
+            beside = steps(target, None, batch(target, slots, ends=frozenset()), own, context)
+            for (_, one), (depth, other) in zip(beside, steps(target, drafter, state, own, context), strict=False):
+                plain.append(one)
+                drafted.setdefault((key, depth), []).append(other.scaled(1 / one.seconds))
+            found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
+        if not drafters:
+            plain += [cell for _, cell in steps(target, None, batch(target, slots, ends=frozenset()), depths, context)]
+    usual = found.plain.setdefault((slots, 0, context), middle(plain)).seconds
+    for (key, depth), cells in drafted.items():
+        if depth:
+            found.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
 
 
 def middle(cells: Sequence[Cell]) -> Cell:
     """The median of steps, part by part."""
-    whole = sorted(cell.draft_s + cell.verify_s + cell.other_s for cell in cells)
+    whole = sorted(cell.seconds for cell in cells)
     quarter = len(whole) // 4
     spread = (whole[-1 - quarter] - whole[quarter]) / 2 / whole[len(whole) // 2]
     parts = [statistics.median(each) for each in list(zip(*cells, strict=True))[:3]]
@@ -229,29 +266,35 @@ class RoundRobin(Policy):
         self.nodes = int(sizes.max()) if len(sizes) else 0
 
 
-def timed_steps(
-    target: Target, drafter: Drafter | None, slots: int, depths: Sequence[int], context: int
-) -> tuple[dict[int, list[Cell]], DecodeState]:
-    """Steps of the loop over random text, by depth; and the state that they leave."""
-    rounds = STEPS + SKIPPED
+def ragged(context: int, slots: int) -> list[float]:
+    """Lengths of the texts of a batch, `context` in the mean."""
+    if slots == 1:
+        return [context]
+    return [context * (1 + SPREAD * (2 * slot / (slots - 1) - 1)) for slot in range(slots)]
+
+
+def steps(
+    target: Target, drafter: Drafter | None, state: DecodeState, depths: Sequence[int], context: int
+) -> Iterator[tuple[int, Cell]]:  # fmt: skip
+    """Depths and times of steps of the loop over random text; each is made when it is asked for."""
+    rounds, slots = STEPS + SKIPPED, len(state.tokens)
     room = min(rounds * sum(depth + 1 for depth in depths) + 1, target.spec.context // 2)
-    length = max(2, min(context - room // 4, target.spec.context - room - max(depths) - 2))
+    longest = target.spec.context - room - max(depths) - 2
+    lengths = [max(2, min(round(each) - room // 4, longest)) for each in ragged(context, slots)]
     noise = torch.Generator().manual_seed(slots)
-    texts = torch.randint(target.spec.vocabulary, (slots, length), generator=noise).tolist()
-    state, policy = batch(target, slots, ends=frozenset()), RoundRobin(depths)
+    texts = [torch.randint(target.spec.vocabulary, (length,), generator=noise).tolist() for length in lengths]
+    policy = RoundRobin(depths)
     asked = [Request(text, room, Sampling()) for text in texts]
-    samples: dict[int, list[Cell]] = {depth: [] for depth in depths}
     timing, count = None, 0
     for _ in serve(target, asked, drafter, policy=policy if drafter else None, state=state):
         if state.timing is timing:
             continue
         timing, count = state.timing, count + 1
-        depth = policy.depth if drafter else 0
         if count > SKIPPED * len(depths):
-            samples[depth].append(Cell(timing.draft, timing.verify, timing.other, float(policy.nodes)))
+            cell = Cell(timing.draft, timing.verify, timing.other, float(policy.nodes))
+            yield (policy.depth if drafter else 0), cell
         if count == rounds * len(depths):
-            break
-    return {depth: cells for depth, cells in samples.items() if cells}, state
+            return
 
 
 def _prompt_seconds(target: Target, context: int) -> float:

@@ -1,7 +1,6 @@
 """Whole steps that were captured write what plain steps write.
 
-No GPU is needed: a record of the step's operations stands for its graph.  As a graph it reads and writes the very
-memory that it was recorded with, runs none of our Python again, and can hold no number that the host read.
+No GPU is needed: a record of the step's operations stands for its graph.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Case, Workshop, first, tiny_model
-from torch import Tensor, is_tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.recording import Recording
 from outrider import generation
 from outrider.compiled import whole_step
 from outrider.compiled.whole_step import WholeStep
@@ -48,47 +45,6 @@ SAMPLINGS = {
 }
 LENGTHS, COUNTS = (5, 1, 11, 17, 1, 30), (22, 17, 1, 30, 9, 12)
 """Tokens of prompts, and of their answers at most."""
-
-
-aten = torch.ops.aten
-READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
-
-
-class Graph(TorchDispatchMode):
-    """Records as CUDA graphs do: the function runs twice, then operations and the tensors that they read and wrote.
-
-    A replay runs none of our Python: every operation reads and writes the memory that it did when it was recorded.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded = self.replayed = 0
-        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in READS, f"the host reads a tensor in the step: {function}"
-        found = function(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in pytree.arg_tree_leaves(args) if is_tensor(tensor)}
-        fresh = [one for one in pytree.tree_leaves(found) if one.untyped_storage().data_ptr() not in given]
-        if fresh or function._schema.is_mutable:  # what is left are views
-            self.calls.append((function, args, kwargs or {}, fresh))
-        return found
-
-    def __call__(self, function: Any) -> tuple[Any, Sequence[Any]]:
-        self.recorded, self.calls = self.recorded + 1, []
-        function()
-        with self:
-            outputs = function()
-        calls = self.calls
-
-        def replay() -> None:
-            self.replayed += 1
-            for operation, args, kwargs, fresh in calls:
-                found = pytree.tree_leaves(operation(*args, **kwargs))
-                for there, here in zip(fresh, found if fresh else (), strict=True):
-                    there.copy_(here)
-
-        return replay, outputs
 
 
 class Stops(SamplingJudge):
@@ -161,7 +117,7 @@ def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_f
     Catches a length that is not advanced, a tensor that is bound anew, a buffer that is not restored after recording,
     tokens behind a stop, and noise that depends on more than a slot's text.
     """
-    drafter, requests, graph = drafter_for(case), requests_of(SAMPLINGS[kind]), Graph()
+    drafter, requests, graph = drafter_for(case), requests_of(SAMPLINGS[kind]), Recording()
     if case.kind == "medusa" and kind != "greedy":
         drafter.model.config = drafter.model.config.model_copy(update={"drawn": False})
     plain, found = written(small, drafter, requests), written(small, drafter, requests, graph)
@@ -176,7 +132,7 @@ def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_f
 def test_drafts_that_are_right_are_kept(small, workshop):
     """Catches captured steps that agree with plain ones because nothing is ever accepted."""
     drafter, requests = SmallModel(small, Config(length=4)), requests_of([Sampling()])
-    found = written(small, drafter, requests, Graph())
+    found = written(small, drafter, requests, Recording())
     assert found == written(small, drafter, requests)
     assert sum(accepted for _, _, accepted in found) > sum(len(tokens) for tokens, _, _ in found) / 2
 
@@ -218,7 +174,7 @@ def test_a_planted_fault_is_found(fault, small, drafter_for, monkeypatch):
     drafter, requests = drafter_for(Case("eagle3")), requests_of(SAMPLINGS["sampled"])
     plain = written(small, drafter, requests)
     try:
-        found = written(small, drafter, requests, Graph())
+        found = written(small, drafter, requests, Recording())
     except (AssertionError, IndexError, RuntimeError):
         return
     assert found != plain

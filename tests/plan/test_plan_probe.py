@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from verbs import outrider_with
 
 from outrider import machine
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
 from outrider.loading import load_drafter
 from outrider.measure import timing
 from outrider.plan import probe, probed, subject, timings
 from outrider.plan.probe import CachedRecords, Read, Replayed
 from outrider.plan.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
+from outrider.policies.fixed import Fixed
 from outrider.report import bootstrap
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
@@ -128,17 +131,19 @@ def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) 
     (found,) = probe.replay(
         talker, {name: load_drafter(name, talker)}, own, CachedRecords(talker, {name: subject.method(name)})
     )
-    assert found.tokens in (found.steps + sum(found.accepted), found.steps + sum(found.accepted) - 1)
-    assert max(found.nodes) == probe.NODES and found.branches and sum(found.accepted) > 0
+    accepted, _ = found.steps(probe.NODES)
+    assert found.tokens - len(accepted) - sum(accepted) in (0, -1)
+    assert max(found.nodes) == probe.NODES and sum(accepted) > 0
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(number: int, category: str, accepted: Sequence[int], **more: Any) -> Replayed:
-    steps = tuple(accepted)
-    fields = {"nodes": tuple(4 for _ in steps), "branches": False, "loops": False} | more
-    return Replayed(number, category, "ngram", sum(steps) + len(steps), steps, **fields)
+    """Of an answer whose steps of full depth accept so many; a step that began between them would accept nothing."""
+    every = tuple(tuple(range(count)) for step in accepted for count in (step, *[0] * step))
+    fields = {"nodes": tuple(4 for _ in every), "varies": False, "loops": False} | more
+    return Replayed(number, category, "ngram", len(every), every, **fields)
 
 
 RECORDS = [record(i, "code" if i % 2 else "chat", [3, 2, 4, i % 3] if i % 2 else [0, 0, 1, i % 3]) for i in range(16)]
@@ -149,10 +154,11 @@ def test_an_interval_is_over_the_requests_of_its_own_category() -> None:
     whole, code, chat = (next(row for row in probed.rows(RECORDS) if row.category == name) for name in
                          ("all", "code", "chat"))  # fmt: skip
     for row, own in ((whole, RECORDS), (code, RECORDS[1::2]), (chat, RECORDS[::2])):
-        tokens, steps = [each.tokens for each in own], [each.steps for each in own]
+        accepted = [each.steps(probe.NODES).accepted for each in own]
+        tokens, steps = [each.tokens for each in own], [*map(len, accepted)]
         wanted = bootstrap.ratio_of_totals(tokens, steps)
         assert row.tokens_per_step.model_dump() == wanted._asdict() and row.requests == len(own)
-        deep = bootstrap.ratio_of_totals([sum(a >= 2 for a in each.accepted) for each in own], steps)
+        deep = bootstrap.ratio_of_totals([sum(a >= 2 for a in each) for each in accepted], steps)
         assert row.survival[1].model_dump() == deep._asdict()
     assert (chat.tokens_per_step.high or 9) < (code.tokens_per_step.low or 0)
 
@@ -165,7 +171,7 @@ def test_few_requests_have_no_interval_and_carry_no_plan() -> None:
 
 
 def test_a_plan_rests_on_all_steps_of_all_requests() -> None:
-    """Catches shares of drafts in place of shares of steps, and a tree's acceptance at depths of smaller trees."""
+    """Catches shares of drafts in place of shares of steps."""
     known = probed.acceptance(RECORDS, "measured")
     row = probed.rows(RECORDS)[0]
     assert known is not None and known.basis == "probe" and known.min_depth == 1
@@ -173,10 +179,42 @@ def test_a_plan_rests_on_all_steps_of_all_requests() -> None:
     assert (low, center, high) == pytest.approx(tuple(row.tokens_per_step.model_dump()[key] for key in
                                                      ("low", "center", "high")))  # fmt: skip
     assert known.offered == (1, 1, 1, 1, 0, 0, 0)
-    tree = probed.acceptance([*RECORDS[1:], record(0, "chat", [1], branches=True)], "measured")
-    assert tree is not None and tree.min_depth == probe.NODES
+    tree = probed.acceptance([*RECORDS[1:], record(0, "chat", [1], varies=True)], "measured")
+    assert tree is not None and tree.min_depth == probe.NODES and tree.at(3) is tree
     none = probed.acceptance([record(i, "chat", [0, 0]) for i in range(5)], "measured")
     assert none is not None and none.tokens(7) == (1, 1, 1) and max(none.high) == 0
+
+
+def test_every_depth_has_its_own_acceptance() -> None:
+    """Catches the beginning of a deep curve in place of a shallow one: drafts of one token begin at other tokens."""
+    counts = (2, 1, 0, 1, 1, 0, 0, 0)
+    own = replace(record(0, "code", []), tokens=8, paths=tuple(tuple(range(n)) for n in counts), nodes=(2,) * 8)
+    assert own.steps(7).accepted == [2, 1, 0, 0, 0] and own.steps(1) == ([1, 0, 1, 0, 0, 0], [1] * 6)
+    records = [replace(own, number=i) for i in range(6)]
+    known = probed.acceptance(records, "measured")
+    assert known is not None
+    assert known.at(7).tokens(7)[1] == pytest.approx(8 / 5) and known.at(1).tokens(1)[1] == pytest.approx(8 / 6)
+    assert known.at(1).offered == (1.0,) and known.at(9) is known
+
+
+def test_a_node_of_a_branch_that_is_not_drafted_is_not_accepted() -> None:
+    """Catches a tree's acceptance at the depths of smaller trees."""
+    own = replace(record(0, "code", []), tokens=3, paths=((1, 2), (), ()), nodes=(3, 3, 3))
+    assert own.steps(3) == ([2], [3]) and own.steps(2) == ([1, 0], [2, 2]) and own.steps(1) == ([0, 0, 0], [1, 1, 1])
+
+
+@pytest.mark.parametrize("name", ["ngram", "recycle"])
+def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: TransformersTarget) -> None:
+    """Catches counts of drafts made at other tokens than decoding makes them at.  Greedy, so they are the same."""
+    drafter = load_drafter(name, talker)
+    own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
+    found = probe.replay_one(talker, name, drafter, own)
+    assert found.varies == (name == "recycle")
+    for depth in (1, 2, 4, 7):
+        if found.varies and depth < probe.NODES:  # what it learns hangs on what was verified
+            continue
+        run = timing.run_once(talker, Request(own.tokens, 40, Sampling()), drafter, Fixed(depth), shared_noise=False)
+        assert found.steps(depth).accepted[:-1] == run.accepted[:-1] and sum(run.accepted)
 
 
 def test_requests_whose_answer_loops_are_left_out() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from verbs import outrider_with
 from benchmarks import plan as benchmark
 from outrider import machine
 from outrider.drafters import find
+from outrider.generation import batch
 from outrider.plan import timings
 from outrider.plan.predict import StepCost
 from outrider.plan.schema import Plan
@@ -219,9 +220,36 @@ def test_times_are_kept_and_not_taken_again(
     again = timings.cached(target)
     assert (again.passes, again.plain, again.drafts) == (first.passes, first.plain, first.drafts)
     monkeypatch.setattr(timings, "timed", lambda *_, **__: pytest.fail("timed again"))
-    monkeypatch.setattr(timings, "timed_steps", lambda *_, **__: pytest.fail("timed again"))
+    monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
     timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, again)
     assert timings.known_rates(target, 2) is not None and timings.known_rates(target, 3) is None
+
+
+def test_drafts_are_timed_beside_plain_steps(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches speed-ups that a machine made, which was slower when plain steps were timed than when drafts were."""
+    pace = [1.0]
+
+    def steps(_: object, drafter: object, *rest: object) -> Iterator[tuple[int, Cell]]:
+        for _ in range(6):
+            if drafter is None:
+                pace[0] *= 1.5
+            draft_s = 0.0 if drafter is None else 0.5 * pace[0]
+            yield 0 if drafter is None else 2, Cell(draft_s, pace[0], 0.0, 1.0)
+
+    monkeypatch.setattr(timings, "steps", steps)
+    monkeypatch.setattr(timings, "timed", lambda *_, **__: {(1, 1): 1.0})
+    found = Timings()
+    for name in ("ngram", "suffix"):
+        timings.measure(target, [name], [1], [2], 16, found)
+    plain = found.plain[1, 0, 16].seconds
+    for cells in found.drafts.values():
+        assert cells[1, 2, 16].seconds == pytest.approx(1.5 * plain) and cells[1, 2, 16].spread < 1e-6
+    assert len(found.drafts) == 3  # random chains beside them
+
+
+def test_texts_of_a_batch_are_of_unequal_lengths() -> None:
+    """Catches a batch that is read faster than a served one, since all its texts are of one length."""
+    assert timings.ragged(100, 1) == [100] and timings.ragged(100, 3) == pytest.approx([60, 100, 140])
 
 
 def test_times_of_a_busy_machine_are_not_kept(
@@ -238,9 +266,10 @@ def test_times_of_a_busy_machine_are_not_kept(
 def test_depths_are_timed_in_turn(target: TransformersTarget) -> None:
     """Catches steps that are counted for another depth than they drafted."""
     drafter = find("recycle").build(find("recycle").Config(), target)
-    steps, state = timings.timed_steps(target, drafter, 2, [1, 3], 40)
-    assert set(steps) == {1, 3} and all(cell.verify_s > 0 for cells in steps.values() for cell in cells)
-    assert all(cell.drafted <= depth for depth, cells in steps.items() for cell in cells)
+    state = batch(target, 2, ends=frozenset())
+    found = list(timings.steps(target, drafter, state, [1, 3], 40))
+    assert [depth for depth, _ in found] == [1, 3] * timings.STEPS
+    assert all(cell.verify_s > 0 and cell.drafted <= depth for depth, cell in found)
     assert state.read_tokens > 0
 
 
@@ -248,10 +277,11 @@ def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
     """Catches a depth or a batch that is read from the wrong neighbour."""
     cell = lambda seconds, nodes: Cell(seconds, 10 * seconds, 0.0, nodes)
     found = Timings(
-        {(1, n, 64): float(n) for n in (1, 2, 4)} | {(4, n, 64): 4.0 * n for n in (1, 2, 4)},
+        {},
         {(1, 0, 64): Cell(0, 1.0, 0.5), (4, 0, 64): Cell(0, 4.0, 0.5)},
         {"deep": {(1, 1, 64): cell(1, 1), (1, 3, 64): cell(3, 3), (4, 1, 64): cell(2, 1), (4, 3, 64): cell(6, 3)},
-         "found": {(1, 3, 64): cell(1, 0)}},
+         "found": {(1, 3, 64): cell(1, 0)},
+         timings.CHAINS: {(slots, n, 64): Cell(0, slots * (1.0 + n), 0) for slots in (1, 4) for n in (1, 3)}},
         0.5, {"deep": 0.1},
     )  # fmt: skip
     costs = TimedCosts(found, {"dflash": "deep", "ngram": "found"})

@@ -1,0 +1,54 @@
+"""What stands for CUDA graphs where there is no such device: a step's operations, recorded and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default}
+"""Operations by which the host reads a tensor, and waits for it."""
+
+
+class Recording(TorchDispatchMode):
+    """Records as CUDA graphs do: the function runs twice, then operations and the tensors that they read and wrote.
+
+    A replay runs none of our Python: every operation reads and writes the memory that it did when it was recorded.  A
+    function that lets the host read a tensor is an AssertionError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = self.replayed = 0
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in READS, f"the host reads a tensor in the step: {function}"
+        found = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in pytree.arg_tree_leaves(args) if is_tensor(tensor)}
+        fresh = [one for one in pytree.tree_leaves(found) if one.untyped_storage().data_ptr() not in given]
+        if fresh or function._schema.is_mutable:  # what is left are views
+            self.calls.append((function, args, kwargs or {}, fresh))
+        return found
+
+    def __call__(self, function: Any) -> tuple[Any, Sequence[Any]]:
+        """As `targets.cuda_graphs.Recorder`."""
+        self.recorded, self.calls = self.recorded + 1, []
+        function()
+        with self:
+            outputs = function()
+        calls = self.calls
+
+        def replay() -> None:
+            self.replayed += 1
+            for operation, args, kwargs, fresh in calls:
+                found = pytree.tree_leaves(operation(*args, **kwargs))
+                for there, here in zip(fresh, found if fresh else (), strict=True):
+                    there.copy_(here)
+
+        return replay, outputs

@@ -1,0 +1,76 @@
+"""`Replay` for captured steps: known texts, one tree for all steps, wrong tokens now and then, all of it tensors.
+
+B slots, N nodes of the tree, D its depth, T tokens of the longest text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.replay import Replay
+from outrider.decoding.draft import Draft
+from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.static import Committed, StaticRule, StaticSlots, fixed, sizes_of
+
+LEAF = 0.3
+"""Share of steps in which a node without children of its own is the true token."""
+
+
+class StaticReplay(Replay):
+    """A replay whose wrong tokens depend on the place in the text alone, and whose tree is the same in every step."""
+
+    def __init__(self, texts: Sequence[list[int]], vocabulary: int, **options: Any):
+        super().__init__(texts, vocabulary, **options)
+        tokens, self.parents = self._tree(list(range(self.depth)))
+        self.limit = len(tokens)
+        self.depths: list[int] = []
+        for parent in self.parents:
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        goes_on = set(self.parents) if self.width > 1 else range(self.limit)
+        self.chances = [self.right if node in goes_on else LEAF for node in range(self.limit)]
+
+    def allocate(self, like: Any) -> int:
+        """Slots of the batch."""
+        return int(like.slots)
+
+    def static(self, memory: int, is_greedy: bool) -> StaticTexts:
+        return StaticTexts(self, memory)
+
+
+class StaticTexts:
+    """The replay's part of a step."""
+
+    room = 0
+
+    def __init__(self, replay: StaticReplay, slots: int):
+        self.replay, self.parents = replay, replay.parents
+        longest = max(map(len, replay.texts)) + replay.depth + 1
+        self.texts = torch.zeros(slots, longest, dtype=torch.int64)
+        """[B, T], what each slot's text will be."""
+        self.above, self.depths = torch.tensor(self.parents), torch.tensor(replay.depths)
+        self.chances = torch.tensor(replay.chances)
+        self.tensors: list[Tensor] = [self.texts]
+        self.caches: list[Any] = []
+
+    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
+        for row in rows:
+            text = state.tokens[row]
+            known = next((known for known in self.replay.texts if known[: len(text)] == text), text)
+            self.texts[row] = 0
+            self.texts[row, : len(known)] = torch.tensor(known)
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        """A node is the token to come where a number made of its place says so, and the next id elsewhere."""
+        at = (slots.length[:, None] + 1 + self.depths).clamp(max=self.texts.shape[1] - 1)
+        order = torch.arange(len(self.depths), device=at.device)
+        is_right = (at * 7919 + order * 104729) % 1009 < 1009 * self.chances
+        coming = self.texts.gather(1, at)
+        tokens = torch.where(is_right, coming, (coming + 1 + order) % self.replay.vocabulary)
+        return fixed(tokens, self.parents, self.above, sizes_of(slots, len(self.parents)), None)
+
+    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
+        pass

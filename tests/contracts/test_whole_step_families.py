@@ -1,0 +1,89 @@
+"""Captured steps write what plain steps write, in every family: known texts are drafted, with wrong tokens in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.families import SMALL, tiny
+from benchmarks.recording import Recording
+from benchmarks.static_replay import StaticReplay
+from outrider.compiled.whole_step import WholeStep
+from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.static import NoStatic
+from outrider.generation import serve
+from outrider.sampling.settings import Sampling
+from outrider.targets import cuda_graphs
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+RECURRENT = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2"}
+"""Their passes carry a state that no column of a cache holds: they are refused, with the reason."""
+FAST = (
+    "qwen3",
+    "mistral-window",
+    "gemma3",
+    "gemma4",
+    "llama4-chunks",
+    "deepseek-v3",
+    "bloom",
+    "gpt2",
+    "mamba2",
+    "lfm2",
+)
+ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in FAST)]
+LENGTHS, COUNTS = (6, 1, 33, 3, 9), (40, 30, 24, 36, 1)
+
+
+def target_of(family: str) -> TransformersTarget:
+    try:
+        return load_target(tiny(family, "sdpa"))
+    except ValueError:
+        return load_target(tiny(family))
+
+
+def written(target: TransformersTarget, requests: list[Request], drafter: StaticReplay | None) -> list[list[int]]:
+    """By plain steps without a drafter, by recorded ones with it."""
+    state = DecodeState(3, target.spec.context, frozenset({5}), target.device)
+    steps = serve(target, requests, state=state) if drafter is None else by_record(target, requests, drafter, state)
+    found: list[list[int]] = [[] for _ in requests]
+    kept = 0
+    for step in steps:
+        found[step.request] += step.tokens
+        kept += step.accepted
+    assert drafter is None or kept > sum(map(len, found)) / 4, "drafts that are right must be kept"
+    return found
+
+
+def by_record(target: TransformersTarget, requests: list[Request], drafter: StaticReplay, state: DecodeState):
+    whole, recording = WholeStep(target, drafter, state, Recording()), None
+    whole.open(requests)
+    yield from whole.advance(requests)
+    recording = whole.step.recorder
+    assert recording.recorded < recording.replayed
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("family", ALL)
+def test_captured_steps_of_every_family_write_what_plain_ones_write(
+    family: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a family's part of a pass that a graph leaves out: windows, chunks, shared keys, biases by distance."""
+    monkeypatch.setattr(cuda_graphs, "COLUMNS", 32)
+    target = target_of(family)
+    if width > 1 and target.spec.mode == "chain":
+        pytest.skip("verifies chains alone")
+    noise = torch.Generator().manual_seed(1)
+    samplings = [Sampling(), Sampling(temperature=0.9, seed=4)]
+    requests = [
+        Request(torch.randint(target.spec.vocabulary, (length,), generator=noise).tolist(), count, samplings[n % 2])
+        for n, (length, count) in enumerate(zip(LENGTHS, COUNTS, strict=True))
+    ]
+    plain = written(target, requests, None)
+    texts = [request.prompt + tokens for request, tokens in zip(requests, plain, strict=True)]
+    drafter = StaticReplay(texts, target.spec.vocabulary, depth=3, width=width, right=0.8)
+    if family in RECURRENT:
+        with pytest.raises(NoStatic):
+            written(target, requests, drafter)
+        return
+    assert written(target, requests, drafter) == plain
