@@ -43,12 +43,12 @@ STEPS, SKIPPED = 5, 1
 """Timed steps of each depth in a round, and steps before them that warm up."""
 ROUNDS = 3
 """Times that everything is timed in turn, so that other load slows all of it."""
-SPREAD = 0.4
-"""Texts of a batch are up to this share shorter and longer than the context, as those served are that began at other
+SPREAD = 0.25
+"""Standard deviation of the lengths of a batch's texts, over their mean, as served ones differ that began at other
 times: equal ones are read faster."""
 CHAINS = "random chains"
 """The drafter whose steps tell what a verification takes, whoever drafts."""
-GRAIN = 64
+GRAIN = 32
 """Contexts are rounded to it, so that plans for similar traffic share times."""
 
 
@@ -267,10 +267,9 @@ class RoundRobin(Policy):
 
 
 def ragged(context: int, slots: int) -> list[float]:
-    """Lengths of the texts of a batch, `context` in the mean."""
-    if slots == 1:
-        return [context]
-    return [context * (1 + SPREAD * (2 * slot / (slots - 1) - 1)) for slot in range(slots)]
+    """Lengths of the texts of a batch, `context` in the mean: the middles of equal parts of a normal distribution."""
+    normal = statistics.NormalDist(context, SPREAD * context)
+    return [normal.inv_cdf((slot + 0.5) / slots) for slot in range(slots)]
 
 
 def steps(

@@ -249,7 +249,7 @@ def test_drafts_are_timed_beside_plain_steps(target: TransformersTarget, monkeyp
 
 def test_texts_of_a_batch_are_of_unequal_lengths() -> None:
     """Catches a batch that is read faster than a served one, since all its texts are of one length."""
-    assert timings.ragged(100, 1) == [100] and timings.ragged(100, 3) == pytest.approx([60, 100, 140])
+    assert timings.ragged(100, 1) == [100] and timings.ragged(100, 3) == pytest.approx([75.8, 100, 124.2], abs=0.1)
 
 
 def test_times_of_a_busy_machine_are_not_kept(
