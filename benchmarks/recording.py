@@ -15,11 +15,15 @@ READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero
 """Operations by which the host reads a tensor, and waits for it."""
 
 
+class HostRead(AssertionError):
+    """A step let the host read a tensor, which no graph can hold."""
+
+
 class Recording(TorchDispatchMode):
     """Records as CUDA graphs do: the function runs twice, then operations and the tensors that they read and wrote.
 
     A replay runs none of our Python: every operation reads and writes the memory that it did when it was recorded.  A
-    function that lets the host read a tensor is an AssertionError.
+    function that lets the host read a tensor is a HostRead.
     """
 
     def __init__(self) -> None:
@@ -28,7 +32,8 @@ class Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in READS, f"the host reads a tensor in the step: {function}"
+        if function in READS:
+            raise HostRead(f"the host reads a tensor in the step: {function}")
         found = function(*args, **(kwargs or {}))
         given = {tensor.untyped_storage().data_ptr() for tensor in pytree.arg_tree_leaves(args) if is_tensor(tensor)}
         fresh = [one for one in pytree.tree_leaves(found) if one.untyped_storage().data_ptr() not in given]

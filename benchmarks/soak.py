@@ -47,10 +47,11 @@ from transformers.utils import logging
 
 from benchmarks.families import SMALL, built, forms, tiny
 from benchmarks.families import continued as generated
-from benchmarks.recording import Recording
+from benchmarks.recording import HostRead, Recording
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from benchmarks.static_replay import StaticReplay
 from outrider.compiled.whole_step import WholeStep
+from outrider.compiled.whole_step_check import wrong
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
@@ -506,8 +507,8 @@ def tried(case: Case) -> Outcome:
     """As `run`; a case that crashes is a mismatch, and the soak goes on."""
     try:
         return run(case)
-    except NoStatic as error:
-        return Outcome(events=Counter({f"cases that can't be recorded: {error}": 1}))
+    except (NoStatic, HostRead) as error:
+        return Outcome(events=Counter({f"cases of {case.family} that stay plain: {error}": 1}))
     except Exception as error:
         if isinstance(error, ConfigError) and case.generation and "makes a logit" in str(error):
             # such as a length penalty on an end that a least length forbids: `generate` goes on with NaN
@@ -552,6 +553,8 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
     state = DecodeState(min(slots, max(len(requests), 1)), case.context, case.ends, target.device, judge)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
     if case.is_whole and drafter is not None:
+        if reason := wrong(target, drafter):  # as `generate` asks before it captures
+            raise NoStatic(reason)
         whole = WholeStep(target, drafter, state, None if target.device.type == "cuda" else Recording())
         whole.open(requests)
         steps = whole.advance(requests)
@@ -562,7 +565,7 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
         written.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
-        written.text += judge.new_text[progress.row]
+        written.text += judge.text(progress.row)
     return found
 
 

@@ -60,6 +60,7 @@ class StaticTexts:
         for row in rows:
             text = state.tokens[row]
             known = next((known for known in self.replay.texts if known[: len(text)] == text), text)
+            known = known[: self.texts.shape[1]]
             self.texts[row] = 0
             self.texts[row, : len(known)] = torch.tensor(known)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import families, replay, soak
+from outrider.decoding import static
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
@@ -71,6 +72,24 @@ def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path, monkeypatch)
         "of_these": {"crash": 1},
         "ties": 1,
     }
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_soak_of_recorded_steps_compares_them(is_faulty, monkeypatch):
+    """Catches a soak that has rotted, or records nothing; and, planted, noise that is drawn for the token before."""
+    monkeypatch.setattr(soak, "SMALL", ["qwen3"])
+    monkeypatch.setattr(soak, "FORMS", {})
+    advance = static._advance
+    if is_faulty:
+        monkeypatch.setattr(soak, "wrong", lambda *_: "")
+        monkeypatch.setattr(
+            static, "_advance", lambda slots, *more: (advance(slots, *more), slots.index.sub_(slots.live.long()))
+        )
+    case = soak.drawn(3, 1)
+    assert is_faulty or soak.tried(case).mismatches == []
+    found = soak.tried(soak.recorded(case))
+    assert not found.events and found.tokens > 100
+    assert bool(found.mismatches) == is_faulty and not any("crash" in one for one in found.mismatches)
 
 
 def faulty_draw(draw):
