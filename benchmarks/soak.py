@@ -474,13 +474,14 @@ def run(case: Case) -> Outcome:
         plain = continued(case, case.requests, None, case.plain_slots)
         texts = [request.prompt + written.tokens for request, written in zip(case.requests, plain, strict=True)]
         outcome = Outcome()
-        drafted: list[Written] = []
         if case.is_whole:
             drafter = StaticReplay(texts, case.target.spec.vocabulary, **case.drafter)
             drafted = continued(case, case.requests, drafter, case.slots)
-        for found, watched in [] if case.is_whole else _in_threads(case, texts):
-            drafted += found
-            outcome.events.update(watched.events())
+        else:
+            parts = _in_threads(case, texts)
+            drafted = [written for part, _ in parts for written in part]
+            for _, watched in parts:
+                outcome.events.update(watched.events())
         for n, request in enumerate(case.requests):
             if request.sampling.temperature == 0 or request.sampling.seed is not None:
                 _compare(case, n, plain[n], drafted[n], outcome)

@@ -189,7 +189,7 @@ def measure(
         new_names = [name for name in keys if any(
             (slots, depth, context) not in found.drafts.get(keys[name], {}) for depth in depths
         )]  # fmt: skip
-        if new_names or (slots, 0, context) not in found.plain:
+        if new_names:
             say(f"timing steps of {slots} at once: {', '.join(['plain', *new_names])}")
             own = {CHAINS: lambda: RandomChains(target.spec.vocabulary, max(depths))}
             made = {name: own[name]() if name in own else load(name) if load else load_drafter(name, target)
@@ -222,19 +222,18 @@ def _add(
     """By drafter and depth, in plain steps."""
     for _ in range(ROUNDS):
         for key, drafter in drafters.items():
-            own = [depth for depth in depths if depth <= drafter.limit] or [0]
+            own = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
             state = batch(target, slots, ends=frozenset())
             beside = steps(target, None, batch(target, slots, ends=frozenset()), own, context)
             for (_, one), (depth, other) in zip(beside, steps(target, drafter, state, own, context), strict=False):
                 plain.append(one)
                 drafted.setdefault((key, depth), []).append(other.scaled(1 / one.seconds))
             found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
-        if not drafters:
-            plain += [cell for _, cell in steps(target, None, batch(target, slots, ends=frozenset()), depths, context)]
     usual = found.plain.setdefault((slots, 0, context), middle(plain)).seconds
-    for (key, depth), cells in drafted.items():
-        if depth:
-            found.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
+    for key, depth in product(drafters, depths):
+        # one that is asked for more than it drafts gives what it has
+        cells = drafted.get((key, depth)) or drafted[key, max(known for name, known in drafted if name == key)]
+        found.drafts.setdefault(key, {})[slots, depth, context] = middle(cells).scaled(usual)
 
 
 def middle(cells: Sequence[Cell]) -> Cell:

@@ -14,6 +14,7 @@ from verbs import outrider_with
 from benchmarks import plan as benchmark
 from outrider import machine
 from outrider.drafters import find
+from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import batch
 from outrider.plan import timings
 from outrider.plan.predict import StepCost
@@ -245,6 +246,19 @@ def test_drafts_are_timed_beside_plain_steps(target: TransformersTarget, monkeyp
     for cells in found.drafts.values():
         assert cells[1, 2, 16].seconds == pytest.approx(1.5 * plain) and cells[1, 2, 16].spread < 1e-6
     assert len(found.drafts) == 3  # random chains beside them
+
+
+def test_a_drafter_of_few_tokens_is_not_timed_again(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches every plan that times a drafter anew, since a depth is missing that it can't draft."""
+    monkeypatch.setattr(timings, "ROWS", (1,))
+    load = lambda name: SmallModel(target, Config(length=2))
+    found = timings.measure(target, ["small_model"], [1], [1, 4], 16, Timings(), load)
+    key = timings.identity_of("small_model")
+    assert found.drafts[key][1, 4, 16] == found.drafts[key][1, 1, 16]
+    monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
+    timings.measure(target, ["small_model"], [1], [1, 4], 16, found, load)
 
 
 def test_texts_of_a_batch_are_of_unequal_lengths() -> None:
