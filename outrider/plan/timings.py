@@ -224,8 +224,8 @@ def _add(
         for key, drafter in drafters.items():
             own = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
             state = batch(target, slots, ends=frozenset())
-            beside = steps(target, None, batch(target, slots, ends=frozenset()), own, context)
-            for (_, one), (depth, other) in zip(beside, steps(target, drafter, state, own, context), strict=False):
+            undrafted = steps(target, None, batch(target, slots, ends=frozenset()), own, context)
+            for (_, one), (depth, other) in zip(undrafted, steps(target, drafter, state, own, context), strict=False):
                 plain.append(one)
                 drafted.setdefault((key, depth), []).append(other.scaled(1 / one.seconds))
             found.prompts[key] = state.read_s / state.read_tokens if state.read_tokens else 0.0
