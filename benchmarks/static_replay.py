@@ -5,6 +5,7 @@ B slots, N nodes of the tree, D its depth, T tokens of the longest text.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.replay import Replay
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, node_depths
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import Committed, StaticRule, StaticSlots, fixed, sizes_of
 
@@ -27,17 +28,16 @@ class StaticReplay(Replay):
         super().__init__(texts, vocabulary, **options)
         tokens, self.parents = self._tree(list(range(self.depth)))
         self.limit = len(tokens)
-        self.depths: list[int] = []
-        for parent in self.parents:
-            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        self.depths = node_depths(self.parents)
         goes_on = set(self.parents) if self.width > 1 else range(self.limit)
         self.chances = [self.right if node in goes_on else LEAF for node in range(self.limit)]
 
-    def allocate(self, like: Any) -> int:
-        """Slots of the batch."""
-        return int(like.slots)
+    def allocate(self, like: Any) -> Tensor:
+        """[B, T], what each slot's text will be."""
+        longest = max(map(len, self.texts)) + self.depth + 1
+        return torch.zeros(like.slots, longest, dtype=torch.int64, device=like.device)
 
-    def static(self, memory: int, is_greedy: bool) -> StaticTexts:
+    def static(self, memory: Tensor, is_greedy: bool) -> StaticTexts:
         return StaticTexts(self, memory)
 
 
@@ -46,14 +46,12 @@ class StaticTexts:
 
     room = 0
 
-    def __init__(self, replay: StaticReplay, slots: int):
-        self.replay, self.parents = replay, replay.parents
-        longest = max(map(len, replay.texts)) + replay.depth + 1
-        self.texts = torch.zeros(slots, longest, dtype=torch.int64)
-        """[B, T], what each slot's text will be."""
-        self.above, self.depths = torch.tensor(self.parents), torch.tensor(replay.depths)
-        self.chances = torch.tensor(replay.chances)
-        self.tensors: list[Tensor] = [self.texts]
+    def __init__(self, replay: StaticReplay, texts: Tensor):
+        """texts [B, T]: what each slot's text will be."""
+        self.replay, self.parents, self.texts = replay, replay.parents, texts
+        there = functools.partial(torch.tensor, device=texts.device)
+        self.above, self.depths, self.chances = there(self.parents), there(replay.depths), there(replay.chances)
+        self.tensors: list[Tensor] = [texts]
         self.caches: list[Any] = []
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:

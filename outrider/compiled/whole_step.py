@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from outrider import prepacked
 from outrider.decoding import static
+from outrider.decoding.draft import node_depths
 from outrider.decoding.generate import Progress, draft_columns, prefill
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
@@ -153,7 +155,7 @@ class WholeStep:
         self.step = StepGraphs(self.slots, passes, own, rule, ends, recorder)
         self.width = len(own.parents) + 1
         self.packets: Packets | None = None
-        self.reaches = [0, *_reaches(own.parents)]
+        self.reaches = [0, *(1 + above for above in accumulate(node_depths(own.parents), max))]
         """By number of verified nodes, how deep they go."""
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Progress]:
@@ -251,11 +253,3 @@ def refuse(requests: Sequence[Request], state: DecodeState) -> None:
         plain = Sampling(temperature=sampling.temperature, seed=sampling.seed)
         if sampling != plain or request.max_draft is not None:
             raise NoStatic("a request sets more than temperature and seed")
-
-
-def _reaches(parents: Sequence[int]) -> list[int]:
-    """Depth of the first n + 1 nodes of a tree, for every n."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return [max(depths[: n + 1]) for n in range(len(depths))]

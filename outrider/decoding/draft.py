@@ -220,12 +220,18 @@ def _eldest(parents: tuple[int, ...]) -> list[int]:
     return path[1:]
 
 
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes lie above each node of a tree."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @functools.lru_cache(1024)
 def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Mask [N+1, N+1] of one tree's rows, and every node's depth.  Cached, since most drafters repeat the same tree."""
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
-    depths: list[int] = []
     for n, parent in enumerate(parents):
         sees[n + 1] |= sees[parent + 1]
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return sees, depths
+    return sees, node_depths(parents)

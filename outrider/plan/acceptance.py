@@ -3,9 +3,9 @@
 A survival curve is all that a speed-up needs of acceptance: [k] is the share of steps that accept at least k + 1
 drafted tokens where so many may be drafted.  Tokens per step at depth K are 1 plus the sum of its first K entries.
 
-The beginning of a deeper curve is that of a shallower draft only nearly: deep drafts end where text is hard, so their
-steps begin right behind hard tokens, and those of shallow drafts anywhere.  A probe therefore knows a curve for each
-depth; a report, a checkpoint and a paper know one.
+The beginning of a deeper curve is not that of a shallower draft: steps of deep drafts begin behind hard tokens, where
+those end, and the first nodes of a tree lack their siblings.  A probe therefore knows a curve for each depth; a report,
+a checkpoint and a paper know one.
 """
 
 from __future__ import annotations

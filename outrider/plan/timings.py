@@ -6,6 +6,7 @@ what is new is added.  As with all times of this machine, those taken while othe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -176,6 +177,7 @@ def measure(
 
     load: how a drafter is made of its name.
     """
+    load = load or functools.partial(load_drafter, target=target)
     sizes = [size for size in product(batches, ROWS) if size[0] * size[1] <= MOST_ROWS]
     new = [size for size in sizes if (*size, context) not in found.passes]
     if new:
@@ -191,10 +193,9 @@ def measure(
         )]  # fmt: skip
         if new_names:
             say(f"timing steps of {slots} at once: {', '.join(['plain', *new_names])}")
-            own = {CHAINS: lambda: RandomChains(target.spec.vocabulary, max(depths))}
-            made = {name: own[name]() if name in own else load(name) if load else load_drafter(name, target)
-                    for name in new_names}  # fmt: skip
-            _add(found, target, {keys[name]: drafter for name, drafter in made.items()}, slots, depths, context)
+            chains = RandomChains(target.spec.vocabulary, max(depths))
+            drafters = {keys[name]: chains if name == CHAINS else load(name) for name in new_names}
+            _add(found, target, drafters, slots, depths, context)
     return found
 
 

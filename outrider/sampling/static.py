@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Walked, walk, walk_top1
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, node_depths
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Request, Scores
 from outrider.decoding.static import StaticRule, StaticSlots
@@ -76,10 +76,7 @@ def rule_of(requests: Sequence[Request], kernels: AcceptanceKernels | None) -> S
 
 def _deepest(draft: Draft) -> int:
     """Depth of the draft's tree, which the host knows."""
-    depths: list[int] = []
-    for parent in draft.tree[0]:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
+    return 1 + max(node_depths(draft.tree[0]), default=-1)
 
 
 def _read(found: Tensor) -> Walked:

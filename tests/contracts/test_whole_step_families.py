@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from targets.test_families import ALL, RECURRENT
 
-from benchmarks.families import SMALL, tiny
+from benchmarks.families import tiny
 from benchmarks.recording import HostRead, Recording
 from benchmarks.static_replay import StaticReplay
 from outrider.compiled.whole_step import WholeStep
@@ -17,23 +18,10 @@ from outrider.targets import cuda_graphs
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
-REFUSED = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2", "bloom"}
+REFUSED = {*RECURRENT, "bloom"}
 """Their passes carry a state that no column of a cache holds, or no mask: they are refused, with the reason."""
 EXPERTS = {"deepseek-v3", "qwen3-moe", "gpt-oss"}
 """Experts that are called one by one, for which the host reads which were chosen: no graph takes that."""
-FAST = (
-    "qwen3",
-    "mistral-window",
-    "gemma3",
-    "gemma4",
-    "llama4-chunks",
-    "deepseek-v3",
-    "bloom",
-    "gpt2",
-    "mamba2",
-    "lfm2",
-)
-ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in FAST)]
 LENGTHS, COUNTS = (6, 1, 33, 3, 9), (40, 30, 24, 36, 1)
 
 
@@ -58,10 +46,10 @@ def written(target: TransformersTarget, requests: list[Request], drafter: Static
 
 
 def by_record(target: TransformersTarget, requests: list[Request], drafter: StaticReplay, state: DecodeState):
-    whole, recording = WholeStep(target, drafter, state, Recording()), None
+    recording = Recording()
+    whole = WholeStep(target, drafter, state, recording)
     whole.open(requests)
     yield from whole.advance(requests)
-    recording = whole.step.recorder
     assert recording.recorded < recording.replayed
 
 
