@@ -157,8 +157,9 @@ def _answer_clients(served: Served) -> None:
         app = make_app(service, telemetry, lambda: door.is_closed)
         door = Door(app, config, keys, telemetry)
         what = "the keys of " + str(config.keys) if keys else "no key is asked for"
-        say(f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops")
-        server.run(server.Server(door, service, post, lambda line: console.remark(f"          {line}")), sock)
+        line = f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops"
+        remark = lambda text: console.remark(f"          {text}")
+        server.run(server.Server(door, service, post, remark, ready=lambda: say(line)), sock)
     say("          stopped; all requests that ran have ended")
 
 

@@ -59,16 +59,19 @@ def address_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Runs until `drain`, or until the engine fails."""
+    """Runs until `drain`, or until the engine fails; `ready` is called once it answers, and drains at a signal."""
 
-    def __init__(self, door: Door, service: Service, post: Post, say: Callable[[str], None] = log.info):
+    def __init__(
+        self, door: Door, service: Service, post: Post, say: Callable[[str], None] = log.info,
+        ready: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
         super().__init__(
             uvicorn.Config(
                 door, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(LAST_S), log_level="warning",
             )
         )  # fmt: skip
-        self.door, self.service, self.post, self.say = door, service, post, say
+        self.door, self.service, self.post, self.say, self.ready = door, service, post, say, ready
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -81,6 +84,11 @@ class Server(uvicorn.Server):
             watch.cancel()
         if self.service.engine.error:
             raise ServerError(f"the engine failed: {self.service.engine.error}; see the log, and start it again")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so only then: before, a client's first request would be refused."""
+        await super().startup(sockets)
+        self.ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -57,21 +57,9 @@ def served(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], s
         reader.join(5)
 
 
-def ready(url: str) -> None:
-    """Wait until it answers: the address is said before the first request is taken."""
-    for _ in range(200):
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.02)
-    raise AssertionError("no answer")
-
-
 def test_a_server_says_what_it_is_and_drains(folder: Path) -> None:
     """Catches a request that SIGTERM cuts off, a new one that is taken then, and an exit code of a failure."""
     with served(folder, "--drafter", "ngram", "--slots", "2", "serve.drain_s=60") as (process, url, lines):
-        ready(url)
         said = "".join(lines)
         assert "drafter   ngram: at most" in said
         assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy adaptive", said)
@@ -215,7 +203,6 @@ def test_the_first_of_two_processes_serves_a_target_that_both_share(folder: Path
             lines.append(process.stdout.readline())
             assert lines[-1], "".join(lines)
         url = lines[-1].split()[1].rstrip(",")
-        ready(url)
         asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}
         wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
         for _ in range(2):

@@ -77,11 +77,12 @@ def running(
         service = Service(engine, target, config, name=MODEL, drafters=drafters, log=log)
         app = make_app(service, engine.telemetry, lambda: door.is_closed)
         door = Door(app, config, KeyRing(config.keys) if config.keys else None, engine.telemetry)
-        own = server.Server(door, service, post)
+        answers = threading.Event()
+        own = server.Server(door, service, post, ready=answers.set)
         thread = threading.Thread(target=lambda: _run(own, own.serve([sock])), daemon=True)
         thread.start()
         found = Running(server.address_of(sock), service, door, own)
-        assert found.settled(lambda: own.started)
+        assert answers.wait(20)
         try:
             yield found
         finally:

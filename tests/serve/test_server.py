@@ -12,9 +12,12 @@ from openai import OpenAI
 
 from outrider import Sampling
 from outrider.serve import server
+from outrider.serve.api import make_app
 from outrider.serve.config import Config
+from outrider.serve.door import Door
+from outrider.serve.service import Service
 from outrider.targets.transformers import TransformersTarget
-from serve.running import MODEL, Running, running
+from serve.running import MODEL, Running, engine_of, running
 from serve.test_api import LONG, PROMPT, Slow, alone
 
 
@@ -120,6 +123,24 @@ def test_a_connection_is_used_again(talker: TransformersTarget) -> None:
             assert text == wanted
             assert http.post(f"{found.url}/v1/completions", json={"prompt": 5}).status_code == 400
         assert len(found.server.server_state.connections) == 1
+
+
+def test_it_says_that_it_answers_only_when_it_does(talker: TransformersTarget) -> None:
+    """Catches an address that is said of a socket which does not listen yet: a client's first request is refused."""
+    connected: list[bool] = []
+
+    def connects() -> None:
+        with socket.socket() as client:
+            connected.append(client.connect_ex(sock.getsockname()) == 0)
+        own.should_exit = True
+
+    config = Config(port=0, slots=1)
+    with engine_of(talker, None, config) as (engine, post), server.bound(config) as sock:
+        service = Service(engine, talker, config, name=MODEL)
+        door = Door(make_app(service, engine.telemetry, lambda: False), config, None, engine.telemetry)
+        own = server.Server(door, service, post, ready=connects)
+        server.run(own, sock)
+    assert connected == [True]
 
 
 def test_small_pieces_leave_at_once() -> None:
