@@ -41,7 +41,7 @@ def replayed(own: Subject, asked: Asked, load: Callable[[str], Any]) -> tuple[Pr
     cached = CachedRecords(target, {name: own.methods[name] for name in names}, asked.draft_model)
     if asked.again:
         cached.records.clear()
-    share = probe.within(target, reads, cached, names, asked.probe)
+    share = probe.within(target, reads, cached, drafters, asked.probe)
     records, loops = probed.counted(_run(target, drafters, share, cached))
     left_out = {"refused by the target": refused, "the answer loops": loops}
     found = probed.found(sample, asked.probe, records, left_out, share.because)

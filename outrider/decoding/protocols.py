@@ -89,6 +89,10 @@ class Drafter:
     """Its own passes that can be compiled, as `compiled.Compiled`."""
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
+    captured: Any = None
+    """Captured steps of the last call, for the next one; see `compiled.step_graphs.CapturedBatch`."""
+    nested: bool = True
+    """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False
     """As a member of an ensemble it observes every step as it was, with other members' nodes; see `nn.ensemble`."""
 

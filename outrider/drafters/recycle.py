@@ -49,7 +49,7 @@ TENANTS = 64
 class Recycle(RequestDrafter[Successors]):
     """Grows a tree of successors under the anchor."""
 
-    watches = True
+    nested, watches = False, True
 
     def __init__(self, config: Config, vocabulary: int):
         self.config, self.limit, self.vocabulary = config, config.nodes, vocabulary

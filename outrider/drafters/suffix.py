@@ -55,6 +55,8 @@ class Config(Base):
 class Suffix(Lookup):
     """Looks up the end of the text in all sources."""
 
+    nested = False
+
     def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
         super().__init__(config.nodes, Tries(config.longest, config.capacity, config.tenants, config.shared))
         self.config, self.sources = config, sources

@@ -37,8 +37,6 @@ class Acceptance(NamedTuple):
     source: str
     offered: tuple[float, ...] = ()
     """[k]: share of steps that draft at least k + 1 tokens; all of them where it is empty."""
-    min_depth: int = 1
-    """The shallowest depth that is known."""
     shallower: tuple[Acceptance, ...] = ()
     """[k]: that of drafts of k + 1 tokens, where they were measured themselves."""
 

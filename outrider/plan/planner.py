@@ -112,7 +112,7 @@ def rows_at(own: Subject, given: Given, demand: Demand, load: float) -> list[Row
 def rows_of(own: Subject, given: Given, demand: Demand, name: str, load: float) -> list[Row]:
     """A method at every depth whose acceptance is known."""
     known = own.accepted[name]
-    depths = [depth for depth in given.depths if known.min_depth <= depth <= known.depth]
+    depths = [depth for depth in given.depths if depth <= known.depth]
     return [row(given.costs, name, depth, known, demand, load, given.memory) for depth in depths]
 
 
@@ -124,7 +124,7 @@ def even_points(own: Subject, given: Given, context: float, load: float) -> list
     for name in own.methods:
         known = own.accepted.get(name)
         for depth in given.depths:
-            if known is None or known.min_depth <= depth <= known.depth:
+            if known is None or depth <= known.depth:
                 found.append(break_even(given.costs, name, depth, known, context, load, loads))
     return found
 

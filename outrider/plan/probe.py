@@ -3,7 +3,8 @@
 Each request is decoded alone, with a memory of its own: what a drafter learns from other requests is not counted, and
 what was replayed before need not be replayed again.  A draft of `NODES` tokens, the most that a plan looks at, is made
 at every token of the answer, so that steps of every depth follow from one replay.  At temperature 0 they are the steps
-that decoding makes; above it each draft is judged as it would be there.
+that decoding makes; above it each draft is judged as it would be there.  Where a draft of fewer tokens is not the
+beginning of a larger one, or hangs on what was verified before, the request is decoded once for each of `DEPTHS`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -51,9 +52,10 @@ REQUESTS = 24
 UNASKED_S = 60.0
 """Most seconds of a replay that nobody asked for."""
 SEED = 0
-FORMAT = 2
+FORMAT = 3
 """Of what is stored; another counts as not replayed."""
-NODES = 7
+DEPTHS = (1, 2, 4, 7)
+NODES = DEPTHS[-1]
 FEWEST_FIRST = Config().min_first_ngrams
 """A text loops where a smaller share of its 8-grams are there for the first time, as in `outrider evaluate`."""
 TRIED, STEPS = 256, 4
@@ -69,23 +71,30 @@ class Replayed:
     category: str
     method: str
     tokens: int
-    paths: tuple[tuple[int, ...], ...]
-    """[i]: nodes that are accepted by a step that begins at token i of the answer, from the anchor down."""
-    nodes: tuple[int, ...]
-    """[i]: tokens that it drafts, on all branches."""
-    varies: bool
-    """Its trees are of several shapes, so that one of fewer nodes is not the beginning of a larger one."""
     loops: bool
     """Its answer repeats itself, so that drafts of it say nothing of other text."""
+    drafts: tuple[Drafts, ...]
+    """One for all depths, or one for each of `DEPTHS`."""
 
     def steps(self, depth: int) -> Steps:
         """The steps that decode this answer with drafts of at most so many tokens, the first ones of each draft."""
+        own = next((drafts for drafts in self.drafts if drafts.depth >= depth), self.drafts[-1])
         accepted, nodes, at = list[int](), list[int](), 0
-        while at < len(self.paths):
-            accepted.append(len([*takewhile(lambda node: node < depth, self.paths[at])]))
-            nodes.append(min(depth, self.nodes[at]))
+        while at < len(own.paths):
+            accepted.append(len([*takewhile(lambda node: node < depth, own.paths[at])]))
+            nodes.append(min(depth, own.nodes[at]))
             at += accepted[-1] + 1
         return Steps(accepted, nodes)
+
+
+class Drafts(NamedTuple):
+    """Drafts of at most `depth` tokens, by the token i of the answer that they begin at."""
+
+    depth: int
+    paths: tuple[tuple[int, ...], ...]
+    """[i]: nodes that are accepted, from the anchor down."""
+    nodes: tuple[int, ...]
+    """[i]: tokens that are drafted, on all branches."""
 
 
 class Steps(NamedTuple):
@@ -157,7 +166,12 @@ def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[lis
     return found, refused
 
 
-def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: int) -> list[float]:
+def decodings(drafters: Iterable[Drafter]) -> int:
+    """Times that each request is decoded."""
+    return sum(1 if drafter.nested else len(DEPTHS) for drafter in drafters)
+
+
+def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: Iterable[Drafter]) -> list[float]:
     """About how long each request takes with all drafters, from a prompt and a few plain steps timed now."""
     text = [token % target.spec.vocabulary for token in range(1, min(TRIED, target.spec.context // 2))]
     runs = []
@@ -167,7 +181,8 @@ def seconds(target: TransformersTarget, reads: Sequence[Read], drafters: int) ->
         runs.append((run.first_s, time.perf_counter() - began))
     first_s, whole_s = runs[-1]
     per_token, per_step = first_s / len(text), max(whole_s - first_s, 1e-6) / (STEPS - 1)
-    return [drafters * (len(own.tokens) * per_token + own.question.new_tokens * per_step) for own in reads]
+    times = decodings(drafters)
+    return [times * (len(own.tokens) * per_token + own.question.new_tokens * per_step) for own in reads]
 
 
 def replay(
@@ -190,25 +205,33 @@ def replay(
 
 
 def replay_one(target: TransformersTarget, name: str, drafter: Drafter, own: Read) -> Replayed:
-    """Decode one request with one drafter.
-
-    One whose trees vary may learn from what is verified, so it decodes as it would without a probe.
-    """
+    """Decode one request with one drafter."""
     question, judge = own.question, OneByOne()
-    tenant = f"request {question.number}"
-    request = Request(own.tokens, question.new_tokens, question.sampling, tenant=tenant, max_draft=NODES)
-    policy = named.policy("fixed", drafter)
-    run: Run = timing.run_once(target, request, drafter, policy, judge=judge, shared_noise=False)
-    paths, nodes = judge.paths, run.nodes or run.reached
-    if judge.varies:
-        run = timing.run_once(target, request, drafter, policy, shared_noise=False)
-        paths = [path for count in run.accepted for path in (tuple(range(count)), *[()] * count)]
-        drafted = zip(run.nodes or run.reached, run.accepted, strict=True)
-        nodes = [size for size, count in drafted for _ in range(count + 1)]
+    if drafter.nested:
+        run = _decode(target, drafter, own, NODES, judge)
+        drafts = [Drafts(NODES, tuple(judge.paths), tuple(run.nodes or run.reached))]
+    if not drafter.nested or judge.varies:
+        runs = {depth: _decode(target, drafter, own, depth) for depth in DEPTHS}
+        drafts, run = [_of_steps(depth, each) for depth, each in runs.items()], runs[NODES]
     loops = first_ngram_share(run.tokens) < FEWEST_FIRST
-    return Replayed(
-        question.number, question.category, name, len(run.tokens), tuple(paths), tuple(nodes), judge.varies, loops
-    )
+    return Replayed(question.number, question.category, name, len(run.tokens), loops, tuple(drafts))
+
+
+def _decode(
+    target: TransformersTarget, drafter: Drafter, own: Read, depth: int, judge: OneByOne | None = None
+) -> Run:  # fmt: skip
+    tenant = f"request {own.question.number}"
+    request = Request(own.tokens, own.question.new_tokens, own.question.sampling, tenant=tenant, max_draft=depth)
+    return timing.run_once(
+        target, request, drafter, named.policy("fixed", drafter), judge=judge, shared_noise=False
+    )  # fmt: skip
+
+
+def _of_steps(depth: int, run: Run) -> Drafts:
+    """Of the drafts that were made; one that would begin at a token between them has nothing accepted."""
+    made = [*zip(run.accepted, run.nodes or run.reached, strict=True)]
+    paths = (path for count, _ in made for path in (tuple(range(count)), *[()] * count))
+    return Drafts(depth, tuple(paths), tuple(size for count, size in made for _ in range(count + 1)))
 
 
 # ── kept ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,8 +251,9 @@ class CachedRecords:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # a line that a crash cut off
                     row = json.loads(line)
-                    key, paths = row.pop("key"), tuple(map(tuple, row["paths"]))
-                    self.records[key] = Replayed(**row | {"paths": paths, "nodes": tuple(row["nodes"])})
+                    key, drafts = row.pop("key"), row.pop("drafts")
+                    made = (Drafts(depth, tuple(map(tuple, paths)), tuple(nodes)) for depth, paths, nodes in drafts)
+                    self.records[key] = Replayed(**row, drafts=tuple(made))
 
     def key(self, method: str, own: Read) -> str:
         """Of one request under one method: everything that its counts depend on."""
@@ -281,14 +305,15 @@ def wanted(asked: int | None) -> int:
 
 
 def within(
-    target: TransformersTarget, reads: list[Read], cached: CachedRecords, names: Sequence[str], asked: int | None
-) -> Share:
+    target: TransformersTarget, reads: list[Read], cached: CachedRecords, drafters: Mapping[str, Drafter],
+    asked: int | None,
+) -> Share:  # fmt: skip
     """As many requests as were asked for, or so few that they take `UNASKED_S` at most.
 
     asked: None where nobody gave a number.
     """
-    left = [0.0 if all(cached.key(name, own) in cached.records for name in names) else each
-            for own, each in zip(reads, seconds(target, reads, len(names)), strict=True)]  # fmt: skip
+    left = [0.0 if all(cached.key(name, own) in cached.records for name in drafters) else each
+            for own, each in zip(reads, seconds(target, reads, drafters.values()), strict=True)]  # fmt: skip
     whole, before = sum(left), left.count(0.0)
     if asked is not None or whole <= UNASKED_S:
         return Share(reads, whole, before, None)

@@ -57,8 +57,6 @@ def acceptance(records: Sequence[Replayed], source: str) -> Acceptance | None:
     """A method's acceptance over all its requests, which a plan can rest on; None where they are too few."""
     if len(records) < bootstrap.MIN_PROMPTS:
         return None
-    if any(record.varies for record in records):
-        return _at(records, source, NODES)._replace(min_depth=NODES)
     shallower = tuple(_at(records, source, depth) for depth in range(1, NODES))
     return _at(records, source, NODES)._replace(shallower=shallower)
 

@@ -6,15 +6,13 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Walked, walk, walk_top1
 from outrider.decoding.draft import Draft, node_depths
 from outrider.decoding.noise import Purpose
-from outrider.decoding.state import Request, Scores
+from outrider.decoding.state import Scores
 from outrider.decoding.static import StaticRule, StaticSlots
 from outrider.sampling.distribution import tempered, wide
 from outrider.sampling.judge import AcceptanceKernels
@@ -68,9 +66,8 @@ class Tempered:
         return walk_top1(draft, p.shape[-1], choose, _deepest(draft))
 
 
-def rule_of(requests: Sequence[Request], kernels: AcceptanceKernels | None) -> StaticRule:
-    """The rule for these requests, which set a temperature at most."""
-    is_greedy = all(request.sampling.temperature == 0 for request in requests)
+def rule_of(is_greedy: bool, kernels: AcceptanceKernels | None) -> StaticRule:
+    """The rule for requests that set a temperature at most; is_greedy: 0, all of them."""
     return Greedy(kernels) if is_greedy else Tempered(kernels)
 
 

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 import outrider
 from outrider import generation
-from outrider.compiled.whole_step import Packets, WholeStep
+from outrider.compiled.step_graphs import Packets
+from outrider.compiled.whole_step import WholeStep
 from outrider.decoding import static
 from outrider.decoding.accept import accept
 from outrider.decoding.noise import Purpose

@@ -18,7 +18,8 @@ from conftest import Case, Workshop, first, tiny_model
 
 from benchmarks.recording import Recording
 from outrider import generation
-from outrider.compiled import whole_step
+from outrider.compiled import step_graphs
+from outrider.compiled.step_graphs import CapturedBatch
 from outrider.compiled.whole_step import WholeStep
 from outrider.compiled.whole_step_check import wrong
 from outrider.decoding import static
@@ -137,6 +138,33 @@ def test_drafts_that_are_right_are_kept(small, workshop):
     assert sum(accepted for _, _, accepted in found) > sum(len(tokens) for tokens, _, _ in found) / 2
 
 
+def test_captures_serve_the_next_call(small, drafter_for):
+    """Catches captures that are made anew for every call, those of greedy steps that serve sampled ones, and a slot in
+    which something of the call before is left."""
+    drafter, graph = drafter_for(Case("eagle3")), Recording()
+    for kind in ("greedy", "sampled", *["greedy"] * 3):  # in the second of them no cache grows any more
+        before, wanted = graph.recorded, requests_of(SAMPLINGS[kind])
+        assert written(small, drafter, wanted, graph) == written(small, drafter, wanted)
+        made = graph.recorded - before
+    assert made == 0
+    short, long = requests_of([Sampling()])[1:2] * 3, [Request([1] * 100, 40, Sampling())] * 3
+    assert written(small, drafter, short, graph) == written(small, drafter, short) and graph.recorded == before
+    assert written(small, drafter, long, graph) == written(small, drafter, long) and graph.recorded > before
+
+
+def test_a_batch_that_is_in_use_is_not_given_to_another_call(small, drafter_for):
+    """Catches two calls that write into the same caches."""
+    drafter, requests = drafter_for(Case("eagle3")), requests_of([Sampling()])
+    written(small, drafter, requests, Recording())
+    streams = [streamed(small, drafter) for _ in range(2)]
+    one, other = ([piece.tokens for piece in both] for both in zip(*zip(*streams, strict=True), strict=True))
+    assert one == other == [piece.tokens for piece in streamed(small, drafter)]
+
+
+def streamed(target, drafter):
+    return generation.stream(target, [[1, 2, 3], [4]], drafter, max_new_tokens=12, policy="fixed", whole_step=True)
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
     """Replace a line of a function by another."""
     function, module = inspect.getattr_static(owner, name), inspect.getmodule(owner)
@@ -191,9 +219,9 @@ def test_generate_writes_the_same_with_whole_steps(small, drafter_for):
     plain = generation.generate(small, prompts, drafter, **ASKED)
     with pytest.MonkeyPatch.context() as patch:
         launched: list[int] = []
-        real = whole_step.StepGraphs.launch
+        real = step_graphs.StepGraphs.launch
         patch.setattr(
-            whole_step.StepGraphs, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
+            step_graphs.StepGraphs, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
         )
         assert generation.generate(small, prompts, drafter, **ASKED, whole_step=True) == plain
     assert launched

@@ -20,7 +20,7 @@ from outrider.decoding.state import Request
 from outrider.loading import load_drafter
 from outrider.measure import timing
 from outrider.plan import probe, probed, subject, timings
-from outrider.plan.probe import CachedRecords, Read, Replayed
+from outrider.plan.probe import CachedRecords, Drafts, Read, Replayed
 from outrider.plan.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
 from outrider.policies.fixed import Fixed
@@ -133,7 +133,7 @@ def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) 
     )
     accepted, _ = found.steps(probe.NODES)
     assert found.tokens - len(accepted) - sum(accepted) in (0, -1)
-    assert max(found.nodes) == probe.NODES and sum(accepted) > 0
+    assert max(found.steps(probe.NODES).nodes) == probe.NODES and sum(accepted) > 0
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,8 +142,8 @@ def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) 
 def record(number: int, category: str, accepted: Sequence[int], **more: Any) -> Replayed:
     """Of an answer whose steps of full depth accept so many; a step that began between them would accept nothing."""
     every = tuple(tuple(range(count)) for step in accepted for count in (step, *[0] * step))
-    fields = {"nodes": tuple(4 for _ in every), "varies": False, "loops": False} | more
-    return Replayed(number, category, "ngram", len(every), every, **fields)
+    fields = {"drafts": (Drafts(probe.NODES, every, (4,) * len(every)),), "loops": False} | more
+    return Replayed(number, category, "ngram", len(every), **fields)
 
 
 RECORDS = [record(i, "code" if i % 2 else "chat", [3, 2, 4, i % 3] if i % 2 else [0, 0, 1, i % 3]) for i in range(16)]
@@ -174,13 +174,11 @@ def test_a_plan_rests_on_all_steps_of_all_requests() -> None:
     """Catches shares of drafts in place of shares of steps."""
     known = probed.acceptance(RECORDS, "measured")
     row = probed.rows(RECORDS)[0]
-    assert known is not None and known.basis == "probe" and known.min_depth == 1
+    assert known is not None and known.basis == "probe"
     low, center, high = known.tokens(probe.NODES)
     assert (low, center, high) == pytest.approx(tuple(row.tokens_per_step.model_dump()[key] for key in
                                                      ("low", "center", "high")))  # fmt: skip
     assert known.offered == (1, 1, 1, 1, 0, 0, 0)
-    tree = probed.acceptance([*RECORDS[1:], record(0, "chat", [1], varies=True)], "measured")
-    assert tree is not None and tree.min_depth == probe.NODES and tree.at(3) is tree
     none = probed.acceptance([record(i, "chat", [0, 0]) for i in range(5)], "measured")
     assert none is not None and none.tokens(7) == (1, 1, 1) and max(none.high) == 0
 
@@ -188,7 +186,8 @@ def test_a_plan_rests_on_all_steps_of_all_requests() -> None:
 def test_every_depth_has_its_own_acceptance() -> None:
     """Catches the beginning of a deep curve in place of a shallow one: drafts of one token begin at other tokens."""
     counts = (2, 1, 0, 1, 1, 0, 0, 0)
-    own = replace(record(0, "code", []), tokens=8, paths=tuple(tuple(range(n)) for n in counts), nodes=(2,) * 8)
+    drafts = Drafts(probe.NODES, tuple(tuple(range(n)) for n in counts), (2,) * 8)
+    own = replace(record(0, "code", []), tokens=8, drafts=(drafts,))
     assert own.steps(7).accepted == [2, 1, 0, 0, 0] and own.steps(1) == ([1, 0, 1, 0, 0, 0], [1] * 6)
     records = [replace(own, number=i) for i in range(6)]
     known = probed.acceptance(records, "measured")
@@ -199,22 +198,36 @@ def test_every_depth_has_its_own_acceptance() -> None:
 
 def test_a_node_of_a_branch_that_is_not_drafted_is_not_accepted() -> None:
     """Catches a tree's acceptance at the depths of smaller trees."""
-    own = replace(record(0, "code", []), tokens=3, paths=((1, 2), (), ()), nodes=(3, 3, 3))
+    own = replace(record(0, "code", []), tokens=3, drafts=(Drafts(7, ((1, 2), (), ()), (3, 3, 3)),))
     assert own.steps(3) == ([2], [3]) and own.steps(2) == ([1, 0], [2, 2]) and own.steps(1) == ([0, 0, 0], [1, 1, 1])
 
 
-@pytest.mark.parametrize("name", ["ngram", "recycle"])
-def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: TransformersTarget) -> None:
-    """Catches counts of drafts made at other tokens than decoding makes them at.  Greedy, so they are the same."""
-    drafter = load_drafter(name, talker)
+@pytest.mark.parametrize("name", ["ngram", "recycle", "suffix"])
+@pytest.mark.parametrize("depth", probe.DEPTHS)
+def test_a_replay_knows_the_steps_of_every_depth(name: str, depth: int, talker: TransformersTarget) -> None:
+    """Catches counts of drafts made at other tokens than decoding makes them at, and the first ones of a large draft in
+    place of the likeliest that a small one holds.  Greedy, so they are the same."""
     own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
-    found = probe.replay_one(talker, name, drafter, own)
-    assert found.varies == (name == "recycle")
-    for depth in (1, 2, 4, 7):
-        if found.varies and depth < probe.NODES:  # what it learns hangs on what was verified
-            continue
-        run = timing.run_once(talker, Request(own.tokens, 40, Sampling()), drafter, Fixed(depth), shared_noise=False)
-        assert found.steps(depth).accepted[:-1] == run.accepted[:-1] and sum(run.accepted)
+    found = probe.replay_one(talker, name, load_drafter(name, talker), own)
+    assert len(found.drafts) == (1 if name == "ngram" else len(probe.DEPTHS))
+    request, drafter = Request(own.tokens, 40, Sampling()), load_drafter(name, talker)
+    runs = [timing.run_once(talker, request, drafter, Fixed(each), shared_noise=False) for each in probe.DEPTHS]
+    accepted = runs[probe.DEPTHS.index(depth)].accepted
+    assert found.steps(depth).accepted[:-1] == accepted[:-1] and sum(accepted)
+
+
+def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: TransformersTarget) -> None:
+    """Catches a drafter that does not say that its small drafts are other ones than its large."""
+    own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
+    silent, honest = load_drafter("recycle", talker), load_drafter("recycle", talker)
+    silent.nested = True
+    assert probe.replay_one(talker, "recycle", silent, own) == probe.replay_one(talker, "recycle", honest, own)
+
+
+def test_what_is_decoded_at_every_depth_is_said_to_take_longer(talker: TransformersTarget) -> None:
+    """Catches a probe that takes four times what it said."""
+    drafters = [load_drafter(name, talker) for name in ("ngram", "suffix", "recycle")]
+    assert probe.decodings(drafters) == 1 + 2 * len(probe.DEPTHS)
 
 
 def test_requests_whose_answer_loops_are_left_out() -> None:
