@@ -134,7 +134,7 @@ class Wish(NamedTuple):
         )  # fmt: skip
 
 
-class CapturedBatch:
+class GraphBatch:
     """Caches of target and drafter, and the captured steps that read and write them."""
 
     def __init__(self, wish: Wish, drafter: Drafter, length: int):
@@ -170,12 +170,12 @@ class CapturedBatch:
         self.cache.free([row])
 
     @classmethod
-    def taken(cls, wish: Wish, drafter: Drafter, length: int) -> CapturedBatch:
+    def taken(cls, wish: Wish, drafter: Drafter, length: int) -> GraphBatch:
         """The drafter's batch of the call before, where it serves this wish too, or a new one.
 
-        Its holder has it alone, and gives it back to `Drafter.captured` when all its slots are free.
+        Its holder has it alone, and gives it back to `Drafter.graphs` when all its slots are free.
         """
-        before, drafter.captured = drafter.captured, None
+        before, drafter.graphs = drafter.graphs, None
         if before is not None and before.drafter is drafter and before.wish == wish and before.length >= length:
             return before
         return cls(wish, drafter, min(1 << (length - 1).bit_length(), wish.target.spec.context))

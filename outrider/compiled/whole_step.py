@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider import prepacked
-from outrider.compiled.step_graphs import AHEAD, CapturedBatch, Wish
+from outrider.compiled.step_graphs import AHEAD, GraphBatch, Wish
 from outrider.decoding.generate import Progress, prefill
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
@@ -44,7 +44,7 @@ class WholeStep:
         refuse(requests, self.state)
         wish = Wish.of(requests, self.target, self.state, self.recorder)
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.batch = CapturedBatch.taken(wish, self.drafter, min(longest, self.state.context))
+        self.batch = GraphBatch.taken(wish, self.drafter, min(longest, self.state.context))
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Progress]:
         """Serve these requests, for which it was opened; a step's progress comes when the next one is under way."""
@@ -65,7 +65,7 @@ class WholeStep:
                     del serving[progress.row]
                     self.state.free(progress.row)
         self.late.clear()
-        self.drafter.captured = self.batch
+        self.drafter.graphs = self.batch
 
     def _unread(self, number: int, row: int) -> int:
         """Launched steps of a slot's request that are not read; each commits at least a token."""

@@ -89,8 +89,8 @@ class Drafter:
     """Its own passes that can be compiled, as `compiled.Compiled`."""
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
-    captured: Any = None
-    """Captured steps of the last call, for the next one; see `compiled.step_graphs.CapturedBatch`."""
+    graphs: Any = None
+    """Captured steps of the last call, for the next one; see `compiled.step_graphs.GraphBatch`."""
     nested: bool = True
     """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False
