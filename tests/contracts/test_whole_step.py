@@ -19,7 +19,6 @@ from conftest import Case, Workshop, first, tiny_model
 from benchmarks.recording import Recording
 from outrider import generation
 from outrider.compiled import step_graphs
-from outrider.compiled.step_graphs import GraphBatch
 from outrider.compiled.whole_step import WholeStep
 from outrider.compiled.whole_step_check import wrong
 from outrider.decoding import static
