@@ -26,6 +26,9 @@ from outrider.targets.states import RecurrentStates, StateCalls
 
 SHARED_MASK_WIDTH = 64
 """Tokens a row up to which passes share one mask."""
+STEP_WIDTH = 64
+"""Tokens a row up to which a pass is a step and not a prompt's.  Steps follow each other over the same slots, so that
+these are moved beside each other once instead of copied in every one."""
 VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
 
@@ -163,6 +166,8 @@ class SlotCache(StateCalls):
 
         in_steps: states are noted at each position, or only at the last `noted` ones.
         """
+        if width <= STEP_WIDTH and span([self.buffer_rows[row] for row in rows]) is None:
+            self.gather(rows)
         self.rows, self.width, self.in_steps = list(rows), width, in_steps
         self._starts = [self.lengths[row] for row in self.rows]
         self._open_rows = [self.buffer_rows[row] for row in self.rows]
