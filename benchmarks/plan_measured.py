@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count, cycle, product
+from itertools import count, cycle, islice, product
 from typing import Any, NamedTuple
 
-from outrider import demo, load_drafter, load_target
+from outrider import demo, generate, load_drafter, load_target
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
+from outrider.measure.prompts import first_ngram_share
 from outrider.plan import probed, timings
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.demand import Demand
 from outrider.plan.predict import row
-from outrider.plan.probe import Read, replay_one
+from outrider.plan.probe import FEWEST_FIRST, Read, replay_one
 from outrider.plan.sample import Question
 from outrider.plan.timed import TimedCosts
 from outrider.policies.fixed import Fixed
@@ -35,10 +36,10 @@ def measured(
     """Every cell, and how far prediction and measurement are apart.
 
     Acceptance is that of a probe of other prompts than speed-ups are measured on.  Each drafted step is measured beside
-    a plain one.
+    a plain one.  Prompts whose answers repeat themselves are left out of both, as a probe and a report leave them out.
     """
     target = load_target("demo")
-    texts = [target.encode(text) for _, text in demo.prompts("held_out", 2 * prompts)]
+    texts = unlooped(target, 2 * prompts, new_tokens)
     known, judged = texts[::2], texts[1::2]
     context = timings.rounded(statistics.fmean(map(len, texts)) + new_tokens / 2, target.spec.context)
     found = timings.measure(
@@ -59,6 +60,17 @@ def measured(
                           "tokens_per_step": own.tokens_per_step.center,
                           "measured_tokens_per_step": got.tokens_per_step})  # fmt: skip
     return {"context": context, "cells": cells, **summary(cells)}
+
+
+def unlooped(target: TransformersTarget, count: int, new_tokens: int) -> list[list[int]]:
+    """The first held-out prompts with answers that do not repeat themselves."""
+    found: list[list[int]] = []
+    every = (target.encode(text) for _, text in demo.prompts("held_out", 4 * count))
+    while len(found) < count and (texts := [*islice(every, 32)]):
+        answers = generate(target, texts, max_new_tokens=round(max(ANSWERS) * new_tokens), sampling=Sampling())
+        found += [text for text, answer in zip(texts, answers, strict=True)
+                  if first_ngram_share(answer.tokens) >= FEWEST_FIRST]  # fmt: skip
+    return found[:count]
 
 
 def loaded(name: str, target: TransformersTarget) -> Drafter:
@@ -101,12 +113,18 @@ def speed(
     target: TransformersTarget, texts: Sequence[Sequence[int]], new_tokens: int, drafter: Drafter, depth: int,
     slots: int,
 ) -> Speed:  # fmt: skip
-    """Of drafted steps, each beside a plain one, so that both see the same machine."""
-    plain = chain.from_iterable(full_steps(target, texts, new_tokens, None, 0, slots) for _ in count())
-    pairs = list(zip(full_steps(target, texts, new_tokens, drafter, depth, slots), plain, strict=False))
-    own, usual = (Step(*map(sum, zip(*steps, strict=True))) for steps in zip(*pairs, strict=True))
+    """Of drafted steps, each beside a plain one, so that both see the same machine.
+
+    Texts at the beginning of a run are not those at its end, so that of each loop whole runs count: one of plain steps,
+    and those of drafted ones that end within it.
+    """
+    runs = ((run, step) for run in count() for step in full_steps(target, texts, new_tokens, drafter, depth, slots))
+    pairs = list(zip(runs, full_steps(target, texts, new_tokens, None, 0, slots), strict=False))
+    last = max(1, pairs[-1][0][0])
+    drafted = [step for (run, step), _ in pairs if run < last]
+    own, usual = (Step(*map(sum, zip(*steps, strict=True))) for steps in (drafted, [plain for _, plain in pairs]))
     rates = own.tokens / own.seconds, usual.tokens / usual.seconds
-    return Speed(rates[0] / rates[1], own.tokens / slots / len(pairs))
+    return Speed(rates[0] / rates[1], own.tokens / slots / len(drafted))
 
 
 def acceptance(
