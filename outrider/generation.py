@@ -3,12 +3,16 @@
 A few slots serve any number of prompts: when a text ends, its slot goes to the next prompt while the others go on.
 """
 
+import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from outrider.compiled.whole_step import WholeStep, refuse
 from outrider.compiled.whole_step_check import wrong
@@ -32,6 +36,7 @@ from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
 T = TypeVar("T", bound=Target)
+Found = TypeVar("Found")
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +82,7 @@ def generate(
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
     slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, whole_step: bool = False,
+    halves: bool = False,
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked
     for.
@@ -100,17 +106,35 @@ def generate(
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
     whole_step: draft, verify and accept by one captured graph a step, which waits for no host (docs/fast-on-a-gpu.md).
+    halves: decode half of the prompts while the other half is drafted for, for a drafter on a device of its own; each
+    half has half of the slots, a thread, and on a GPU a stream.  The texts are the same.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
     never match, before anything is computed.
     """
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
     target = as_target(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
-    found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
-    served = serve(
-        target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb,
-        shared_noise=shared_noise, whole_step=whole_step,
-    )  # fmt: skip
+    drafter = Drafter() if drafter is None else as_drafter(drafter, target)
+    parts = [(asked, judge)]
+    if halves:
+        if not isinstance(policy, str | None) or not isinstance(verification, str):
+            raise ConfigError("halves need policy and verification by name, since each half has its own; give names")
+        parts = [(asked[::2], judge), (asked[1::2], named.judge(verification, allow_lossy))]
+        slots, memory_gb = max(1, whole("slots", slots) // 2), None if memory_gb is None else memory_gb / 2
+    served = [
+        serve(
+            target, own, drafter, policy=policy, judge=each, slots=slots, memory_gb=memory_gb,
+            shared_noise=shared_noise, whole_step=whole_step,
+        )
+        for own, each in parts
+    ]  # fmt: skip
+    found = _abreast([functools.partial(_texts, *part, steps) for part, steps in zip(parts, served, strict=True)])
+    return found[0] if not halves else [found[i % 2][i // 2] for i in range(len(asked))]
+
+
+def _texts(requests: Sequence[Request], judge: SamplingJudge, served: Iterable[Progress]) -> list[Generation]:
+    """What these steps write."""
+    found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in requests]
     for progress in served:
         generation = found[progress.request]
         generation.tokens += progress.tokens
@@ -121,6 +145,23 @@ def generate(
         if generation.logprobs is not None:
             generation.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
     return found
+
+
+def _abreast(works: Sequence[Callable[[], Found]]) -> list[Found]:
+    """What each of these returns; where they are several, each in a thread, and on a GPU a stream, of its own."""
+    if len(works) == 1:
+        return [works[0]()]
+
+    def run(work: Callable[[], Found]) -> Found:
+        if not torch.cuda.is_available():
+            return work()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            return work()
+
+    with ThreadPoolExecutor(len(works), "outrider-half") as threads:
+        return list(threads.map(run, works))
 
 
 def stream(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import BatchEncoding
 
 from outrider import demo
 from outrider.checkpoint import save
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
 from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, DrafterError
 from outrider.generation import Generation, generate, serve, stream
@@ -20,6 +23,7 @@ from outrider.loading import load_drafter
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.measure.run import evaluate
 from outrider.nn.draft_model import DraftModel
+from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
@@ -165,3 +169,51 @@ def test_a_drafter_of_another_target_is_refused(target: TransformersTarget) -> N
     drafter.hidden = 7
     with pytest.raises(DrafterError, match="it was built for another target"):
         generate(target, PROMPT, drafter, max_new_tokens=2)
+
+
+# ── halves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WaitsForTheOther(Drafter):
+    """Drafts nothing until the target has verified something meanwhile."""
+
+    limit = 2
+
+    def __init__(self) -> None:
+        self.drafting, self.verified = threading.Event(), threading.Event()
+
+    def propose(self, memory: Any, state: Any, budget: torch.Tensor) -> Draft:
+        if not self.drafting.is_set():
+            self.drafting.set()
+            assert self.verified.wait(20), "nothing was verified while a draft was made"
+        return super().propose(memory, state, budget)
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_one_half_is_verified_while_the_other_is_drafted_for(
+    halves: bool, target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches halves that take turns, and a text that depends on which half it is in."""
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [11]]
+    told = {"max_new_tokens": 9, "temperature": 0.8, "seed": 3, "policy": "fixed", "slots": 3}
+    plain = generate(target, prompts, **told)
+    drafter, verify = WaitsForTheOther(), target.verify
+
+    def noted(*args: Any, **more: Any) -> Any:
+        if drafter.drafting.is_set():
+            drafter.verified.set()
+        return verify(*args, **more)
+
+    monkeypatch.setattr(target, "verify", noted)
+    if halves:
+        assert generate(target, prompts, drafter, **told, halves=True) == plain
+        return
+    monkeypatch.setattr(drafter.verified, "wait", lambda seconds: drafter.verified.is_set())
+    with pytest.raises(AssertionError, match="while a draft was made"):
+        generate(target, prompts, drafter, **told)
+
+
+def test_a_policy_that_two_halves_would_share_is_refused(target: TransformersTarget) -> None:
+    """Catches two threads that write into one policy."""
+    with pytest.raises(ConfigError, match="by name"):
+        generate(target, [[1], [2]], "ngram", max_new_tokens=2, policy=Fixed(2), halves=True)

@@ -175,7 +175,7 @@ class GraphBatch:
 
         Its holder has it alone, and gives it back to `Drafter.graphs` when all its slots are free.
         """
-        before, drafter.graphs = drafter.graphs, None
+        before = vars(drafter).pop("graphs", None)  # one of two threads gets it
         if before is not None and before.drafter is drafter and before.wish == wish and before.length >= length:
             return before
         return cls(wish, drafter, min(1 << (length - 1).bit_length(), wish.target.spec.context))
