@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import first
 
 from outrider.cli.evaluate import _of_drafters
 from outrider.runs import evaluation
@@ -38,6 +39,7 @@ def test_decode_shares_its_target(folder: Path, tmp_path: Path) -> None:
     assert done.stdout == run(1, tmp_path, *words, "--no-compile").stdout
 
 
+@pytest.mark.slow
 def test_evaluate_shares_the_target_of_a_drafter(folder: Path, tmp_path: Path) -> None:
     """Catches an option that a drafter by name ignores."""
     (tmp_path / "held_out.jsonl").write_text('{"id": "h", "prompt": "tell me xyxyxy"}\n')
@@ -50,7 +52,7 @@ def test_evaluate_shares_the_target_of_a_drafter(folder: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("verb", [("decode", "hello"), ("evaluate", "ngram"), ("serve",)])
+@pytest.mark.parametrize("verb", first([("decode", "hello"), ("evaluate", "ngram"), ("serve",)]))
 def test_a_shared_target_needs_a_launcher(verb: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     done = run(1, tmp_path, *verb, "--target", folder, "--tensor-parallel", 2)
     assert done.returncode

@@ -155,7 +155,7 @@ def test_the_loss_falls_and_the_target_stays(own):
     assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters() if weight.grad is not None)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", first([2, 1]))
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
 def test_a_trained_target_keeps_its_own_distribution(sampling, steps):
     """Catches a q that depends on what was drawn.  False alarm 1e-6; a vocabulary of 5, every triple counted."""

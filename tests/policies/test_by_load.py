@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import cases
+from conftest import cases, first
 from contracts.chances import keeps_the_distribution, outcomes, worst_error
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
 from contracts.test_acceptance_rule import REPEATS, knows_the_token_before, moves_behind_its_cut, state_of
@@ -210,8 +210,8 @@ def joint_error(lengths: Lengths, seed: int, slots: int = 2, nodes: int = 2) -> 
                   for _ in range(slots)]  # fmt: skip
     paths = list(product((0, 1), repeat=nodes))
     exact = torch.zeros(2, 2, dtype=torch.float64)
-    for first, second in product((0, 1), repeat=2):
-        exact[first, second] = p(())[first] * p((first,))[second]
+    for one, two in product((0, 1), repeat=2):
+        exact[one, two] = p(())[one] * p((one,))[two]
     emitted = {(path, size): emitted_by(p, q, path, size) for path in paths for size in range(nodes + 1)}
     found, wanted = torch.zeros(4**slots, dtype=torch.float64), exact.flatten()
     for _ in range(slots - 1):
@@ -358,7 +358,7 @@ def test_cuts_by_load_keep_the_distribution(padded, delay, tries):
     assert tries or max(policy.cut) > 0.2
 
 
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("padded", first([True, False]))
 @pytest.mark.parametrize("case", [case for case in cases() if case.kind in KINDS and not case.is_variant], ids=str)
 def test_cuts_by_load_keep_the_distribution_of_the_packages_drafters(case, padded, workshop):
     """As above, with the package's own drafters, and their confidences where they have any.  False alarm 1e-6."""
@@ -547,7 +547,7 @@ class Tiles(Clock):
 
 @pytest.mark.parametrize("learns", [True, False], ids=["learnt", "table"])
 @pytest.mark.parametrize("slots", [1, 4, 32])
-@pytest.mark.parametrize("level", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("level", first([0.6, 0.3, 0.85]))
 @pytest.mark.parametrize("clock", PARALLEL.keys())
 def test_with_confidences_it_comes_near_the_better_of_plain_and_every_fixed_depth(clock, level, slots, learns):
     """Catches wrong seconds, wrong gains, a switch that flaps and probes that are too dear.

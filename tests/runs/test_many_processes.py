@@ -67,6 +67,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_two_processes_run_all_stages_and_write_what_one_writes(alone: Path, folder: Path, tmp_path: Path) -> None:
     """Catches a stage that both do, a result that is there twice or not at all, two reports, two lines of output, and
     features or a training that begin before all answers are there."""

@@ -88,6 +88,7 @@ def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(alone: Pa
     assert checkpoint.manifest_of(mine / "checkpoint")["training"]["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_two_trainers_share_one_reader(alone: Path, tmp_path: Path) -> None:
     """Packed, with two batches a step.  Catches states that go to the other trainer."""
     words = ("train.accumulate=2", "train.tokens=96", "train.probe_every=0", "train.steps=4")
@@ -97,6 +98,7 @@ def test_two_trainers_share_one_reader(alone: Path, tmp_path: Path) -> None:
     assert [row["loss"] for row in both[0] if "loss" in row] == [row["loss"] for row in both[1] if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_the_reader_or_the_trainer_dies_both_end_with_one_message(rank: int, alone: Path, tmp_path: Path) -> None:
     """Catches a reader that waits for ever for one that is gone, and the other way round."""

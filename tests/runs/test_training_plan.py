@@ -53,6 +53,7 @@ def test_measuring_changes_no_weight(talker: TransformersTarget) -> None:
     assert batch.per_row == int(batch.documents.max()) == 2 and int(batch.loss_mask.sum()) == 2 * 2 * 14
 
 
+@pytest.mark.slow
 def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> None:
     """Catches a stand-in for the target that lacks what a method asks of it."""
     given = [f"prepare.folder={tmp_path / 'answers'}", "prepare.length=48", "train.batch=2", "drafter.anchors=8"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first, tiny_model
+from conftest import tiny_model
 from scipy import stats
 from serve.running import Running, running
 from targets.scoring import scoring
@@ -276,7 +276,8 @@ def fits(found: list[tuple[int, int]], p: Tensor) -> bool:
     return stats.chisquare(own, [one * sum(own) / sum(wanted) for one in wanted]).pvalue >= FALSE_ALARM
 
 
-@pytest.mark.parametrize("is_seeded", first([True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_seeded", [True, False])
 def test_a_servers_draws_have_its_distribution(
     drawing: RemoteTarget, few: TransformersTarget, monkeypatch: pytest.MonkeyPatch, is_seeded: bool
 ) -> None:
