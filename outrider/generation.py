@@ -29,6 +29,7 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import refuse_unmatchable
+from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
 from outrider.targets.memory import refuse_above, token_bytes
 from outrider.targets.prompts import Prompt, listed
@@ -117,8 +118,7 @@ def generate(
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     parts = [(asked, judge)]
     if halves:
-        if not isinstance(policy, str | None) or not isinstance(verification, str):
-            raise ConfigError("halves need policy and verification by name, since each half has its own; give names")
+        _refuse_halves(target, policy, verification, whole_step)
         parts = [(asked[::2], judge), (asked[1::2], named.judge(verification, allow_lossy))]
         slots, memory_gb = max(1, whole("slots", slots) // 2), None if memory_gb is None else memory_gb / 2
     served = [
@@ -128,8 +128,11 @@ def generate(
         )
         for own, each in parts
     ]  # fmt: skip
-    found = _abreast([functools.partial(_texts, *part, steps) for part, steps in zip(parts, served, strict=True)])
-    return found[0] if not halves else [found[i % 2][i // 2] for i in range(len(asked))]
+    works = [functools.partial(_texts, *part, steps) for part, steps in zip(parts, served, strict=True)]
+    if not halves:
+        return works[0]()
+    found = _abreast(works, target.device)
+    return [found[i % 2][i // 2] for i in range(len(asked))]
 
 
 def _texts(requests: Sequence[Request], judge: SamplingJudge, served: Iterable[Progress]) -> list[Generation]:
@@ -147,16 +150,25 @@ def _texts(requests: Sequence[Request], judge: SamplingJudge, served: Iterable[P
     return found
 
 
-def _abreast(works: Sequence[Callable[[], Found]]) -> list[Found]:
-    """What each of these returns; where they are several, each in a thread, and on a GPU a stream, of its own."""
-    if len(works) == 1:
-        return [works[0]()]
+def _refuse_halves(target: Target, policy: object, verification: object, whole_step: bool) -> None:
+    """Raises ConfigError for what two threads can't share."""
+    if not isinstance(policy, str | None) or not isinstance(verification, str):
+        raise ConfigError("halves need policy and verification by name, since each half has its own; give names")
+    if whole_step or isinstance(getattr(getattr(target, "step", None), "graph", None), CudaGraphs):
+        raise ConfigError(
+            "halves can't share CUDA graphs, of which one runs at a time; load the target with compile=False, and "
+            "leave whole_step out"
+        )
+
+
+def _abreast(works: Sequence[Callable[[], Found]], device: torch.device) -> list[Found]:
+    """What each of these returns, each in a thread, and on a GPU a stream, of its own."""
 
     def run(work: Callable[[], Found]) -> Found:
-        if not torch.cuda.is_available():
+        if device.type != "cuda":
             return work()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
             return work()
 

@@ -25,6 +25,7 @@ from outrider.measure.run import evaluate
 from outrider.nn.draft_model import DraftModel
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
+from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -217,3 +218,14 @@ def test_a_policy_that_two_halves_would_share_is_refused(target: TransformersTar
     """Catches two threads that write into one policy."""
     with pytest.raises(ConfigError, match="by name"):
         generate(target, [[1], [2]], "ngram", max_new_tokens=2, policy=Fixed(2), halves=True)
+
+
+@pytest.mark.parametrize("captured", ["passes", "whole steps"])
+def test_halves_do_not_share_cuda_graphs(
+    captured: str, target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches two threads that replay into the same memory."""
+    if captured == "passes":
+        monkeypatch.setattr(target.step, "graph", CudaGraphs(torch.nn.Identity()))
+    with pytest.raises(ConfigError, match="compile=False"):
+        generate(target, [[1], [2]], max_new_tokens=2, halves=True, whole_step=captured == "whole steps")

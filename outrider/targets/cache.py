@@ -24,11 +24,9 @@ from outrider.targets.attention_mask import Limit, PassLayout, additive, span
 from outrider.targets.stacks import Buffer, Stacks
 from outrider.targets.states import RecurrentStates, StateCalls
 
-SHARED_MASK_WIDTH = 64
-"""Tokens a row up to which passes share one mask."""
 STEP_WIDTH = 64
-"""Tokens a row up to which a pass is a step and not a prompt's.  Steps follow each other over the same slots, so that
-these are moved beside each other once instead of copied in every one."""
+"""Tokens a row up to which a pass is a step and not a prompt's.  Steps share one mask, and follow each other over the
+same slots, so that these are moved together once instead of copied in every one."""
 VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
 
@@ -166,12 +164,14 @@ class SlotCache(StateCalls):
 
         in_steps: states are noted at each position, or only at the last `noted` ones.
         """
-        if width <= STEP_WIDTH and span([self.buffer_rows[row] for row in rows]) is None:
-            self.gather(rows)
         self.rows, self.width, self.in_steps = list(rows), width, in_steps
         self._starts = [self.lengths[row] for row in self.rows]
         self._open_rows = [self.buffer_rows[row] for row in self.rows]
         self._span, self._at, self._reads = span(self._open_rows), None, None
+        if self._span is None and width <= STEP_WIDTH:
+            self.gather(self.rows)
+            self._open_rows = [self.buffer_rows[row] for row in self.rows]
+            self._span = span(self._open_rows)
         self.end = max(self._starts) + width
         self.reserve(self.end)
         self.is_even = len(set(self._starts)) == 1 and self._span is not None
@@ -249,11 +249,11 @@ class SlotCache(StateCalls):
         """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all
         widths and lengths; a chunk of a prompt makes its own."""
         width, start = self.width, self._starts[0]
-        if width > SHARED_MASK_WIDTH:
+        if width > STEP_WIDTH:
             return self._new_chain_mask(start, width, dtype, limit)
         key = dtype, limit
         if key not in self._chain_masks:
-            self._chain_masks[key] = self._new_chain_mask(self.length, SHARED_MASK_WIDTH, dtype, limit)
+            self._chain_masks[key] = self._new_chain_mask(self.length, STEP_WIDTH, dtype, limit)
         mask = self._chain_masks[key][..., :width, self.length - start : self.length + width]
         # a GPU's kernels read masks in words of 16 bytes, and a slice begins anywhere
         return mask if self.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
