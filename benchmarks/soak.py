@@ -15,7 +15,7 @@ generation_config asks for must be what `generate` writes.
 In float64 a difference is a mismatch.  In float32, and in a family that computes in float32 whatever its type, it is a
 tie if logits that are moved by four times the measured difference draw both tokens from the same noise.  Measured is
 what lies between the one-row and the n-row pass, and between passes of the model alone, without a cache, over the text
-and over longer ones: an index of keys whose scores are equal chooses otherwise in every shape.
+and over longer ones: an index of keys whose scores nearly agree may choose otherwise in another shape.
 With --whole-step every drafted step is one that was recorded, its operations standing for a CUDA graph where there is
 no such device; requests then set a temperature, a seed and stop strings alone, and drafts are of one tree a case.
 Prints JSON; exits with 1 on a mismatch.  A case hangs on --seed and its number alone.

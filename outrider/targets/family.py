@@ -23,6 +23,7 @@ from outrider.targets.attention_mask import Limit, Tree
 from outrider.targets.byte_model import ByteModel
 from outrider.targets.cache import SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
+from outrider.targets.sparse_index import choose_earliest
 
 KINDS = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention",
@@ -101,6 +102,7 @@ def learn(
 
     masks: which it takes, where that is known; the others as in Family.
     """
+    choose_earliest(model)
     config = model.config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
     asked = {*inspect.signature(model.forward).parameters, *inspect.signature(trunk(model).forward).parameters}
