@@ -239,6 +239,18 @@ def cpu_share() -> float | None:
     return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
 
 
+def memory() -> int:
+    """Bytes of memory that the machine has, within what the container is given."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        whole = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    except (OSError, StopIteration):  # a system without /proc/meminfo
+        return UNKNOWN_MEMORY
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole
+
+
 def free_memory() -> int:
     """Bytes of memory that are not in use, within what the container is given."""
     try:

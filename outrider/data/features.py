@@ -1,6 +1,6 @@
 """Features from the live target: tapped states are computed when they are needed, so training takes no disk.
 
-Where the features of all texts fit into `CACHE_BYTES`, each is computed once and cached.
+Where the features of all texts fit into a share of the machine's memory, each is computed once and cached.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider import machine
+from outrider import launcher, machine
 from outrider.data.ahead import Ahead
 from outrider.data.answers import Answer
 from outrider.data.batches import OfTexts
@@ -20,10 +20,11 @@ from outrider.data.texts import MIN_LEARNT, Texts
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
 
-__all__ = ["CACHE_BYTES", "MIN_LEARNT", "LiveFeatures"]
+__all__ = ["MIN_LEARNT", "LiveFeatures"]
 
-CACHE_BYTES = 2**30
-"""Features of all texts are cached where they take no more than this."""
+CACHE_BYTES, CACHE_SHARE = 2**30, 1 / 6
+"""Features of all texts are cached where they take no more than this, or, on a CPU, than this share of its
+memory: not of what is free, since a training that goes on must read what it read before."""
 
 
 class LiveFeatures(OfTexts):
@@ -33,11 +34,11 @@ class LiveFeatures(OfTexts):
         self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int,
         seed: int = 0,
         dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
         ngram_hashes: Named | None = None, budget: int | None = None, read_ahead: bool = False,
     ):  # fmt: skip
-        """read_ahead: the target reads the next batch's texts while this one trains; its weights must stay the
-        same."""
+        """cache_bytes: most that cached features may take; what `CACHE_BYTES` says, unless given.  read_ahead: the
+        target reads the next batch's texts while this one trains; its weights must stay the same."""
         dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.ngram_hashes = ngram_hashes
         """Hashes of the texts, stored with a checkpoint; None where there are none."""
@@ -51,7 +52,7 @@ class LiveFeatures(OfTexts):
         """Of states that are cached, or sent to another process."""
         self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self.states_dtype.itemsize
         """What the features of all texts take."""
-        self.is_cached = self.bytes <= cache_bytes
+        self.is_cached = self.bytes <= (most_cached(target.device) if cache_bytes is None else cache_bytes)
         self._cache: dict[int, Stored] = {}
         self._ahead = Ahead(self.made, target.device) if read_ahead and not self.is_cached else None
 
@@ -101,6 +102,13 @@ class LiveFeatures(OfTexts):
         for b, i in enumerate(group):
             length = int(self.texts.lengths[i])
             yield i, Stored(taps[b, :length], hidden[b, :length], None)
+
+
+def most_cached(device: torch.device) -> int:
+    """Bytes that each process of this machine may cache on a device."""
+    if device.type != "cpu":
+        return CACHE_BYTES
+    return max(CACHE_BYTES, int(CACHE_SHARE * machine.memory()) // launcher.local()[1])
 
 
 def states_of(target: Target, tokens: Tensor, taps: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
