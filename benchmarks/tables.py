@@ -762,6 +762,33 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, *lines))
 
 
+def second_target(found: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["drafter"], f"{row['temperature']:g}", f"{row['tokens_per_step']:.2f}",
+            f"{row['speedup']:.2f}× ({row['low']:.2f}–{row['high']:.2f})" if row["low"] else "–",
+            {True: "yes", False: "**no**", None: "–"}[row["exact"]], f"{row['compared_tokens']:,}",
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["drafter", "temperature", "tokens per step", "speed-up", "exact", "tokens compared"]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 4)), _promises(found)])
+
+
+def long_context(found: dict[str, Any]) -> str:
+    ranges = [(part["begin"], part["end"]) for part in next(iter(found["drafters"].values()))["rows"][0]["by_position"]]
+    lines = []
+    for name, own in found["drafters"].items():
+        for row in own["rows"]:
+            if row["drafter"] != "ngram" or not lines:
+                reached = {(part["begin"], part["end"]): part["tokens_per_step"] for part in row["by_position"]}
+                what = row["drafter"] if row["drafter"] == "ngram" else f"{row['drafter']}, {name}"
+                minutes = "–" if row["drafter"] == "ngram" else f"{own['training_minutes']:.1f}"
+                lines.append([what, minutes, *(f"{reached[one]:.2f}" if one in reached else "–" for one in ranges)])
+    heads = ["drafter, trained on", "minutes", *(f"from {begin:,} on" for begin, _ in ranges)]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, None))])
+
+
 def machines(found: dict[str, Any]) -> str:
     lines = [
         [way, own["turns"][0]["dtype"], f"{own['steps_per_s']:.2f}", f"{own['of_native']:.2f}", str(len(own["turns"]))]
@@ -1019,6 +1046,7 @@ def versus_speculators(found: dict[str, Any]) -> str:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
+    "second_target": second_target, "long_context": long_context,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider import machine
 from outrider.data.answers import Answer
-from outrider.data.features import MIN_LEARNT, LiveFeatures
+from outrider.data.features import MIN_LEARNT, LiveFeatures, most_cached
 from outrider.errors import DataError
 from outrider.targets.transformers import TransformersTarget
 
@@ -120,6 +121,16 @@ def test_kept_features_are_the_live_ones_whoever_asks_first(talker: Transformers
         torch.testing.assert_close(now.hidden[real], wanted.hidden[real])
     assert torch.equal(late.taps, now.taps)
     assert torch.equal(late.hidden, now.hidden)
+
+
+def test_a_sixth_of_the_memory_of_a_cpu_is_cached_and_shared_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a share of what is free, which another process could change between a training and its resume."""
+    monkeypatch.setattr(machine, "memory", lambda: 24 * 2**30)
+    assert most_cached(torch.device("cpu")) == 4 * 2**30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert most_cached(torch.device("cpu")) == 2 * 2**30
+    monkeypatch.setattr(machine, "memory", lambda: 3 * 2**30)
+    assert most_cached(torch.device("cpu")) == most_cached(torch.device("cuda")) == 2**30
 
 
 def test_bfloat16_features_stay_near(folder: object, talker: TransformersTarget) -> None:
