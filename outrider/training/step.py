@@ -57,8 +57,8 @@ class Sums:
         self.weight: Tensor | None = None
         """What the first batch's loss is divided by, which is the weight of its rows in one process, and 1 in several;
         the weight of the rows of every batch so far.  On the device."""
-        self.terms: dict[str, float] = {}
-        """The loss and its terms, weighted; not yet divided."""
+        self.terms: dict[str, Tensor] = {}
+        """The loss and its terms, weighted; not yet divided.  On the device too: a step is read once, at its end."""
         self.shares, self.rows = torch.zeros(0), torch.zeros(0)
         """By depth: the sum of sum(min(p, q)) over rows, and their number."""
 
@@ -69,11 +69,11 @@ class Sums:
             return 1.0
         return float(self.first / self.weight)
 
-    def add(self, weight: Tensor, terms: Mapping[str, float], shares: Tensor, rows: Tensor) -> None:
+    def add(self, weight: Tensor, terms: Mapping[str, Tensor], shares: Tensor, rows: Tensor) -> None:
         """A batch whose loss was divided by `self.first`."""
         self.weight = weight if self.weight is None else self.weight + weight
         for name, term in terms.items():
-            self.terms[name] = self.terms.get(name, 0.0) + term
+            self.terms[name] = self.terms[name] + term if name in self.terms else term
         depths = max(len(self.shares), len(shares))
         grown = [torch.cat([each, torch.zeros(depths - len(each))]) for each in (self.shares, shares, self.rows, rows)]
         self.shares, self.rows = grown[0] + grown[1], grown[2] + grown[3]
@@ -82,7 +82,8 @@ class Sums:
     def parts(self) -> tuple[float, dict[str, float], list[float], list[float]]:
         """Weight, terms, shares and rows, as they are sent to other processes."""
         assert self.weight is not None
-        return float(self.weight), self.terms, self.shares.tolist(), self.rows.tolist()
+        terms = {name: float(term) for name, term in self.terms.items()}
+        return float(self.weight), terms, self.shares.tolist(), self.rows.tolist()
 
     def over(self, parts: Sequence[tuple[float, dict[str, float], list[float], list[float]]]) -> Sums:
         """What the batches of all processes add up to.  parts: of every process."""
@@ -90,14 +91,15 @@ class Sums:
             return self
         found = Sums()
         for weight, terms, shares, counts in parts:
-            found.add(torch.tensor(weight), terms, torch.tensor(shares), torch.tensor(counts))
+            added = {name: torch.tensor(term, dtype=torch.float64) for name, term in terms.items()}
+            found.add(torch.tensor(weight), added, torch.tensor(shares), torch.tensor(counts))
         found.first = torch.ones(())
         return found
 
     def says(self) -> dict[str, Any]:
         """Loss and terms, and where rows were counted acceptance by depth and mean overlap."""
         scale = self.scale
-        found: dict[str, Any] = {name: term * scale for name, term in self.terms.items()}
+        found: dict[str, Any] = {name: float(term) * scale for name, term in self.terms.items()}
         if not len(self.rows):
             return found
         accepted = (self.shares / self.rows.clamp(min=1)).tolist()
@@ -181,12 +183,12 @@ def select(
 def accumulate(
     predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0,
     sums: Sums | None = None, processes: Processes = ALONE,
-) -> dict[str, Any]:  # fmt: skip
-    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms,
-    acceptance by depth and mean overlap.
+) -> Sums:  # fmt: skip
+    """Back-propagate every chunk's loss to its rows.  Returns the sums of the loss over all rows, and where counted of
+    its terms and of acceptance by depth.  Where nothing is counted, no number is read from the device.
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
-    sums: of the step's batches before this one; gets this one's, and what is returned is over all of them.
+    sums: of the step's batches before this one; gets this one's, and is returned.
     processes: have other rows of the batch; of several none divides yet.
     """
     sums = Sums() if sums is None else sums
@@ -198,8 +200,7 @@ def accumulate(
     if sums.first is None:  # what all processes have is known at the end of the step
         sums.first = own if processes.count == 1 else torch.ones_like(own)
     total = sums.first
-    terms_at: dict[str, float] = {"loss": 0.0}
-    whole = torch.zeros((), dtype=torch.float64, device=total.device)
+    terms_at = {"loss": torch.zeros((), dtype=torch.float64, device=total.device)}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) and is_counted else 0
     shares, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(chunk_size(predictions)):
@@ -210,20 +211,19 @@ def accumulate(
         learning = [term for term in extra.values() if term.requires_grad]
         torch.autograd.backward([draft, *learning], [gradient, *(weight.to(term.dtype) for term in learning)])
         terms = {"divergence": divergence} | {name: term.detach() for name, term in extra.items()}
-        # read once, after all chunks: a device that is asked for each waits for each
-        whole += torch.stack([(weight * term).sum() for term in terms.values()]).sum()
+        weighed = {name: (weight * term).sum().double() for name, term in terms.items()}
+        terms_at["loss"] = terms_at["loss"] + torch.stack([*weighed.values()]).sum()
         if is_counted:
-            for name, term in terms.items():
-                terms_at[name] = terms_at.get(name, 0.0) + float((weight * term).sum())
+            for name, term in weighed.items():
+                terms_at[name] = terms_at.get(name, 0.0) + term
             share = share.cpu()
             is_own = (predictions.weight[part] > 0).cpu()
             depth = predictions.depth[part].cpu()[is_own]
             shares.index_add_(0, depth, share[is_own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
         del draft, target, gradient, extra, learning  # or the next chunk's logits would be made beside these
-    terms_at["loss"] = whole.item()
     sums.add(own, terms_at, shares, rows_at)
-    return sums.says()
+    return sums
 
 
 def diverge(

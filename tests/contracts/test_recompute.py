@@ -35,7 +35,7 @@ def learnt(model: DraftModel, batch: Batch) -> tuple[float, int, dict[str, torch
     torch.manual_seed(2)  # anchors and noise are drawn
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         rows = model.predict(batch)
-    found = accumulate(rows, Config(loss={"kl": 1.0}))
+    found = accumulate(rows, Config(loss={"kl": 1.0})).says()
     rows.backward()
     gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     return found["loss"], sum(kept.values()), gradients

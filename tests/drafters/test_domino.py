@@ -265,7 +265,7 @@ def test_where_a_token_hangs_on_the_two_before_it_drafts_better_than_dflash():
             rows.backward()
             optimiser.step()
         model.progress = 1.0
-        kept.append(accumulate(model.predict(batch), TrainConfig(), is_counted=True)["acceptance"])
+        kept.append(accumulate(model.predict(batch), TrainConfig(), is_counted=True).says()["acceptance"])
     (first, *alone), (same, *together) = kept
     assert abs(first - same) < 0.05
     assert all(mine > theirs + 0.05 for mine, theirs in zip(together, alone, strict=True))

@@ -28,7 +28,7 @@ def test_acceptance_is_counted_as_in_training(kind: str, talker: TransformersTar
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(3)
     rows = model.predict(source.batch(0))
-    wanted = accumulate(rows, Config(loss={"tv": 1.0}), is_counted=True)
+    wanted = accumulate(rows, Config(loss={"tv": 1.0}), is_counted=True).says()
     assert found["overlap"] == pytest.approx(wanted["acceptance"], abs=2e-4)
     draft, target, part = next(rows.chunks(10**6))
     first = (rows.depth[part] == 0) & (rows.weight[part] > 0)
@@ -44,7 +44,7 @@ def test_the_loss_is_that_of_training(position: dict[str, float], talker: Transf
     config = Config(loss={"kl": 0.7, "tv": 1.0}, position=position)
     found = acceptance(model, source, seed=3, config=config)
     torch.manual_seed(3)
-    wanted = accumulate(model.predict(source.batch(0)), config, is_counted=True)
+    wanted = accumulate(model.predict(source.batch(0)), config, is_counted=True).says()
     if "dpace" not in position:  # training divides by the number of its rows
         assert found["divergence"] == pytest.approx(wanted["divergence"], abs=1e-3)
     assert found["divergence"] > 0

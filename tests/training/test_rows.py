@@ -100,7 +100,7 @@ def test_the_loss_hangs_not_on_the_size_of_the_chunks(
         monkeypatch.setattr("outrider.training.step.CHUNK_ELEMENTS", {"cpu": elements})
         monkeypatch.setattr("outrider.training.step.CHUNK_ROWS", 1)
         fixed.draft.grad = None
-        found.append((accumulate(fixed, config)["loss"], fixed.draft.grad.clone()))
+        found.append((accumulate(fixed, config).says()["loss"], fixed.draft.grad.clone()))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     torch.testing.assert_close(found[0][1], found[1][1])
 

@@ -6,16 +6,18 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.drafters import find
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses, step
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
-from outrider.training.step import CHUNK_ELEMENTS, accumulate, diverge, optimise
+from outrider.training.step import CHUNK_ELEMENTS, Sums, accumulate, diverge, optimise
 from training.bench import KINDS, make_model, make_source
 
 BOUNDED = """
@@ -39,7 +41,7 @@ ones = torch.ones_like(tokens)
 rows = draft.predict(Batch(tokens, ones.bool(), ones, torch.randn(B, S, 1, 8), torch.randn(B, S, 8)))
 whole = len(rows.labels) * V * 4 / 2**20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = accumulate(rows, TrainConfig(loss={"tv": 1.0}), is_counted=False)
+found = accumulate(rows, TrainConfig(loss={"tv": 1.0}), is_counted=False).says()
 rows.backward()
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 assert all(w.grad.isfinite().all() for w in draft.parameters()) and 0 < found["loss"] <= 1
@@ -64,7 +66,7 @@ def test_chunks_change_neither_loss_nor_gradients(
         torch.manual_seed(2)
         rows = model.predict(make_source(talker).batch(1))
         chunks = len(list(rows.chunks(max(1, size // rows.vocabulary))))
-        sums = accumulate(rows, TrainConfig(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_counted=True)
+        sums = accumulate(rows, TrainConfig(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_counted=True).says()
         rows.backward()
         found.append((chunks, sums, {name: weight.grad for name, weight in model.named_parameters()}))
     (one, whole, gradients), (many, parts, again) = found
@@ -132,6 +134,26 @@ def test_logits_of_a_chunk_are_gone_before_the_next_one_s(
     assert len(alive) > 6 and set(alive[::2]) == {0} and max(alive) <= 1, alive  # the target's first, then the draft's
 
 
+class NoReads(TorchDispatchMode):
+    """While this is open, the host may not read a number: a GPU would be waited for."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_number_of_a_batch_is_read_before_the_steps_end(kind: str, talker: TransformersTarget) -> None:
+    """Catches a loss that is read after every batch, where one reading at the step's end is enough."""
+    rows, sums = make_model(talker, kind).predict(make_source(talker).batch(1)), Sums()
+    with NoReads():
+        accumulate(rows, TrainConfig(loss={"tv": 1.0}), sums=sums)  # kl looks at q on a CPU alone
+        rows.backward()
+    assert sums.says()["loss"] > 0
+    with NoReads(), pytest.raises(AssertionError, match="the host waits"):
+        sums.says()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_never_splits_a_block(kind: str, talker: TransformersTarget) -> None:
     """Catches a head that starts in mid-block, and rows that come twice or never."""
@@ -168,7 +190,7 @@ def test_several_batches_of_a_step_are_one(kind: str, talker: TransformersTarget
         rows = alone.predict(source.batch(number))
         alone.zero_grad()
         own = float(rows.weight.sum())
-        loss, total = loss + own * accumulate(rows, config)["loss"], total + own
+        loss, total = loss + own * accumulate(rows, config).says()["loss"], total + own
         rows.backward()
         for name, weight in alone.named_parameters():
             wanted[name] += own * weight.grad
