@@ -241,11 +241,7 @@ def cpu_share() -> float | None:
 
 def memory() -> int:
     """Bytes of memory that the machine has, within what the container is given."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        whole = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
-    except (OSError, StopIteration):  # a system without /proc/meminfo
-        return UNKNOWN_MEMORY
+    whole = _memory_line("MemTotal")
     with suppress(OSError, ValueError):  # no container, or one without a limit
         whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return whole
@@ -253,15 +249,20 @@ def memory() -> int:
 
 def free_memory() -> int:
     """Bytes of memory that are not in use, within what the container is given."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # a system without /proc/meminfo
-        return UNKNOWN_MEMORY
+    free = _memory_line("MemAvailable")
     with suppress(OSError, ValueError):  # no container, or one without a limit
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free
+
+
+def _memory_line(name: str) -> int:
+    """Bytes that the system says under this name."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+    except (OSError, StopIteration):  # a system without /proc/meminfo
+        return UNKNOWN_MEMORY
 
 
 @functools.cache
