@@ -88,10 +88,10 @@ def test_layers_are_recomputed_where_a_batch_does_not_fit_otherwise(
 def test_recomputed_layers_take_less_memory(talker: TransformersTarget) -> None:
     """Catches a measurement of a model whose layers keep their activations after all."""
     module = find("dflash")
-    model = module.Model(module.Config(layers=6, block=6, taps=(1,), anchors=64, intermediate=512), talker).float()
+    model = module.Model(module.Config(layers=10, block=6, taps=(1,), anchors=64, intermediate=512), talker).float()
     answers = [Answer("a", list(range(64)), [(2, 64)])]
     config = Config(steps=10, dtype="float32")
     kept, again = (
         training_plan.costs(model, config.model_copy(update={"recompute": on}), answers, 64) for on in (False, True)
     )
-    assert again.peak_bytes(8) < 0.7 * kept.peak_bytes(8)
+    assert again.peak_bytes(8) < 0.85 * kept.peak_bytes(8)  # 0.42 to 0.70 found, by what malloc keeps
