@@ -1,6 +1,6 @@
 """Drafters at positions beyond those they were trained on, and long texts mixed into what they learn from.
 
-    python benchmarks/long_context.py [--work runs/long] [--steps 60] [--set KEY=VALUE …] [--out FILE]
+    python benchmarks/long_context.py [--work runs/long] [--steps 20] [--set KEY=VALUE …] [--out FILE]
 
 The demo's target goes on training on windows of 8,192 tokens, which is its context then.  Two drafters of the same
 recipe (`recipes/demo.yaml`) learn in as many steps: one from 512 short prompts, one from 464 of them and 48 of 2 to 7
@@ -42,7 +42,7 @@ MEASURED = {600: 16, 7_000: 16, 20_000: 16}
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--work", type=Path, default=Path("runs/long"), help="where target, prompts and runs go")
-    asked.add_argument("--steps", type=int, default=60, help="of the target, 8,192 tokens each")
+    asked.add_argument("--steps", type=int, default=20, help="of the target, 8,192 tokens each")
     asked.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both runs")
     asked.add_argument("--out", type=Path)
     options = asked.parse_args()
@@ -64,11 +64,11 @@ def trained(options: argparse.Namespace) -> Path:
         texts = {split: ids_of(split, tokenizer) for split in ("train", "held_out")}
         model = Qwen3ForCausalLM.from_pretrained(demo.TARGET, max_position_embeddings=CONTEXT, dtype=torch.float32)
         ours = dict(
-            device="cpu", no_compile=True, seed=0, weight_decay=0.1, step_tokens=CONTEXT, length=CONTEXT, lr=5e-4
-        )
+            device="cpu", no_compile=True, seed=0, weight_decay=0.1, step_tokens=CONTEXT, length=CONTEXT, lr=2e-3
+        )  # a warm-up of 100 steps: at most 1e-4
         passes = options.steps * CONTEXT / len(texts["train"])
         settings = argparse.Namespace(work=options.work, **ours)
-        make_demo.fit("long", model, texts["train"], texts["held_out"], passes, settings)
+        make_demo.fit("long", model, texts["train"], texts["held_out"][: CONTEXT + 1], passes, settings)
         tokenizer.save_pretrained(folder)
     return folder
 
