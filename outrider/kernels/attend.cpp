@@ -17,8 +17,8 @@ using namespace outrider;
 
 namespace {
 
-constexpr int BLOCK = 16 * LANES;  // keys
-constexpr int TOGETHER = 4;        // queries that pass over a key while it is in a register
+constexpr int BLOCK = 128;         // keys
+constexpr int TOGETHER = 6;        // queries that pass over a key while it is in a register
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of a value that are summed in registers, for as many queries
 constexpr int MOST_QUERIES = 32;   // of one head of keys; more are a prompt's, for which torch's products of matrices are faster
 
@@ -42,18 +42,41 @@ struct Strided {  // [R, heads, n, d], the last dimension without holes
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline void store(float* at, Floats value) { *reinterpret_cast<Floats*>(at) = value; }
 
-// Sums of neighbours: of a the first half of the result, of b the second.
-template <int... N>
-inline Floats pairs(Floats a, Floats b, std::integer_sequence<int, N...>) {
-  return __builtin_shufflevector(a, b, (2 * N)...) + __builtin_shufflevector(a, b, (2 * N + 1)...);
+// A load that stays in a register: GCC reads memory again for each use otherwise.
+inline Floats held_in_register(const float* at) {
+  Floats value = load(at);
+#if defined(__x86_64__)
+  asm("" : "+x"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+  return value;
 }
 
-// One vector of the sums over the lanes of each of COUNT vectors.
+// Asks for `count` floats that are read soon.
+inline void fetch(const float* at, int64_t count) {
+  for (int64_t n = 0; n < count; n += 16) __builtin_prefetch(at + n);
+}
+
+// Sums of neighbours, those of a before those of b; with AVX2, which shuffles within 16 bytes, the halves of both stay apart up to
+// the last level.
+template <int COUNT, int... N>
+inline Floats neighbours(Floats a, Floats b, std::integer_sequence<int, N...>) {
+  if constexpr (LANES != 8)
+    return __builtin_shufflevector(a, b, (2 * N)...) + __builtin_shufflevector(a, b, (2 * N + 1)...);
+  else if constexpr (COUNT > 2)
+    return __builtin_shufflevector(a, b, (N % 2 * 2 + N / 2 % 2 * 8 + N / 4 * 4)...) +
+           __builtin_shufflevector(a, b, (N % 2 * 2 + N / 2 % 2 * 8 + N / 4 * 4 + 1)...);
+  else
+    return __builtin_shufflevector(a, b, (N + N / 4 * 4)...) + __builtin_shufflevector(a, b, (N + N / 4 * 4 + 4)...);
+}
+
+// One vector of the sums over the lanes of each of COUNT vectors: of neighbours, then of neighbouring sums.
 template <int COUNT>
 inline Floats sums(Floats* of) {
   if constexpr (COUNT == 1) return of[0];
 #pragma GCC unroll 16
-  for (int n = 0; n < COUNT / 2; ++n) of[n] = pairs(of[2 * n], of[2 * n + 1], std::make_integer_sequence<int, LANES>{});
+  for (int n = 0; n < COUNT / 2; ++n) of[n] = neighbours<COUNT>(of[2 * n], of[2 * n + 1], std::make_integer_sequence<int, LANES>{});
   return sums<std::max(1, COUNT / 2)>(of);
 }
 
@@ -80,32 +103,89 @@ struct Pass {
   float* out;  // [R, n, heads, d]
   int64_t shared = q.heads / k.heads, queries = shared * q.count;
 
-  // The queries of one head of keys, one after the other: those of its first head first.
-  const float* query(int64_t r, int64_t g, int64_t i) const { return q.at(r, g * shared + i / q.count, i % q.count); }
-  float* result(int64_t r, int64_t g, int64_t i) const {
-    return out + ((r * q.count + i % q.count) * q.heads + g * shared + i / q.count) * q.size;
+  void run() const;
+};
+
+// One head of keys of one row, and what its queries have so far: those of the first of the heads that share it first.
+class Head {
+ public:
+  Head(const Pass& pass, int64_t r, int64_t g)
+      : pass(pass), k(pass.k), v(pass.v), r(r), g(g), scores(pass.queries * BLOCK), found(pass.queries), factors(pass.queries),
+        highest(pass.queries, -INFINITY), total(pass.queries, 0.f), held(pass.queries * v.size, 0.f) {}
+
+  // Over a block of keys, then over its values, so that either stays in the cache; meanwhile what comes next is fetched.
+  void run() {
+    for (int64_t first = 0; first < k.count; first += BLOCK) {
+      const int64_t count = std::min<int64_t>(BLOCK, k.count - first);
+      each([&](auto some, int64_t from) { weigh<some>(from, first, count); });
+      each([&](auto some, int64_t from) { gather<some>(from, first, count); });
+    }
+    for (int64_t i = 0; i < pass.queries; ++i) {
+      float* to = pass.out + ((r * pass.q.count + i % pass.q.count) * pass.q.heads + head(i)) * v.size;
+      const float factor = total[i] > 0 ? 1 / total[i] : 0;
+      for (int64_t d = 0; d < v.size; d += LANES) store(to + d, load(&held[i * v.size + d]) * factor);
+    }
   }
 
-  // scores[i, j] of Q queries over keys [first, first + count), and the highest of each; -inf up to whole vectors.
+ private:
+  const Pass& pass;
+  const Strided &k, &v;
+  const int64_t r, g;
+  std::vector<float> scores;  // [queries, BLOCK], of this block
+  std::vector<float> found;   // the highest of them
+  std::vector<float> factors; // by which sums so far shrink
+  std::vector<float> highest, total, held;
+
+  int64_t head(int64_t i) const { return g * pass.shared + i / pass.q.count; }
+
+  // act(Q, from) for shares of the queries, Q of them from number `from` on.
+  template <class Act>
+  void each(const Act& act) const {
+    const int64_t parts = (pass.queries + TOGETHER - 1) / TOGETHER;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t from = pass.queries * part / parts;
+      with(pass.queries * (part + 1) / parts - from, from, act);
+    }
+  }
+
+  template <class Act, int Q = TOGETHER>
+  static void with(int64_t many, int64_t from, const Act& act) {
+    if constexpr (Q > 0) {
+      if (many == Q) return act(std::integral_constant<int, Q>{}, from);
+      with<Act, Q - 1>(many, from, act);
+    }
+  }
+
+  // Scores of Q queries over keys [first, first + count), and the highest of each; -inf up to whole vectors.
   template <int Q>
-  void score(int64_t r, int64_t g, int64_t from, int64_t first, int64_t count, float* scores, float* highest) const {
+  void score(int64_t from, int64_t first, int64_t count) {
     const float *asked[Q], *hidden[Q];
     Floats most[Q];
     for (int i = 0; i < Q; ++i) {
-      asked[i] = query(r, g, from + i), hidden[i] = mask.at(r, 0, (from + i) % q.count) + first;
+      const int64_t query = (from + i) % pass.q.count;
+      asked[i] = pass.q.at(r, head(from + i), query), hidden[i] = pass.mask.at(r, 0, query) + first;
       most[i] = Floats{} - INFINITY;
     }
     for (int64_t j = 0; j < count; j += LANES) {
       Floats parts[Q][LANES];
       const int many = static_cast<int>(std::min<int64_t>(LANES, count - j));
-      for (int n = 0; n < LANES; ++n) {
-        const float* key = k.at(r, g, first + (n < many ? j + n : 0));  // after the last key: any, to be masked
-        Floats sum[Q] = {};
+#pragma GCC unroll 8
+      for (int n = 0; n < LANES; n += 2) {
+        // after the last key: any, to be masked
+        const float* key = k.at(r, g, first + (n < many ? j + n : 0));
+        const float* next = k.at(r, g, first + (n + 1 < many ? j + n + 1 : 0));
+        if (!from) fetch(v.at(r, g, first + j + n), v.size), fetch(v.at(r, g, first + j + n + 1), v.size);
+        Floats sum[2][Q] = {};
         for (int64_t d = 0; d < k.size; d += LANES) {
-          const Floats own = load(key + d);
-          for (int i = 0; i < Q; ++i) sum[i] += own * load(asked[i] + d);
+          const Floats own = held_in_register(key + d), other = held_in_register(next + d);
+#pragma GCC unroll 8
+          for (int i = 0; i < Q; ++i) {
+            const Floats by = held_in_register(asked[i] + d);
+            sum[0][i] += own * by;
+            sum[1][i] += other * by;
+          }
         }
-        for (int i = 0; i < Q; ++i) parts[i][n] = sum[i];
+        for (int i = 0; i < Q; ++i) parts[i][n] = sum[0][i], parts[i][n + 1] = sum[1][i];
       }
       for (int i = 0; i < Q; ++i) {
         Floats own = Floats{} - INFINITY;
@@ -113,16 +193,28 @@ struct Pass {
           own = load(hidden[i] + j);
         else
           for (int n = 0; n < many; ++n) own[n] = hidden[i][j + n];
-        own += sums<LANES>(parts[i]) * scale;
-        store(scores + i * BLOCK + j, own);
+        own += sums<LANES>(parts[i]) * pass.scale;
+        store(&scores[(from + i) * BLOCK + j], own);
         most[i] = own > most[i] ? own : most[i];
       }
     }
-    for (int i = 0; i < Q; ++i) highest[i] = highest_of(most[i]);
+    for (int i = 0; i < Q; ++i) found[from + i] = highest_of(most[i]);
   }
 
-  // Scores to weights e^(score - highest); returns their sum.
-  static float weigh(float* scores, int64_t count, float highest) {
+  // Scores, then the weights of the block's values, e^(score - highest so far), in their place.
+  template <int Q>
+  void weigh(int64_t from, int64_t first, int64_t count) {
+    score<Q>(from, first, count);
+    for (int64_t i = from; i < from + Q; ++i) {
+      const float most = std::max(found[i], highest[i]);
+      factors[i] = highest[i] == most ? 1.f : std::exp(highest[i] - most);
+      total[i] = total[i] * factors[i] + (most > -INFINITY ? powers(&scores[i * BLOCK], count, most) : 0.f);
+      highest[i] = most;
+    }
+  }
+
+  // Scores to e^(score - highest); returns their sum.
+  static float powers(float* scores, int64_t count, float highest) {
     Floats sum = {};
     for (int64_t j = 0; j < count; j += LANES) {
       const Floats weight = exponential(load(scores + j) - highest);
@@ -134,73 +226,47 @@ struct Pass {
     return total;
   }
 
-  // Add the values of keys [first, first + count) to what Q queries have: held[i, d] = held * factor + sum of weight * value.
+  // Adds the values of keys [first, first + count) to what Q queries have.
+  template <int Q>
+  void gather(int64_t from, int64_t first, int64_t count) {
+    if (*std::max_element(&found[from], &found[from] + Q) == -INFINITY) return;
+    int64_t d = 0;
+    for (; d + WIDE * LANES <= v.size; d += WIDE * LANES) add<Q, WIDE>(from, first, count, d);
+    for (; d < v.size; d += LANES) add<Q, 1>(from, first, count, d);
+  }
+
+  // held[i, d] = held * factor + sum of weight * value, for V vectors from d on.
   template <int Q, int V>
-  void gather(int64_t r, int64_t g, int64_t first, int64_t count, const float* weights, const float* factors, float* held, int64_t d) const {
+  void add(int64_t from, int64_t first, int64_t count, int64_t d) {
     Floats sum[Q][V];
     for (int i = 0; i < Q; ++i)
-      for (int n = 0; n < V; ++n) sum[i][n] = load(held + i * v.size + d + n * LANES) * factors[i];
+      for (int n = 0; n < V; ++n) sum[i][n] = load(&held[(from + i) * v.size + d + n * LANES]) * factors[from + i];
+    const float* weights = &scores[from * BLOCK];
+    const bool fetches = !from && !d;
     for (int64_t j = 0; j < count; ++j) {
+      if (fetches) fetch(k.at(r, g, first + BLOCK + j), k.size);
       const float* value = v.at(r, g, first + j) + d;
-      for (int n = 0; n < V; ++n) {
-        const Floats own = load(value + n * LANES);
-        for (int i = 0; i < Q; ++i) sum[i][n] += own * weights[i * BLOCK + j];
+      Floats own[V];
+#pragma GCC unroll 4
+      for (int n = 0; n < V; ++n) own[n] = held_in_register(value + n * LANES);
+#pragma GCC unroll 8
+      for (int i = 0; i < Q; ++i) {
+        const Floats weight = weights[i * BLOCK + j] - Floats{};
+#pragma GCC unroll 4
+        for (int n = 0; n < V; ++n) sum[i][n] += own[n] * weight;
       }
     }
     for (int i = 0; i < Q; ++i)
-      for (int n = 0; n < V; ++n) store(held + i * v.size + d + n * LANES, sum[i][n]);
-  }
-
-  // Q queries, from number `from`, over one block of keys.
-  template <int Q>
-  void block(int64_t r, int64_t g, int64_t from, int64_t first, int64_t count, float* highest, float* total, float* held) const {
-    float scores[Q * BLOCK], found[Q], factors[Q];
-    score<Q>(r, g, from, first, count, scores, found);
-    bool is_any = false;
-    for (int i = 0; i < Q; ++i) {
-      const float most = std::max(found[i], highest[i]);
-      factors[i] = highest[i] == most ? 1.f : std::exp(highest[i] - most);
-      is_any |= found[i] > -INFINITY;
-      total[i] = total[i] * factors[i] + (most > -INFINITY ? weigh(scores + i * BLOCK, count, most) : 0.f);
-      highest[i] = most;
-    }
-    if (!is_any) return;
-    int64_t d = 0;
-    for (; d + WIDE * LANES <= v.size; d += WIDE * LANES) gather<Q, WIDE>(r, g, first, count, scores, factors, held, d);
-    for (; d < v.size; d += LANES) gather<Q, 1>(r, g, first, count, scores, factors, held, d);
-  }
-
-  // As `block`, for a number of queries that is known only now.
-  template <int Q = TOGETHER>
-  void blocks(int64_t many, int64_t r, int64_t g, int64_t from, int64_t first, int64_t count, float* highest, float* total, float* held) const {
-    if constexpr (Q > 0) {
-      if (many == Q) return block<Q>(r, g, from, first, count, highest, total, held);
-      blocks<Q - 1>(many, r, g, from, first, count, highest, total, held);
-    }
-  }
-
-  // All queries of one head of keys.
-  void head(int64_t r, int64_t g) const {
-    std::vector<float> highest(queries, -INFINITY), total(queries, 0.f), held(queries * v.size, 0.f);
-    for (int64_t first = 0; first < k.count; first += BLOCK) {
-      const int64_t count = std::min<int64_t>(BLOCK, k.count - first);
-      for (int64_t i = 0; i < queries; i += TOGETHER)
-        blocks(std::min<int64_t>(TOGETHER, queries - i), r, g, i, first, count, &highest[i], &total[i], &held[i * v.size]);
-    }
-    for (int64_t i = 0; i < queries; ++i) {
-      float* to = result(r, g, i);
-      const float factor = total[i] > 0 ? 1 / total[i] : 0;
-      for (int64_t d = 0; d < v.size; d += LANES) store(to + d, load(&held[i * v.size + d]) * factor);
-    }
-  }
-
-  void run() const {
-    const int64_t tasks = q.rows * k.heads;
-    const bool alone = q.rows * q.heads * q.count * k.count * q.size < SMALL;
-#pragma omp parallel for schedule(static) if (!alone)
-    for (int64_t task = 0; task < tasks; ++task) head(task / k.heads, task % k.heads);
+      for (int n = 0; n < V; ++n) store(&held[(from + i) * v.size + d + n * LANES], sum[i][n]);
   }
 };
+
+void Pass::run() const {
+  const int64_t tasks = q.rows * k.heads;
+  const bool alone = q.rows * q.heads * q.count * k.count * q.size < SMALL;
+#pragma omp parallel for schedule(static) if (!alone)
+  for (int64_t task = 0; task < tasks; ++task) Head(*this, task / k.heads, task % k.heads).run();
+}
 
 }  // namespace
 

@@ -21,7 +21,7 @@ constexpr int MOST_ROWS = 6, MOST_SUMS = 12;
 constexpr int MOST_ROWS = 8, MOST_SUMS = 16;
 #endif
 constexpr int PANEL = 2 * LANES;
-constexpr int FAR = 64 * LANES, NEAR = 8 * LANES;  // words of a panel by which reading runs ahead: to L2, from there to L1
+constexpr int64_t FAR = 64, NEAR = 8;  // of k, by which reading runs ahead: to L2, from there to L1
 
 struct Single {  // weights in float32
   static constexpr int WORDS = 2;
@@ -44,15 +44,19 @@ struct Half {  // in bfloat16: the lower half of each word is a weight of the fi
 template <class Kind, int R, int G>
 void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t left) {
   Floats sums[G][R][2] = {};
-  const int64_t panel = inner * LANES * Kind::WORDS;
+  constexpr int64_t STEP = LANES * Kind::WORDS;
+  const int64_t panel = inner * STEP;
   for (int64_t k = 0; k < inner; ++k) {
     Floats low[G], high[G];
+    // behind a panel lies the one beside it, so what is read next is G panels on
+    const int64_t far = FAR * STEP + (k + FAR < inner ? 0 : (G - 1) * panel);
+    const int64_t near = NEAR * STEP + (k + NEAR < inner ? 0 : (G - 1) * panel);
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
-      const uint32_t* at = weights + g * panel + k * LANES * Kind::WORDS;
+      const uint32_t* at = weights + g * panel + k * STEP;
       for (int w = 0; w < Kind::WORDS; ++w) {
-        __builtin_prefetch(at + w * LANES + FAR * Kind::WORDS, 0, 2);
-        __builtin_prefetch(at + w * LANES + NEAR * Kind::WORDS);
+        __builtin_prefetch(at + w * LANES + far, 0, 2);
+        __builtin_prefetch(at + w * LANES + near);
       }
       Kind::load(at, low[g], high[g]);
     }
