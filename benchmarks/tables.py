@@ -779,13 +779,11 @@ def long_context(found: dict[str, Any]) -> str:
     ranges = [(part["begin"], part["end"]) for part in next(iter(found["drafters"].values()))["rows"][0]["by_position"]]
     lines = []
     for name, own in found["drafters"].items():
-        for row in own["rows"]:
-            if row["drafter"] != "ngram" or not lines:
-                reached = {(part["begin"], part["end"]): part["tokens_per_step"] for part in row["by_position"]}
-                what = row["drafter"] if row["drafter"] == "ngram" else f"{row['drafter']}, {name}"
-                minutes = "–" if row["drafter"] == "ngram" else f"{own['training_minutes']:.1f}"
-                lines.append([what, minutes, *(f"{reached[one]:.2f}" if one in reached else "–" for one in ranges)])
-    heads = ["drafter, trained on", "minutes", *(f"from {begin:,} on" for begin, _ in ranges)]
+        [row] = own["rows"]
+        reached = {(part["begin"], part["end"]): part["tokens_per_step"] for part in row["by_position"]}
+        minutes = f"{own['training_minutes']:.1f}"
+        lines.append([name, minutes, *(f"{reached[one]:.2f}" if one in reached else "–" for one in ranges)])
+    heads = ["dspark, trained on", "minutes", *(f"from {begin:,} on" for begin, _ in ranges)]
     return "\n\n".join([_machine(found), _table(heads, lines, slice(1, None))])
 
 

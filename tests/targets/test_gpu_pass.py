@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, first
@@ -133,8 +134,11 @@ def test_a_planted_fault_is_found_out(qwen, fault, monkeypatch):
 
 
 @torch.inference_mode()
-def test_logits_do_not_depend_on_the_tokens_of_a_pass(qwen):
+def test_logits_do_not_depend_on_the_tokens_of_a_pass(qwen, monkeypatch):
     """A chain of eight in one pass, in twos and one by one: equal to the last bit, keys and values too."""
+    if gpu.IS_INTERPRETED:  # by numpy, whose library multiplies rows 6 to 11 of a tile in another order with AVX2
+        multiply = lambda x, y, dtype: np.einsum("...mk,...kn->...mn", x, y, dtype=dtype)
+        monkeypatch.setattr(np, "matmul", multiply)
     tokens, depths, mask, starts, columns, taps, asked, buffers = given_for(qwen, 1, 8)
     whole, way = [buffer.clone() for buffer in buffers], GpuPass(qwen, _Traced(qwen, []))
     wanted = way(tokens, depths, mask, starts, columns, taps, asked, whole)
