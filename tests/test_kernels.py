@@ -107,6 +107,7 @@ def attention(slots: int, heads: tuple[int, int], width: int, text: int, size: i
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    kernels.library()  # registers it, where no test before did
     return torch.ops.outrider.attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
 
