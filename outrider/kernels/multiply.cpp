@@ -14,14 +14,15 @@ using namespace outrider;
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
+constexpr int MOST_ROWS = 12, MOST_SUMS = 24, NEAR = 8;
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 6, MOST_SUMS = 12;
+constexpr int MOST_ROWS = 6, MOST_SUMS = 12, NEAR = 0;
 #else
-constexpr int MOST_ROWS = 8, MOST_SUMS = 16;
+constexpr int MOST_ROWS = 8, MOST_SUMS = 16, NEAR = 8;
 #endif
 constexpr int PANEL = 2 * LANES;
-constexpr int64_t FAR = 64, NEAR = 8;  // of k, by which reading runs ahead: to L2, from there to L1
+constexpr int64_t FAR = 64;  // of k, by which reading runs ahead into L2; NEAR: from there into L1, 0 leaves that to the processor
+constexpr int64_t LINE = 16;  // words
 
 struct Single {  // weights in float32
   static constexpr int WORDS = 2;
@@ -40,23 +41,27 @@ struct Half {  // in bfloat16: the lower half of each word is a weight of the fi
   }
 };
 
+struct Fetched {  // while a tile is multiplied
+  int64_t from, step;  // words from a panel's first, and from each k to the next; from 0: the tile itself, FAR of k on
+};
+
 // Rows [0, R) of x times G panels: each output's sum stays in a register from the first k to the last.
 template <class Kind, int R, int G>
-void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t left) {
+void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t left, Fetched fetched) {
   Floats sums[G][R][2] = {};
   constexpr int64_t STEP = LANES * Kind::WORDS;
   const int64_t panel = inner * STEP;
   for (int64_t k = 0; k < inner; ++k) {
     Floats low[G], high[G];
     // behind a panel lies the one beside it, so what is read next is G panels on
-    const int64_t far = FAR * STEP + (k + FAR < inner ? 0 : (G - 1) * panel);
+    const int64_t far = fetched.from ? fetched.from + k * fetched.step : (k + FAR) * STEP + (k + FAR < inner ? 0 : (G - 1) * panel);
     const int64_t near = NEAR * STEP + (k + NEAR < inner ? 0 : (G - 1) * panel);
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
       const uint32_t* at = weights + g * panel + k * STEP;
-      for (int w = 0; w < Kind::WORDS; ++w) {
-        __builtin_prefetch(at + w * LANES + far, 0, 2);
-        __builtin_prefetch(at + w * LANES + near);
+      for (int64_t w = 0; w < STEP; w += LINE) {
+        __builtin_prefetch(weights + g * panel + far + w, 0, 2);
+        if (NEAR) __builtin_prefetch(at + near + w);
       }
       Kind::load(at, low[g], high[g]);
     }
@@ -83,37 +88,42 @@ void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int6
 
 // Panels [first, last) for R rows, as many side by side as registers hold.
 template <class Kind, int R>
-void panels(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
+void panels(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last,
+            Fetched fetched) {
   constexpr int G = std::max(1, std::min(4, MOST_SUMS / (2 * R)));
   const int64_t panel = inner * LANES * Kind::WORDS;
   int64_t p = first;
-  for (; p + G <= last; p += G) tile<Kind, R, G>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL);
-  for (; p < last; ++p) tile<Kind, R, 1>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL);
+  for (; p + G <= last; p += G) tile<Kind, R, G>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL, fetched);
+  for (; p < last; ++p) tile<Kind, R, 1>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL, fetched);
 }
 
 template <class Kind, int R = MOST_ROWS>
 void block(int64_t rows, const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first,
-           int64_t last) {
+           int64_t last, Fetched fetched) {
   if constexpr (R > 0) {
-    if (rows == R) return panels<Kind, R>(x, inner, weights, y, outputs, first, last);
-    block<Kind, R - 1>(rows, x, inner, weights, y, outputs, first, last);
+    if (rows == R) return panels<Kind, R>(x, inner, weights, y, outputs, first, last, fetched);
+    block<Kind, R - 1>(rows, x, inner, weights, y, outputs, first, last, fetched);
   }
 }
 
+// More rows than registers hold pass in blocks over a group of panels that stays in the cache.  Memory would idle behind the first
+// block, so each block fetches a share of the next group.
 template <class Kind>
 void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs) {
   const int64_t count = (outputs + PANEL - 1) / PANEL;
   const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t together = blocks > 1 ? 4 / Kind::WORDS : 4, group = together * inner * LANES * Kind::WORDS;
   const bool alone = rows * inner * outputs < SMALL;
-  constexpr int64_t TOGETHER = 4;  // panels that stay in the cache while all rows pass
 #pragma omp parallel if (!alone)
   {
     const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
     const int64_t first = count * own / threads, last = count * (own + 1) / threads;
-    for (int64_t p = first; p < last; p += TOGETHER)
+    for (int64_t p = first; p < last; p += together)
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t row = rows * b / blocks, many = rows * (b + 1) / blocks - row;
-        block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + TOGETHER));
+        const bool next = blocks > 1 && p + together < last && p + b > first;  // nobody fetched the first group
+        const Fetched fetched{next ? group + b * group / together / blocks : 0, LANES * Kind::WORDS / blocks};
+        block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + together), fetched);
       }
   }
 }
