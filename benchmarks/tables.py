@@ -1043,11 +1043,13 @@ def versus_speculators(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "serving": serving, "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
+    "serving": serving, "peers": peers, "peers_avx2": peers, "products": products, "products_avx2": products,
+    "large": large, "large_avx2": large, "contexts": contexts, "contexts_avx2": contexts, "block": block,
     "second_target": second_target, "long_context": long_context,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
-    "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
+    "versus_transformers": versus_transformers, "overhead": overhead,
+    "overhead_avx2": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,

@@ -153,6 +153,15 @@ def test_a_row_attends_alike_alone_and_among_others() -> None:
 
 
 @here
+def test_a_prompt_attends_to_what_came_before() -> None:
+    """Catches a share of its queries that ends before its last key, takes those of another share, or is left out."""
+    q, k, v, mask = attention(2, (4, 2), 90, 300, 64)
+    mask = mask.masked_fill(torch.ones(90, 300).triu(300 - 90 + 1).bool(), -torch.inf)
+    wanted = F.scaled_dot_product_attention(*(each.double() for each in (q, k, v, mask)), enable_gqa=True)
+    torch.testing.assert_close(attends(q, k, v, mask).double(), wanted, rtol=0, atol=5e-6)
+
+
+@here
 def test_a_mask_for_all_slots_will_do() -> None:
     q, k, v, mask = attention(3, (2, 2), 2, 40, 32)
     assert torch.equal(attends(q, k, v, mask[:1]), attends(q, k, v, mask[:1].expand(3, -1, -1, -1).contiguous()))

@@ -1,4 +1,4 @@
-// Attention of a few queries over a text that is cached: every key and value is read once for all queries that share its head.
+// Attention over a text that is cached: every key and value is read once for the queries of a step that share its head.
 //
 // out[r, i, h] = sum over j of softmax over j (scale * q[r, h, i] . k[r, g, j] + mask[r, i, j]) * v[r, g, j], in float32, where g is
 // the head of keys that h shares.  Keys come in blocks, counted from the text's beginning, and each query is summed over them in
@@ -17,10 +17,11 @@ using namespace outrider;
 
 namespace {
 
-constexpr int BLOCK = 128;         // keys
-constexpr int TOGETHER = 6;        // queries that pass over a key while it is in a register
+constexpr int BLOCK = 128;          // keys
+constexpr int TOGETHER = 6;         // queries that pass over a key while it is in a register
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of a value that are summed in registers, for as many queries
-constexpr int MOST_QUERIES = 32;   // of one head of keys; more are a prompt's, for which torch's products of matrices are faster
+constexpr int MOST_QUERIES = 36;    // of one head of keys that pass together: what they have so far stays in the cache
+constexpr bool PROMPTS = LANES == 8;  // those of more queries; with AVX-512 torch's products of matrices do better
 
 struct Strided {  // [R, heads, n, d], the last dimension without holes
   const float* data;
@@ -101,27 +102,27 @@ struct Pass {
   Strided q, k, v, mask;
   float scale;
   float* out;  // [R, n, heads, d]
-  int64_t shared = q.heads / k.heads, queries = shared * q.count;
+  int64_t shared = q.heads / k.heads, queries = shared * q.count;  // of one head of keys
 
   void run() const;
 };
 
-// One head of keys of one row, and what its queries have so far: those of the first of the heads that share it first.
-class Head {
+// One head of keys of one row, queries [begin, end) of those that share it, those of its first head first, and what they have so far.
+class Share {
  public:
-  Head(const Pass& pass, int64_t r, int64_t g)
-      : pass(pass), k(pass.k), v(pass.v), r(r), g(g), scores(pass.queries * BLOCK), found(pass.queries), factors(pass.queries),
-        highest(pass.queries, -INFINITY), total(pass.queries, 0.f), held(pass.queries * v.size, 0.f) {}
+  Share(const Pass& pass, int64_t r, int64_t g, int64_t begin, int64_t end)
+      : pass(pass), k(pass.k), v(pass.v), r(r), g(g), begin(begin), queries(end - begin), scores(queries * BLOCK), found(queries),
+        factors(queries), highest(queries, -INFINITY), total(queries, 0.f), held(queries * v.size, 0.f), seen(queries) {}
 
   // Over a block of keys, then over its values, so that either stays in the cache; meanwhile what comes next is fetched.
   void run() {
     for (int64_t first = 0; first < k.count; first += BLOCK) {
       const int64_t count = std::min<int64_t>(BLOCK, k.count - first);
       each([&](auto some, int64_t from) { weigh<some>(from, first, count); });
-      each([&](auto some, int64_t from) { gather<some>(from, first, count); });
+      each([&](auto some, int64_t from) { gather<some>(from, first); });
     }
-    for (int64_t i = 0; i < pass.queries; ++i) {
-      float* to = pass.out + ((r * pass.q.count + i % pass.q.count) * pass.q.heads + head(i)) * v.size;
+    for (int64_t i = 0; i < queries; ++i) {
+      float* to = pass.out + ((r * pass.q.count + query(i)) * pass.q.heads + head(i)) * v.size;
       const float factor = total[i] > 0 ? 1 / total[i] : 0;
       for (int64_t d = 0; d < v.size; d += LANES) store(to + d, load(&held[i * v.size + d]) * factor);
     }
@@ -130,21 +131,23 @@ class Head {
  private:
   const Pass& pass;
   const Strided &k, &v;
-  const int64_t r, g;
+  const int64_t r, g, begin, queries;
   std::vector<float> scores;  // [queries, BLOCK], of this block
   std::vector<float> found;   // the highest of them
   std::vector<float> factors; // by which sums so far shrink
   std::vector<float> highest, total, held;
+  std::vector<int64_t> seen;  // keys of this block up to the last one that is not hidden, for queries that pass together
 
-  int64_t head(int64_t i) const { return g * pass.shared + i / pass.q.count; }
+  int64_t head(int64_t i) const { return g * pass.shared + (begin + i) / pass.q.count; }
+  int64_t query(int64_t i) const { return (begin + i) % pass.q.count; }
 
   // act(Q, from) for shares of the queries, Q of them from number `from` on.
   template <class Act>
   void each(const Act& act) const {
-    const int64_t parts = (pass.queries + TOGETHER - 1) / TOGETHER;
+    const int64_t parts = (queries + TOGETHER - 1) / TOGETHER;
     for (int64_t part = 0; part < parts; ++part) {
-      const int64_t from = pass.queries * part / parts;
-      with(pass.queries * (part + 1) / parts - from, from, act);
+      const int64_t from = queries * part / parts;
+      with(queries * (part + 1) / parts - from, from, act);
     }
   }
 
@@ -156,16 +159,18 @@ class Head {
     }
   }
 
-  // Scores of Q queries over keys [first, first + count), and the highest of each; -inf up to whole vectors.
+  // Scores of Q queries over keys [first, first + count) as far as any is seen, and the highest of each; -inf up to whole vectors.
   template <int Q>
   void score(int64_t from, int64_t first, int64_t count) {
     const float *asked[Q], *hidden[Q];
     Floats most[Q];
     for (int i = 0; i < Q; ++i) {
-      const int64_t query = (from + i) % pass.q.count;
-      asked[i] = pass.q.at(r, head(from + i), query), hidden[i] = pass.mask.at(r, 0, query) + first;
+      asked[i] = pass.q.at(r, head(from + i), query(from + i)), hidden[i] = pass.mask.at(r, 0, query(from + i)) + first;
       most[i] = Floats{} - INFINITY;
     }
+    const auto sees = [&](int64_t j) { return std::any_of(hidden, hidden + Q, [&](const float* own) { return own[j] > -INFINITY; }); };
+    while (count > 0 && !sees(count - 1)) --count;
+    seen[from] = count;
     for (int64_t j = 0; j < count; j += LANES) {
       Floats parts[Q][LANES];
       const int many = static_cast<int>(std::min<int64_t>(LANES, count - j));
@@ -205,6 +210,7 @@ class Head {
   template <int Q>
   void weigh(int64_t from, int64_t first, int64_t count) {
     score<Q>(from, first, count);
+    count = seen[from];
     for (int64_t i = from; i < from + Q; ++i) {
       const float most = std::max(found[i], highest[i]);
       factors[i] = highest[i] == most ? 1.f : std::exp(highest[i] - most);
@@ -226,10 +232,11 @@ class Head {
     return total;
   }
 
-  // Adds the values of keys [first, first + count) to what Q queries have.
+  // Adds the values of the keys from `first` on that are seen to what Q queries have.
   template <int Q>
-  void gather(int64_t from, int64_t first, int64_t count) {
+  void gather(int64_t from, int64_t first) {
     if (*std::max_element(&found[from], &found[from] + Q) == -INFINITY) return;
+    const int64_t count = seen[from];
     int64_t d = 0;
     for (; d + WIDE * LANES <= v.size; d += WIDE * LANES) add<Q, WIDE>(from, first, count, d);
     for (; d < v.size; d += LANES) add<Q, 1>(from, first, count, d);
@@ -262,10 +269,13 @@ class Head {
 };
 
 void Pass::run() const {
-  const int64_t tasks = q.rows * k.heads;
+  const int64_t shares = (queries + MOST_QUERIES - 1) / MOST_QUERIES, tasks = q.rows * k.heads * shares;
   const bool alone = q.rows * q.heads * q.count * k.count * q.size < SMALL;
-#pragma omp parallel for schedule(static) if (!alone)
-  for (int64_t task = 0; task < tasks; ++task) Head(*this, task / k.heads, task % k.heads).run();
+#pragma omp parallel for schedule(static, 1) if (!alone)
+  for (int64_t task = 0; task < tasks; ++task) {
+    const int64_t head = task / shares, share = task % shares;
+    Share(*this, head / k.heads, head % k.heads, queries * share / shares, queries * (share + 1) / shares).run();
+  }
 }
 
 }  // namespace
@@ -277,7 +287,7 @@ extern "C" AOTITorchError aoti_torch_cpu_attend(
   const int64_t n = pass.q.count, heads = pass.q.heads, size = pass.q.size;
   const int64_t shape[] = {pass.q.rows, heads, n, size}, strides[] = {n * heads * size, size, heads * size, 1};
   sure(aoti_torch_empty_strided(4, shape, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result));
-  if (pass.queries > MOST_QUERIES || size % LANES || pass.v.size != size) {
+  if ((pass.queries > MOST_QUERIES && !PROMPTS) || size % LANES || pass.v.size != size) {
     AtenTensorHandle found = nullptr, sums = nullptr;
     sure(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, 0, &mask, &scale, &found, &sums));
     sure(aoti_torch_copy_(*result, found, 0));  // it lies as q does
