@@ -233,7 +233,7 @@ class Acceptance:
 class Probes:
     """Drafts while drafts do not pay, so that drafting resumes by itself; plain steps save for them."""
 
-    SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
+    SHARE, DOUBT, FUND, FEE = 0.015, 4, 3.0, 0.03
     """In plain steps: `SHARE` is what each step while off saves for probes, times (best draft's expected rate / plain
     rate) ** `DOUBT`; `FUND` is the most that is saved; `FEE` is the cost of a probe in addition to what it loses."""
     LONGEST = 64
