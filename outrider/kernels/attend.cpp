@@ -21,7 +21,7 @@ constexpr int BLOCK = 128;          // keys
 constexpr int TOGETHER = 6;         // queries that pass over a key while it is in a register
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of a value that are summed in registers, for as many queries
 constexpr int MOST_QUERIES = 36;    // of one head of keys that pass together: what they have so far stays in the cache
-constexpr bool PROMPTS = LANES == 8;  // those of more queries; with AVX-512 torch's products of matrices do better
+constexpr bool PROMPTS = LANES == 8;  // more of them; with AVX-512 they go to torch's products of matrices
 
 struct Strided {  // [R, heads, n, d], the last dimension without holes
   const float* data;
