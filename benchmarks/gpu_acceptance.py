@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.kernels.selection import acceptance_kernels
+from outrider.kernels import selection
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
@@ -57,7 +57,7 @@ def measure(
         point["same"] = sum(map(same, *answers)) / slots
         point["floor_ms"] = case.bytes / speed / 1e6 if speed else None
         found.append(point)
-    return {"points": found, "taken": None if small else acceptance_kernels(torch.device(device)) is not None}
+    return {"points": found, "taken": None if small else selection.acceptance_kernels(torch.device(device)) is not None}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -96,5 +96,9 @@ class Case:
         draft = replace(self.draft)  # one whose ids were not read yet
         if self.draft.branches:
             vars(draft)["tree"] = self.draft.tree
-        accepted = self.judge(draft, Scores(self.logits, self.logits, None), self.state)
+        kernels = self.judge.kernels if self.way == "greedy" else None  # which captured steps alone ask
+        if kernels is not None:
+            accepted = selection.accepted(kernels.accept_greedy(draft, self.logits, None))
+        else:
+            accepted = self.judge(draft, Scores(self.logits, self.logits, None), self.state)
         return list(zip(accepted.paths, accepted.next_tokens, strict=True))

@@ -419,11 +419,27 @@ def gpu(found: dict[str, Any]) -> str:
          f"{one['kept']:.2f}", *(str(one.get(verdict, 0)) for verdict in ("equal", "tie", "bug"))]
         for one in rows["exact"]["points"]
     ]  # fmt: skip
+    whole = [
+        [one["drafter"], str(one["batch"]), f"{one['temperature']:g}", f"{one['seams_ms']:.1f}",
+         f"{one['whole_ms']:.1f}", f"{one['seams_ms'] / one['whole_ms']:.2f}", "yes" if one["same"] == 1 else "**no**"]
+        for one in rows["step-8b"]["points"] if "same" in one
+    ]  # fmt: skip
+    judged = [
+        [one["way"], str(one["batch"]), f"{one['plain_ms']:.2f}", f"{one['kernels_ms']:.2f}", f"{one['floor_ms']:.3f}",
+         f"{one['plain_peak_mb']:,.1f}", f"{one['kernels_peak_mb']:,.1f}"]
+        for one in rows["acceptance"]["points"]
+    ]  # fmt: skip
     return "\n\n".join([
         said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _table(heads, passes, slice(3, 7)),
         "**Steps** of one text of it, plain and with drafts of seven replayed tokens, each right by a chance of 0.85.",
         _table(["drafts", "passes", "ms a step", "kernels, ms", "kernels a step", "tokens a step", "tokens/s"], loop,
                slice(2, 7)),
+        "**Whole steps** of it with drafters of random weights: Python between the pass and the draft, or one graph.",
+        _table(["drafter", "texts", "temperature", "ms a step", "as one graph", "times", "same texts"], whole,
+               slice(1, 6)),
+        "**Acceptance** of eight drafts a text over 151,936 tokens, from logits to lists; *draw*: one token.",
+        _table(["drafts", "texts", "as torch writes it, ms", "our kernels", "floor", "MB", "our kernels, MB"], judged,
+               slice(1, 7)),
         "**Attention** of one layer of it, captured, by torch's kernels.", _table(ways, attention, slice(0, 7)),
         "**Steps** of one text of the demo target, drafters untrained.",
         _table(["drafter", "waits a step", "plain, ms", "captured, ms", "plain, before", "captured, before"], steps,

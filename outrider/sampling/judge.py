@@ -123,7 +123,7 @@ class SamplingJudge(Judge):
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         self._are_numbers = False
-        found = self._by_kernels(draft, scores, state)
+        found = self._by_kernels(draft, state)
         if found is not None:
             return found
         if self.rule is None and self.temperature is None:
@@ -142,16 +142,12 @@ class SamplingJudge(Judge):
             return accept_top1(draft, logits.shape[-1], choose)
         return (self.rule or accept_chain)(draft, self.distribution(logits), streams)
 
-    def _by_kernels(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted | None:
+    def _by_kernels(self, draft: Draft, state: DecodeState) -> Accepted | None:
         """What the device's kernels accept; None where there are none, or rule, settings or numbers are not for
-        them."""
-        if self.kernels is None or self.rule is not None or self.settings.has_cuts:
+        them, nor greedy slots: outside a captured step torch's maximum and a walk on the host take half the time."""
+        if self.kernels is None or self.rule is not None or self.settings.has_cuts or self.temperature is None:
             return None
-        if self.temperature is None:
-            choice = scores.choice if self._logits is scores.logits else None
-            rows = draft.read_with(self.kernels.accept_greedy(draft, self._logits, choice))
-        else:
-            rows = draft.read_with(self.kernels.accept(draft, self._logits, self.temperature, state.streams))
+        rows = draft.read_with(self.kernels.accept(draft, self._logits, self.temperature, state.streams))
         self._are_numbers = all(row[-1] for row in rows)
         return Accepted.read([row[:-1] for row in rows]) if self._are_numbers else None
 
