@@ -1,5 +1,5 @@
 """Rewrites a traced graph before it is compiled: matrix products of one input are joined, attention is done by our
-kernel.
+kernel, and the cosines and sines of positions are worked out once.
 
 A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise
 once. Results are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
@@ -30,6 +30,7 @@ def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
     """
     _attend(graph)
     _join(graph, panels)
+    _hold(graph)
     graph.lint()
 
 
@@ -84,6 +85,19 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
             start += weight.shape[0] * width
             node.replace_all_uses_with(part)
             graph.erase_node(node)
+
+
+def _hold(graph: fx.Graph) -> None:
+    """Cosines and sines of positions are stored: inductor would work them out for every head of every layer."""
+    from torch._inductor import test_operators  # which has the one operator that says so
+
+    stored = torch.ops._inductor_test.realize.default
+    assert test_operators
+    for node in list(graph.nodes):
+        if node.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default):
+            with graph.inserting_after(node):
+                kept = _call(graph, stored, node)
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
 def _call(graph: fx.Graph, called: Any, *given: Any) -> fx.Node:

@@ -21,7 +21,6 @@ constexpr int BLOCK = 128;          // keys
 constexpr int TOGETHER = 6;         // queries that pass over a key while it is in a register
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of a value that are summed in registers, for as many queries
 constexpr int MOST_QUERIES = 36;    // of one head of keys that pass together: what they have so far stays in the cache
-constexpr bool PROMPTS = LANES == 8;  // more of them; with AVX-512 they go to torch's products of matrices
 
 struct Strided {  // [R, heads, n, d], the last dimension without holes
   const float* data;
@@ -287,7 +286,7 @@ extern "C" AOTITorchError aoti_torch_cpu_attend(
   const int64_t n = pass.q.count, heads = pass.q.heads, size = pass.q.size;
   const int64_t shape[] = {pass.q.rows, heads, n, size}, strides[] = {n * heads * size, size, heads * size, 1};
   sure(aoti_torch_empty_strided(4, shape, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result));
-  if ((pass.queries > MOST_QUERIES && !PROMPTS) || size % LANES || pass.v.size != size) {
+  if (size % LANES || pass.v.size != size) {
     AtenTensorHandle found = nullptr, sums = nullptr;
     sure(aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, 0, &mask, &scale, &found, &sums));
     sure(aoti_torch_copy_(*result, found, 0));  // it lies as q does
