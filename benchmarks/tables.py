@@ -1059,7 +1059,8 @@ def versus_speculators(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "serving": serving, "peers": peers, "peers_avx2": peers, "products": products, "products_avx2": products,
+    "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
+    "products": products, "products_avx2": products,
     "large": large, "large_avx2": large, "contexts": contexts, "contexts_avx2": contexts, "block": block,
     "second_target": second_target, "long_context": long_context,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
