@@ -23,7 +23,7 @@ from outrider.errors import first_line
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
-DRAFTERS = {"dspark": {"block": 7}, "eagle3": {"length": 5}, "medusa": {"nodes": 16}, "mtp": {"length": 3}}
+DRAFTERS = {"medusa": {"nodes": 16}, "mtp": {"length": 3}, "dspark": {"block": 7}, "eagle3": {"length": 5}}
 HEAT = 0.8
 WARM = 4
 """Steps that are not timed, or half of those that there are: in them sizes are captured."""

@@ -365,6 +365,18 @@ def _within(found: dict[str, Any]) -> str:
 PASSES = ["plain", "captured", "kernels"]
 
 
+def _passes(points: list[dict[str, Any]]) -> str:
+    """Milliseconds of passes, and what they could take, by texts, context and way."""
+    known = {(one["batch"], one["context"], one["way"], one["width"]): one for one in points if "ms" in one}
+    lines = []
+    for batch, context, way in sorted({at[:3] for at in known}, key=lambda at: (at[:2], PASSES.index(at[2]))):
+        cells = [known.get((batch, context, way, width)) for width in (1, 8, 16, 64)]
+        times = ["" if one is None else f"{one['ms']:.1f} ({one['floor_ms']:.1f})" for one in cells]
+        lines.append([str(batch), f"{context:,}", way, *times])
+    heads = ["texts", "tokens before", "passes", *(f"{width} rows each: ms (floor)" for width in (1, 8, 16, 64))]
+    return _table(heads, lines, slice(3, 7))
+
+
 def gpu(found: dict[str, Any]) -> str:
     """The device, passes, attention, waits, training, exactness."""
     rows = found["rows"]
@@ -374,17 +386,6 @@ def gpu(found: dict[str, Any]) -> str:
         f"{machine['bf16_tflops']:.0f} TFLOP/s in bfloat16; {found['cpu']}, torch {found['torch']}, transformers "
         f"{found['transformers']}, {found['made'][:10]}."
     )
-    points = {
-        (one["batch"], one["context"], one["way"], one["width"]): one
-        for one in rows["passes-8b"]["points"]
-        if "ms" in one
-    }
-    passes = []
-    for batch, context, way in sorted({at[:3] for at in points}, key=lambda at: (at[:2], PASSES.index(at[2]))):
-        cells = [points.get((batch, context, way, width)) for width in (1, 8, 16, 64)]
-        times = ["" if one is None else f"{one['ms']:.1f} ({one['floor_ms']:.1f})" for one in cells]
-        passes.append([str(batch), f"{context:,}", way, *times])
-    heads = ["texts", "tokens before", "passes", *(f"{width} rows each: ms (floor)" for width in (1, 8, 16, 64))]
     attention = [
         [str(one["batch"]), f"{one['context']:,}", str(one["width"]),
          *(f"{one[way]['ms']:.3f}" for way in ("repeated", "grouped, cudnn", "two products", "gqa flag, cudnn"))]
@@ -407,7 +408,10 @@ def gpu(found: dict[str, Any]) -> str:
         for drafter, own in waits.items()
     ]  # fmt: skip
     trained = rows["training-4b"]
-    before = {("4b", one["drafter"]): one["s_per_step"] for one in trained.get("before", [])}
+    before = {
+        (size, one["drafter"]): one["s_per_step"]
+        for size in ("4b", "8b") for one in rows[f"training-{size}"].get("before", [])
+    }  # fmt: skip
     training = [
         [one["drafter"], size.upper(), f"{one['s_per_step']:.2f}",
          f"{before[size, one['drafter']]:.2f}" if (size, one["drafter"]) in before else "",
@@ -430,7 +434,8 @@ def gpu(found: dict[str, Any]) -> str:
         for one in rows["acceptance"]["points"]
     ]  # fmt: skip
     return "\n\n".join([
-        said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _table(heads, passes, slice(3, 7)),
+        said, _promises(found), "**Passes** of a Qwen3 of 8 B, bfloat16.", _passes(rows["passes-8b"]["points"]),
+        "**Passes** of one of 0.6 B.", _passes(rows["passes-0.6b"]["points"]),
         "**Steps** of one text of it, plain and with drafts of seven replayed tokens, each right by a chance of 0.85.",
         _table(["drafts", "passes", "ms a step", "kernels, ms", "kernels a step", "tokens a step", "tokens/s"], loop,
                slice(2, 7)),

@@ -59,7 +59,7 @@ BATCH = {"demo": 4, "wide": 2}
 """Texts that the plain loop pads at once; a step has two such batches.  Ours has half of their tokens in memory."""
 SIZES = (6, 12)
 """Rows of the batches that a plan, which measures four and eight, is held against."""
-PLAN_TURNS = 3
+PLAN_TURNS = 2
 WIDE, LAYERS = 150_000, 4
 TIMES, SHARE, OFF, NOISE = 2.0, 0.4, 0.15, 1e-4
 """Wanted: tokens a second against the plain loop's, peak memory against its, a plan's error, relative error of a

@@ -49,7 +49,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
         mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
         mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
         k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
+    times = q.shape[1] // k.shape[1]
+    if times > 1 and mask is not None and stores_scores(q):
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def stores_scores(q: Tensor) -> bool:
+    """Whether torch would keep all scores of heads that share keys for the backward pass.  With a mask only cuDNN knows
+    such heads on a GPU, which does not attend there (`targets.gpu_attention`); keys copied to each head cost far
+    less."""
+    return q.is_cuda and torch.is_grad_enabled()
 
 
 def attending(mask: Tensor | None, cache: Any = None) -> Attend:

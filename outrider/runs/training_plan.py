@@ -7,6 +7,7 @@ with its rows.  Two steps of random texts and states tell both parts; nothing is
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class Plan(NamedTuple):
 def costs(model: DraftModel, config: Config, answers: Sequence[Answer], width: int) -> Costs:
     """Measure two steps of a copy of this model.
 
-    answers: a few to train on, from which rows of `width` tokens are made.  Raises ConfigError where this system does
+    answers: some to train on, from which rows of `width` tokens are made.  Raises ConfigError where this system does
     not tell the peak of memory.
     """
     model = copy.deepcopy(model, {id(model.target): model.target}).float().train()  # the target is shared
@@ -126,26 +127,34 @@ def step_of(model: DraftModel, optimizer: Optimizers, config: Config, batch: Bat
 
 
 def random_batch(model: DraftModel, answers: Sequence[Answer], width: int, rows: int) -> Batch:
-    """Rows of `width` tokens with the loss masks of these answers and random states of the target's shape."""
+    """Rows of `width` tokens with the loss masks of some of these answers and random states of the target's shape."""
     spec, device = model.target.spec, model.target.device
     noise = torch.Generator().manual_seed(0)
     tokens = torch.randint(spec.vocabulary, (rows, width), generator=noise)
     learn, documents = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
-    number, most = 0, 0
+    chosen = spread(answers, rows * max(1, width * len(answers) // sum(len(answer.tokens) for answer in answers)))
+    following = itertools.cycle([chosen[i] for i in torch.randperm(len(chosen), generator=noise).tolist()])
+    answer, most = next(following), 0
     for row in range(rows):
         begin = texts = 0
-        while not texts or begin + len(answers[number % len(answers)].tokens) <= width:
-            answer = answers[number % len(answers)]
+        while not texts or begin + len(answer.tokens) <= width:
             for start, end in answer.learn:
                 learn[row, begin + start : begin + end] = True
-            texts, number = texts + 1, number + 1
+            texts += 1
             documents[row, begin : begin + len(answer.tokens)] = texts
-            begin += len(answer.tokens)
+            begin, answer = begin + len(answer.tokens), next(following)
         most = max(most, texts)
     dtype = getattr(torch, spec.dtype)
     hidden = torch.randn(rows, width, spec.hidden, generator=noise).to(device, dtype)
     taps = torch.randn(rows, width, len(model.taps), spec.hidden, generator=noise).to(device, dtype)
     return Batch(tokens.to(device), learn.to(device), documents.to(device), taps, hidden, per_row=most)
+
+
+def spread(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """So many of these answers, evenly from those with little to learn to those with much: all rows of a batch are as
+    long as that with most drafts, so the first ones at hand could mislead."""
+    ordered = sorted(answers, key=lambda answer: sum(end - start for start, end in answer.learn))
+    return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
 
 
 def planned(found: Costs, step_tokens: int, free_bytes: int | None = None) -> Plan:
@@ -209,7 +218,7 @@ def lines(settings: RunConfig, inputs: Inputs) -> list[Line]:
     mean = sum(len(answer.tokens) for answer in answers) / len(answers)
     weights = inputs.target.parameters * getattr(torch, inputs.target.spec.dtype).itemsize
     free = machine.free_memory() - weights
-    found, chosen = fitting(model, config, answers[:64], min(width, length), free)
+    found, chosen = fitting(model, config, answers, min(width, length), free)
     plan = planned(found, round(config.batch * config.accumulate * mean), free)
     extra = ", train.recompute=true" if chosen.recompute else ""
     return [

@@ -196,3 +196,19 @@ def test_blocks_attended_a_few_at_a_time_are_those_of_one_mask(layout, rows):
                     torch.autograd.grad((wanted * way).sum(), (q, k, v), retain_graph=True), strict=True)  # fmt: skip
         for mine, theirs in grads:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_keys_copied_to_each_head_attend_as_shared_ones_do(has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a GPU's training in which a head reads another group's keys."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    mask, sinks = torch.rand(2, 1, 5, 5) < 0.7, torch.randn(6, dtype=torch.float64) if has_sinks else None
+    mask |= torch.eye(5, dtype=torch.bool)
+    found = []
+    for are_stored in (False, True):
+        monkeypatch.setattr(blocks, "stores_scores", lambda q, are_stored=are_stored: are_stored)
+        out = blocks.attention(q, k, v, mask, sinks)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for shared, copied in zip(*found, strict=True):
+        torch.testing.assert_close(copied, shared, rtol=1e-12, atol=1e-12)

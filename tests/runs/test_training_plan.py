@@ -53,6 +53,13 @@ def test_measuring_changes_no_weight(talker: TransformersTarget) -> None:
     assert batch.per_row == int(batch.documents.max()) == 2 and int(batch.loss_mask.sum()) == 2 * 2 * 14
 
 
+def test_the_measured_rows_are_spread_over_all_answers() -> None:
+    """Catches a plan of the first answers at hand, which may have less to learn than all others."""
+    answers = [Answer(str(n), list(range(40)), [(0, 1 + n)]) for n in range(32)]
+    assert [answer.learn[0][1] for answer in training_plan.spread(answers, 4)] == [5, 13, 21, 29]
+    assert len(training_plan.spread(answers[:2], 5)) == 5
+
+
 @pytest.mark.slow
 def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> None:
     """Catches a stand-in for the target that lacks what a method asks of it."""
