@@ -96,8 +96,8 @@ def _hold(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default):
             with graph.inserting_after(node):
-                kept = _call(graph, stored, node)
-            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+                once = _call(graph, stored, node)
+            node.replace_all_uses_with(once, delete_user_cb=lambda user, once=once: user is not once)
 
 
 def _call(graph: fx.Graph, called: Any, *given: Any) -> fx.Node:
