@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.replay import provenance, publish
 
 LIMITS = {
-    "machine": 30, "acceptance": 60, "attention": 40, "loop-8b": 70, "step-8b": 120, "passes-8b": 100, "syncs": 60,
+    "machine": 30, "acceptance": 60, "attention": 40, "loop-8b": 70, "step-8b": 220, "passes-8b": 100, "syncs": 60,
     "exact": 120, "passes-0.6b": 60, "loop-0.6b": 60, "training-4b": 70, "passes-1.7b": 60, "passes-4b": 80,
     "training-8b": 90, "compiled-4b": 120, "tests": 200, "demo": 240,
 }  # fmt: skip

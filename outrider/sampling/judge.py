@@ -144,7 +144,8 @@ class SamplingJudge(Judge):
 
     def _by_kernels(self, draft: Draft, state: DecodeState) -> Accepted | None:
         """What the device's kernels accept; None where there are none, or rule, settings or numbers are not for
-        them, nor greedy slots: outside a captured step torch's maximum and a walk on the host take half the time."""
+        them, nor greedy slots: outside a captured step torch's maximum and a walk on the host take at most half the
+        time."""
         if self.kernels is None or self.rule is not None or self.settings.has_cuts or self.temperature is None:
             return None
         rows = draft.read_with(self.kernels.accept(draft, self._logits, self.temperature, state.streams))
