@@ -21,13 +21,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
 from outrider.compiled.key import fingerprint, values_of
-from outrider.compiled.package import Package
+from outrider.compiled.package import Package, written
 from outrider.decoding.protocols import Drafter
 from outrider.errors import OutriderError, first_line
 
@@ -95,7 +96,7 @@ class Graph:
         """Weights for the package: the module's, and panels as they are in memory."""
         if self.package.has_weights:
             return {}
-        known, layers, found = _weights_of(traced), prepacked.in_panels(traced), {}
+        known, layers, found = _weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
         for name in self.package.names:
             numbers = rewrite.numbers_of(name)
             found[name] = known[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
@@ -339,15 +340,19 @@ def build_package(
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
             known = _weights_of(function)
-            lifted = [
-                name for name in exported.constants if name not in known and not name.endswith(f".{prepacked.PANELS}")
-            ]
-            is_outside = not options.get(HOLDS_WEIGHTS, True) and not lifted
+            lifted = {
+                name: value for name, value in exported.constants.items()
+                if name not in known and not name.endswith(f".{prepacked.PANELS}")
+            }  # fmt: skip
+            for given in exported.graph_signature.input_specs:  # else they lose their names
+                if given.kind == InputKind.CONSTANT_TENSOR:
+                    given.kind, given.persistent = InputKind.BUFFER, False
+            is_outside = not options.get(HOLDS_WEIGHTS, True)
             if not is_outside:
                 _refuse_large(function)
             configs |= {
                 HOLDS_WEIGHTS: not is_outside,
-                "aot_inductor.metadata": {"weights": "outside"} if is_outside else {},
+                "aot_inductor.metadata": {"constants": written(lifted)} if is_outside else {},
             }
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
     except NotCompiled:

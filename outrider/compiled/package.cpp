@@ -17,10 +17,10 @@ Package& opened(int64_t package) { return *reinterpret_cast<Package*>(package); 
 
 int64_t open(std::string path) { return reinterpret_cast<int64_t>(new Package(path)); }
 
-// Whether the package keeps its weights elsewhere, and their names.
+// Where its weights are elsewhere, the constants that are none; and the names of all that it is given.
 std::tuple<std::string, std::vector<std::string>> describe(int64_t package) {
   auto metadata = opened(package).get_metadata();
-  return {metadata["weights"], opened(package).get_constant_fqns()};
+  return {metadata["constants"], opened(package).get_constant_fqns()};
 }
 
 // The weights stay where they are, and the caller keeps them.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import logging
 import weakref
 from collections.abc import Mapping
@@ -36,15 +37,16 @@ class Package:
         library = operators()
         if library is None:
             self._loaded = torch._inductor.aoti_load_package(str(path))
-            outside, self.names = self._loaded.loader.get_metadata().get("weights"), self._loaded.get_constant_fqns()
+            text, self.names = self._loaded.loader.get_metadata().get("constants", ""), self._loaded.get_constant_fqns()
         else:
             self._operators = torch.ops.outrider
             self._loaded = self._operators.open_package(str(path))
             # no operator: objects are collected at any time, and a trace then running would record the call
             weakref.finalize(self, library.outrider_close_package, ctypes.c_int64(self._loaded))
-            outside, self.names = self._operators.describe_package(self._loaded)
-        self.has_weights = outside != "outside"
-        """Whether it holds a copy of the weights; else `give` it them.  `names` are those it wants."""
+            text, self.names = self._operators.describe_package(self._loaded)
+        self.has_weights, self.constants = not text, _read(text)
+        """Whether it holds a copy of the weights; else `give` it them, and the constants that are no weights.  `names`
+        are all that it wants."""
 
     def give(self, weights: Mapping[str, Tensor]) -> None:
         """Weights by name; they are not copied, and must live as long as the package."""
@@ -58,6 +60,20 @@ class Package:
             # the package's own call parses its description every time, 0.3 ms for 16 layers
             return self._loaded.loader.boxed_run(arguments)
         return self._operators.run_package(self._loaded, arguments)
+
+
+def written(constants: Mapping[str, Tensor]) -> str:
+    """Small tensors as text, which a package without weights holds."""
+    each = {name: (str(value.dtype), list(value.shape), value.flatten().tolist()) for name, value in constants.items()}
+    return json.dumps(each)
+
+
+def _read(text: str) -> dict[str, Tensor]:
+    """What `written` wrote."""
+    return {
+        name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
+        for name, (dtype, shape, values) in json.loads(text or "{}").items()
+    }
 
 
 @functools.cache

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from outrider import prepacked
-from outrider.decoding import static
+from outrider.compiled import Graph, NotCompiled
+from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
 from outrider.decoding.draft import node_depths
 from outrider.decoding.generate import draft_columns
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import NoStatic, StaticDrafter, StaticSlots
+from outrider.decoding.static import Launched, NoStatic, StaticSlots, StaticStep
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.static import rule_of
 from outrider.targets import cuda_graphs
@@ -28,8 +29,6 @@ from outrider.targets.static_pass import StaticPass, made
 
 MAX_CAPTURES = 8
 """Captures of a batch that are stored; texts grow, so older ones are seldom used again."""
-AHEAD = 1
-"""Steps that are launched before the first of them is read."""
 
 
 def again(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
@@ -46,43 +45,41 @@ def again(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Output
 class StepGraphs:
     """One step of a batch, captured for each number of columns."""
 
-    def __init__(
-        self, slots: StaticSlots, target: StaticPass, drafter: StaticDrafter, rule: static.StaticRule, ends: Tensor,
-        recorder: Recorder,
-    ):  # fmt: skip
-        self.slots, self.target, self.drafter, self.rule, self.ends = slots, target, drafter, rule, ends
-        self.recorder = recorder
+    ahead = 1
+    """Steps that are launched before the first of them is read."""
+
+    def __init__(self, parts: StaticStep, recorder: Recorder):
+        self.parts, self.recorder, self.rows = parts, recorder, [*range(len(parts.slots.anchor))]
         self.captures: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        self.caches = [(target.cache, 0), *((cache, drafter.room) for cache in drafter.caches)]
-        """Every cache, and the columns that it has more than the target's."""
+        self.packets: Packets | None = None
         self._sizes: list[int] = []
 
-    def launch(self, columns: int) -> Tensor:
-        """Advance all slots; what `static.step` returns.  columns: none of their texts, with its draft, is longer."""
-        columns = min(self.target.cache.length, -(-columns // cuda_graphs.COLUMNS) * cuda_graphs.COLUMNS)
-        for cache, more in self.caches:
-            cache.reserve(min(cache.length, columns + more))
-        sizes = [cache.stacks.columns for cache, _ in self.caches]
+    def launch(self, columns: int, rows: Sequence[int]) -> Launched:
+        """Advance all slots, of which `rows` are live.  columns: none of their texts, with its draft, is longer."""
+        columns = -(-columns // cuda_graphs.COLUMNS) * cuda_graphs.COLUMNS
+        for there in self.parts.caches:
+            there.open(columns, self.rows)
+        sizes = [there.cache.stacks.columns for there in self.parts.caches]
         if sizes != self._sizes or len(self.captures) >= MAX_CAPTURES:  # a buffer that has grown lies elsewhere
             self.captures.clear()
         self._sizes = sizes
         if columns not in self.captures:
-            self.captures[columns] = self._recorded(columns)
+            self.captures[columns] = self._recorded()
         replay, found = self.captures[columns]
         replay()
-        return found
+        if self.packets is None:
+            self.packets = Packets(found, self.ahead + 1)
+        return self.packets.send(found)
 
-    def _recorded(self, columns: int) -> tuple[Callable[[], object], Tensor]:
+    def _recorded(self) -> tuple[Callable[[], object], Tensor]:
         """A recorder runs the step, some more than once: afterwards every slot stands where it stood."""
-        self.slots.columns = columns
-        state = [*self.slots.tensors, *self.drafter.tensors]
-        before = [tensor.clone() for tensor in state]
+        before = [tensor.clone() for tensor in self.parts.tensors]
 
         def run() -> list[Tensor | list[Tensor]]:
-            return [static.step(self.slots, self.target, self.drafter, self.rule, self.ends)]
+            return [self.parts()]
 
         replay, [found] = self.recorder(run)
-        for tensor, was in zip(state, before, strict=True):
+        for tensor, was in zip(self.parts.tensors, before, strict=True):
             tensor.copy_(was)
         assert isinstance(found, Tensor)
         return replay, found
@@ -91,22 +88,23 @@ class StepGraphs:
 class Packets:
     """Carries what steps committed to the host, which waits when it reads and not before."""
 
-    def __init__(self, like: Tensor):
+    def __init__(self, like: Tensor, count: int):
+        """count: how many may be on their way."""
         self.is_cuda, self._next = like.device.type == "cuda", 0
-        self._there = [torch.empty(like.shape, dtype=like.dtype, pin_memory=self.is_cuda) for _ in range(AHEAD + 1)]
+        self._there = [torch.empty(like.shape, dtype=like.dtype, pin_memory=self.is_cuda) for _ in range(count)]
 
-    def send(self, packet: Tensor) -> Callable[[], list[list[int]]]:
-        """Begin the transfer; returns what waits for it and reads it."""
+    def send(self, packet: Tensor) -> Launched:
+        """Begin the transfer."""
         there, self._next = self._there[self._next], (self._next + 1) % len(self._there)
         there.copy_(packet, non_blocking=True)
-        if not self.is_cuda:
-            return there.tolist
-        sent = torch.cuda.Event()
-        sent.record()
+        sent = torch.cuda.Event() if self.is_cuda else None
+        if sent is not None:
+            sent.record()
 
-        def read() -> list[list[int]]:
-            sent.synchronize()
-            return there.tolist()
+        def read() -> dict[int, list[int]]:
+            if sent is not None:
+                sent.synchronize()
+            return dict(enumerate(there.tolist()))
 
         return read
 
@@ -121,7 +119,8 @@ class Wish(NamedTuple):
     ends: frozenset[int]
     kernels: Any
     """That draw and accept; see `SamplingJudge.kernels`."""
-    recorder: Recorder
+    recorder: Recorder | None
+    """None: steps are a compiled package."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], target: Any, state: DecodeState, recorder: Recorder | None) -> Wish:
@@ -130,8 +129,15 @@ class Wish(NamedTuple):
             target, len(state.tokens), all(each.temperature == 0 for each in settings),
             state.shared_noise and any(each.seed is not None for each in settings), state.ends,
             judge.kernels if isinstance(judge, SamplingJudge) else None,
-            recorder or (cuda_graphs.cuda_graph if target.device.type == "cuda" else again),
+            recorder or _recorder(target),
         )  # fmt: skip
+
+
+def _recorder(target: Any) -> Recorder | None:
+    """CUDA's graphs on a CUDA device; on a CPU none where passes are compiled."""
+    if target.device.type == "cuda":
+        return cuda_graphs.cuda_graph
+    return None if isinstance(getattr(getattr(target, "step", None), "graph", None), Graph) else again
 
 
 class GraphBatch:
@@ -150,18 +156,26 @@ class GraphBatch:
         self.slots = StaticSlots.empty(wish.slots, target.device)
         self.slots.has_seeded = wish.has_seeded
         ends = torch.tensor(sorted(wish.ends), dtype=torch.int64, device=target.device)
-        rule = rule_of(wish.is_greedy, wish.kernels)
-        self.step = StepGraphs(self.slots, passes, own, rule, ends, wish.recorder)
+        parts = StaticStep(self.slots, passes, own, rule_of(wish.is_greedy, wish.kernels), ends)
+        self.step = StepGraphs(parts, wish.recorder) if wish.recorder else StepPackage(parts, self._compiled())
         self.width = len(own.parents) + 1
         self.reaches = [0, *(1 + above for above in accumulate(node_depths(own.parents), max))]
         """By number of verified nodes, how deep they go."""
-        self.packets: Packets | None = None
 
-    def send(self, packet: Tensor) -> Callable[[], list[list[int]]]:
-        """As `Packets.send`."""
-        if self.packets is None:
-            self.packets = Packets(packet)
-        return self.packets.send(packet)
+    def _compiled(self) -> CompiledWholeStep:
+        """The package of these steps, which is made where there is none; the drafter stores it for later batches."""
+        wish, holder = self.wish, self.drafter if self.drafter.limit else self.wish.target.step
+        known = vars(holder).setdefault("whole_steps", {})
+        key = wish.is_greedy, wish.has_seeded and not wish.is_greedy
+        if key not in known:
+            # few slots to trace, and never traced itself
+            few = GraphBatch(wish._replace(slots=SLOTS, recorder=again), self.drafter, LENGTH)
+            known[key] = CompiledWholeStep(few.step.parts, wish.is_greedy)
+        try:
+            known[key].get(build=True)
+        except NotCompiled as error:
+            raise NoStatic(str(error)) from error
+        return known[key]
 
     def leave(self, row: int) -> None:
         """The request in this slot is over."""

@@ -8,18 +8,18 @@ device without graphs the step runs again in place of a replay, with the same to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from outrider import prepacked
-from outrider.compiled.step_graphs import AHEAD, GraphBatch, Wish
+from outrider.compiled.step_graphs import GraphBatch, Wish
 from outrider.decoding.generate import Progress, prefill
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import NoStatic, Outcome
+from outrider.decoding.static import Launched, NoStatic, Outcome
 from outrider.sampling.judge import SamplingJudge, error_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.cuda_graphs import Recorder
@@ -33,8 +33,8 @@ class WholeStep:
     drafter: Drafter
     state: DecodeState
     recorder: Recorder | None = None
-    """CUDA's graphs on a CUDA device, else `again`."""
-    late: deque[tuple[dict[int, int], Callable[[], list[list[int]]]]] = field(default_factory=deque)
+    """CUDA's graphs on a CUDA device and, where passes are compiled, a package on a CPU; else `again`."""
+    late: deque[tuple[dict[int, int], Launched]] = field(default_factory=deque)
     """Launched steps that are not read: whose request each slot served, and what reads the packet."""
 
     @torch.inference_mode()
@@ -54,7 +54,7 @@ class WholeStep:
             self._admit(queue, serving)
             if any(self.state.left_of(row) > self._unread(number, row) for row, number in serving.items()):
                 self._launch(serving)
-                if len(self.late) <= AHEAD:
+                if len(self.late) <= self.batch.step.ahead:
                     continue
             for progress in self._read(serving):
                 if progress.finish_reason:
@@ -73,27 +73,25 @@ class WholeStep:
 
     @torch.inference_mode()
     def _admit(self, queue: deque[tuple[int, Request]], serving: dict[int, int]) -> None:
-        state, rows = self.state, list[int]()
-        self._set_lengths(serving)
-        for row in [row for row in range(len(state.tokens)) if row not in serving][: len(queue)]:
-            serving[row], request = queue.popleft()
-            state.admit(row, request)
-            rows.append(row)
+        state = self.state
+        rows = [row for row in range(len(state.tokens)) if row not in serving][: len(queue)]
         if not rows:
             return
+        self._set_lengths(serving)
+        for row in rows:
+            serving[row], request = queue.popleft()
+            state.admit(row, request)
         batch = self.batch
         prefill(self.target, self.drafter, batch.cache, batch.memory, state, rows)
-        for cache, _ in batch.step.caches:  # a compiled pass over the prompts may have moved them
-            cache.gather([*range(len(state.tokens))])
-        batch.step.drafter.enter(rows, state)
+        batch.step.parts.drafter.enter(rows, state)
         for row in rows:
             batch.slots.enter(row, state)
 
     def _set_lengths(self, serving: dict[int, int]) -> None:
         """Tell all caches how long their texts are at most, of which the host knows what it has read."""
-        for cache, _ in self.batch.step.caches:
+        for there in self.batch.step.parts.caches:
             for row, number in serving.items():
-                cache.lengths[row] = self._most(row, number)
+                there.cache.lengths[row] = self._most(row, number)
 
     def _most(self, row: int, number: int) -> int:
         """Tokens of a slot before its anchor, at most."""
@@ -105,8 +103,8 @@ class WholeStep:
         self._set_lengths(serving)
         columns = max(self._most(row, number) for row, number in serving.items()) + self.batch.width
         with prepacked.enabled():
-            packet = self.batch.step.launch(columns)
-        self.late.append((dict(serving), self.batch.send(packet)))
+            launched = self.batch.step.launch(columns, sorted(serving))
+        self.late.append((dict(serving), launched))
 
     def _read(self, serving: dict[int, int]) -> Iterator[Progress]:
         """What the oldest launched step did to the requests that are still there."""

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 PROMPTS, NEW = (3, 9, 5), 16
 """Tokens of the prompts that are tried, and of each answer; two slots serve them."""
 
-_known: weakref.WeakKeyDictionary[Drafter, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
+"""By drafter, or by target where nothing is drafted."""
 
 
 def wrong(target: Any, drafter: Drafter) -> str:
@@ -34,10 +35,11 @@ def wrong(target: Any, drafter: Drafter) -> str:
 
     Raises NoStatic where there can be none.
     """
-    of, found = _known.get(drafter, (lambda: None, ""))
+    key: Any = drafter if drafter.limit else target
+    of, found = _known.get(key, (lambda: None, ""))
     if of() is not target:
         found = _tried(target, drafter)
-        _known[drafter] = weakref.ref(target), found
+        _known[key] = weakref.ref(target), found
     return found
 
 

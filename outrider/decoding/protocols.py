@@ -119,7 +119,9 @@ class Drafter:
 
         is_greedy: every request of the batch is.  Raises NoStatic, which says why, where the host must read something.
         """
-        raise NoStatic("its drafts are made by the host")
+        if self.limit:
+            raise NoStatic("its drafts are made by the host")
+        return StaticDrafter()
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
         """Extra rows for the pass that verifies `draft`, or None."""

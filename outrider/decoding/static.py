@@ -9,9 +9,11 @@ B slots, live or not; N nodes, V vocabulary, E ids that end a text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,8 +24,22 @@ from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Scores
 
 
+class Stays:
+    """A part of the step: its tensors are written in place, and have a row for every slot."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in vars(self).values() if isinstance(each, Tensor)]
+
+    def over(self, tensors: Iterable[Tensor], **changed: Any) -> Self:
+        """The same part over other tensors, in the order of `tensors`."""
+        there, names = copy.copy(self), [name for name, each in vars(self).items() if isinstance(each, Tensor)]
+        vars(there).update(zip(names, tensors, strict=True), **changed)
+        return there
+
+
 @dataclass
-class StaticSlots:
+class StaticSlots(Stays):
     """Where every slot stands."""
 
     anchor: Tensor
@@ -44,8 +60,6 @@ class StaticSlots:
     """[B] float32; 0 is greedy."""
     has_seeded: bool = True
     """Whether some request of the batch may draft with the target's noise."""
-    columns: int = 0
-    """Columns of a cache that the next step reads: no text, with its draft, is longer."""
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> StaticSlots:
@@ -54,10 +68,6 @@ class StaticSlots:
         temperature = torch.zeros(slots, device=device)
         anchor, length, index, left, seeds = numbers
         return cls(anchor, length, index, left, live, seeds, seeded, temperature)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [each for each in vars(self).values() if isinstance(each, Tensor)]
 
     @property
     def streams(self) -> Streams:
@@ -89,30 +99,23 @@ class Committed(NamedTuple):
     """[B], 0 where the slot is not live."""
 
 
-class StaticDrafter(Protocol):
-    """A drafter's part of the step; what `Drafter.static` returns."""
+class StaticDrafter(Stays):
+    """A drafter's part of the step; what `Drafter.static` returns.  This one drafts nothing."""
 
-    @property
-    def parents(self) -> Sequence[int]:
-        """Its tree, the same in every step."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """All that a step changes, caches aside."""
-
-    @property
-    def caches(self) -> Sequence[Any]:
-        """Its own caches, as the target's; each holds no more of a text than that."""
-
-    @property
-    def room(self) -> int:
-        """Columns that a step needs in them besides the target's."""
+    parents: Sequence[int] = ()
+    """Its tree, the same in every step."""
+    model: Any = None
+    """The module with all weights that it reads, besides the target's."""
+    caches: Sequence[Any] = ()
+    """Its own, each a `targets.static_pass.StaticCache`."""
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Take over what `admit` stored of these slots' prompts."""
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
         """The whole tree under every anchor, as `fixed` makes it, of which `sizes_of` are verified."""
+        nothing = slots.anchor.new_empty(slots.anchor.shape[0], 0)
+        return fixed(nothing, (), nothing, torch.zeros_like(slots.anchor), None)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         """As `Drafter.observe`; `slots` are as they were before the step."""
@@ -138,6 +141,40 @@ class StaticRule(Protocol):
         """What of the draft stays."""
 
 
+class StaticStep(NamedTuple):
+    """One step of a batch, and what it is made of: `step` with its arguments."""
+
+    slots: StaticSlots
+    target: Any
+    """A `StaticTarget`, whose tensors stay too."""
+    drafter: StaticDrafter
+    rule: StaticRule
+    ends: Tensor
+    """[E], ids that end a text."""
+
+    def __call__(self) -> Tensor:
+        return step(*self)
+
+    @property
+    def caches(self) -> list[Any]:
+        return [*self.target.caches, *self.drafter.caches]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.slots.tensors, *self.target.tensors, *self.drafter.tensors]
+
+    def over(self, tensors: Sequence[Tensor], caches: Sequence[Any]) -> StaticStep:
+        """The same over other tensors and caches, in these orders."""
+        rest, (own, *theirs) = iter(tensors), caches
+        slots = self.slots.over(islice(rest, len(self.slots.tensors)))
+        target = self.target.over(islice(rest, len(self.target.tensors)), caches=[own])
+        return self._replace(slots=slots, target=target, drafter=self.drafter.over(rest, caches=theirs))
+
+
+Launched = Callable[[], Mapping[int, list[int]]]
+"""Waits for a step, and reads what it did to each slot, for `Outcome.read`."""
+
+
 def step(
     slots: StaticSlots, target: StaticTarget, drafter: StaticDrafter, rule: StaticRule, ends: Tensor
 ) -> Tensor:  # fmt: skip
@@ -161,7 +198,7 @@ def cut(draft: Draft, walked: Walked, slots: StaticSlots, ends: Tensor) -> tuple
     (count, nodes), device = draft.tokens.shape, draft.tokens.device
     path = torch.nn.functional.pad(walked.path.clamp(min=0), (0, nodes + 1 - walked.path.shape[1]))
     order = torch.arange(nodes + 1, device=device).expand(count, -1)
-    own = draft.tokens.gather(1, path.clamp(max=max(nodes - 1, 0)))
+    own = torch.nn.functional.pad(draft.tokens, (0, 1)).gather(1, path)
     tokens = torch.where(order == walked.counts[:, None], walked.next_tokens[:, None], own)
     is_end = (tokens[..., None] == ends).any(-1)
     ended_before = is_end.cumsum(1) - is_end.long()
@@ -216,9 +253,14 @@ def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Ten
     return sizes if known is None else sizes * known
 
 
+def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:
+    """These parents in every slot, [B, N]."""
+    return torch.tensor(parents, dtype=torch.int64, device=device).expand(slots, -1).contiguous()
+
+
 def fixed(tokens: Tensor, parents: Sequence[int], above: Tensor, sizes: Tensor, q: Tensor | None) -> Draft:
-    """The draft of a tree whose parents are known to the host and, as `above` [N], are on the device."""
+    """The draft of a tree whose parents are known to the host and, as `above` [B, N], are on the device."""
     branches = list(parents) != list(range(-1, len(parents) - 1))
-    draft = Draft(tokens, above.expand(len(tokens), -1), sizes, q, branches=branches)
-    vars(draft)["tree"] = (tuple(parents),) * len(tokens)
+    draft = Draft(tokens, above, sizes, q, branches=branches)
+    vars(draft)["tree"] = (tuple(parents),)  # every slot's
     return draft

@@ -30,7 +30,7 @@ from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
@@ -43,10 +43,10 @@ from outrider.nn.shape import LayerConfig
 from outrider.nn.static import Unread
 from outrider.nn.trees import RankTree
 from outrider.sampling.judge import SamplingJudge
-from outrider.targets.attention_mask import PassLayout, TracedCache, additive
+from outrider.targets.attention_mask import PassLayout, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
-from outrider.targets.static_pass import buffers_of
+from outrider.targets.static_pass import StaticCache
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
@@ -269,34 +269,32 @@ class BlockDrafter(FeatureDrafter):
         memory.kv_cache.append([count])
 
 
-class StaticBlock:
+class StaticBlock(Unread):
     """The same in a static step: the taps of the last step wait in a tensor, right-padded."""
 
     def __init__(self, drafter: BlockDrafter, memory: FeatureMemory, tree: RankTree):
-        self.model, self.backbone, self.tree, self.memory = drafter.model, drafter.backbone, tree, memory
-        self.unread = Unread(memory.features, drafter.block + 1)
-        self.start = torch.zeros_like(self.unread.counts)
+        super().__init__(memory.features, drafter.block + 1)
+        self.model, self.backbone, self.tree = drafter.model, drafter.backbone, tree
+        self.start = torch.zeros_like(self.counts)
         """[B], taps that each slot has read."""
-        self.parents, self.caches, self.room = tree.parents, [memory.kv_cache], self.unread.width + self.backbone.width
-        self.tensors = [*self.unread.tensors, self.start]
-        self.above = torch.tensor(tree.parents, device=self.start.device)
-        self.depths, self.ranks = (each.to(self.start.device) for each in (tree.depths, tree.ranks))
-        if not memory.kv_cache.layers:  # buffers are made by the first pass
-            memory.kv_cache.open([0], 1)
-            self.backbone.remember(self.unread.features[:1, :1], self.start[:1, None], memory.kv_cache)
+        slots, device, kv_cache = len(self.start), self.start.device, memory.kv_cache
+        self.parents, self.above = tree.parents, above(tree.parents, slots, device)
+        self.choices = tree.places.to(device).repeat(slots, 1)
+        if not kv_cache.layers:  # buffers are made by the first pass
+            kv_cache.open([0], 1)
+            self.backbone.remember(self.features[:1, :1], self.start[:1, None], kv_cache)
+        self.caches = [StaticCache(kv_cache, self.width + self.backbone.width)]
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        self.unread.enter(rows)
+        super().enter(rows, state)
         for row in rows:
-            self.start[row] = self.memory.kv_cache.lengths[row]
+            self.start[row] = self.caches[0].cache.lengths[row]
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        new, width, cache = self.unread.width, self.backbone.width, self.memory.kv_cache
-        end = min(cache.stacks.columns, slots.columns + self.room)
-        layout = PassLayout(self.start, torch.arange(end, device=self.start.device), new + width)
-        mask = additive(layout.mask(real(new, self.unread.counts, width)), self.backbone.fc.weight.dtype)
-        there: Any = TracedCache(cache.layers, buffers_of(cache), layout)
-        at, anchors_at = self.start[:, None] + torch.arange(new, device=mask.device), self.start + self.unread.counts
+        new, width, [cache] = self.width, self.backbone.width, self.caches
+        layout = PassLayout(self.start, cache.columns, new + width)
+        mask = additive(layout.mask(real(new, self.counts, width)), self.backbone.fc.weight.dtype)
+        at, anchors_at = self.start[:, None] + torch.arange(new, device=mask.device), self.start + self.counts
         q: list[Tensor] = []
 
         def pick(logits: Tensor, slot: int) -> Tensor:
@@ -304,15 +302,16 @@ class StaticBlock:
             q.extend([] if own is None else [own])
             return token
 
-        tokens, logits, _ = self.model(self.unread.features, at, slots.anchor, anchors_at, mask, there, pick)
+        there: Any = cache.within(layout)
+        tokens, logits, _ = self.model(self.features, at, slots.anchor, anchors_at, mask, there, pick)
         if not self.tree.is_chain:
-            tokens = logits.topk(self.tree.width, -1).indices[:, self.depths, self.ranks]
-        self.start.add_(self.unread.counts)
+            tokens = logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
+        self.start.add_(self.counts)
         sizes = sizes_of(slots, len(self.parents))
         return fixed(tokens, self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        self.unread.observe(committed, self.model.target_states(scores))
+        self.take(committed, self.model.target_states(scores))
 
 
 def _is_greedy(state: DecodeState) -> bool:

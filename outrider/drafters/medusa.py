@@ -35,7 +35,16 @@ from outrider import prepacked
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, NoStatic, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import (
+    Committed,
+    NoStatic,
+    StaticDrafter,
+    StaticRule,
+    StaticSlots,
+    above,
+    fixed,
+    sizes_of,
+)  # fmt: skip
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
@@ -211,34 +220,33 @@ class MedusaDrafter(StateDrafter):
         return StaticHeads(self, memory, self.tree)
 
 
-class StaticHeads:
+class StaticHeads(StaticDrafter):
     """The same in a static step, for heads that know no drafted token: one product for all, and a fixed tree."""
 
     def __init__(self, drafter: MedusaDrafter, memory: LastStates, tree: RankTree):
-        self.model, self.memory, self.tree = drafter.model, memory, tree
-        device = memory.hidden.device
-        self.known = torch.zeros(len(memory.hidden), dtype=torch.bool, device=device)
-        self.parents, self.caches, self.room = tree.parents, (), 0
-        self.tensors = [memory.hidden, self.known]
-        self.above = torch.tensor(tree.parents, device=device)
-        self.depths, self.ranks = (each.to(device) for each in (tree.depths, tree.ranks))
+        self.model, self.tree, self.was_known = drafter.model, tree, memory.known
+        self.hidden = memory.hidden
+        slots, device = len(self.hidden), self.hidden.device
+        self.known = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.parents, self.above = tree.parents, above(tree.parents, slots, device)
+        self.choices = tree.places.to(device).repeat(slots, 1)
         self.deepest = 1 + int(tree.depths.max())
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
-            self.known[row] = self.memory.known[row]
+            self.known[row] = self.was_known[row]
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        logits = self.model.along(self.memory.hidden, None, self.deepest)
+        logits = self.model.along(self.hidden, None, self.deepest)
         sizes = sizes_of(slots, len(self.parents), self.known)
-        tokens = logits.topk(self.tree.width, -1).indices[:, self.depths, self.ranks]
+        tokens = logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
         return fixed(tokens, self.parents, self.above, sizes, None)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         last = (committed.counts - 1).clamp(min=0)
         rows, is_new = committed.rows.gather(1, last[:, None]), committed.counts > 0
         states = scores.hidden.gather(1, rows[..., None].expand(-1, -1, scores.hidden.shape[-1]))[:, 0]
-        self.memory.hidden.copy_(torch.where(is_new[:, None], states.to(self.memory.hidden), self.memory.hidden))
+        self.hidden.copy_(torch.where(is_new[:, None], states.to(self.hidden), self.hidden))
         self.known.logical_or_(is_new)
 
 

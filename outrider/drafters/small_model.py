@@ -31,7 +31,16 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, NoStatic, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import (
+    Committed,
+    NoStatic,
+    StaticDrafter,
+    StaticRule,
+    StaticSlots,
+    above,
+    fixed,
+    sizes_of,
+)  # fmt: skip
 from outrider.errors import ConfigError, DrafterError
 from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
@@ -170,22 +179,21 @@ class SmallModel(Drafter):
         return language_model.read_texts(self.model, memory.cache, rows, ends, self.limit + 1)
 
 
-class StaticModel:
+class StaticModel(StaticDrafter):
     """The same in a static step: a pass over the last two tokens of each text, then a drafted token at a time.
 
     After a block that was accepted whole the model has not read the token before the anchor; else it reads it again.
     """
 
     def __init__(self, model: TransformersTarget, cache: SlotCache, length: int):
-        self.run = StaticPass(model, made(model, cache), (), ())
-        slots, device = cache.slots, model.device
+        self.run = StaticPass(model, made(model, cache), (), (), 1)
+        self.model, self.caches, slots, device = model.model, self.run.caches, cache.slots, model.device
         self.start = torch.zeros(slots, dtype=torch.int64, device=device)
         """[B], tokens before those two."""
         self.ends, self.counts = self.start.new_zeros(slots, 2), self.start + 1
         """[B, 2], the last tokens, and how many there are."""
-        self.parents, self.caches, self.room = range(-1, length - 1), [cache], 1
-        self.tensors = [self.start, self.ends, self.counts]
-        self.above = torch.arange(-1, length - 1, device=device)
+        self.parents = range(-1, length - 1)
+        self.above = above(self.parents, slots, device)
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
@@ -195,24 +203,24 @@ class StaticModel:
                 self.ends[row, i] = token
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        logits = self._read(self.ends, self.start, slots)
+        logits = self._read(self.ends, self.start)
         logits = logits.gather(1, (self.counts - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
         tokens, q = list[Tensor](), list[Tensor]()
         for depth in range(len(self.parents)):
             if depth:
-                logits = self._read(tokens[-1][:, None], self.start + self.counts + depth - 1, slots)
+                logits = self._read(tokens[-1][:, None], self.start + self.counts + depth - 1)
             token, own = rule.drawn(logits[:, 0], slots, depth)
             tokens.append(token)
             q.extend([] if own is None else [own])
         sizes = sizes_of(slots, len(self.parents))
         return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
-    def _read(self, tokens: Tensor, start: Tensor, slots: StaticSlots) -> Tensor:
+    def _read(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Logits [B, n, V] of tokens [B, n] after the first start[b] of each slot."""
         order = torch.arange(tokens.shape[1], device=tokens.device)
-        causal, depths = (order[:, None] >= order).expand(len(tokens), -1, -1), order.expand_as(tokens)
-        end = min(self.caches[0].stacks.columns, slots.columns + self.room)
-        return self.run.read(tokens, start, end, causal.contiguous(), depths.contiguous()).logits
+        causal, depths = (order[:, None] >= order).expand(tokens.shape[0], -1, -1), order.expand_as(tokens)
+        run = self.run.over(self.run.tensors, caches=self.caches)
+        return run.read(tokens, start, causal.contiguous(), depths.contiguous()).logits
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         counts, text = committed.counts, torch.cat([slots.anchor[:, None], committed.tokens], 1)

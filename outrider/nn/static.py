@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.decoding.static import Committed
+from outrider.decoding.state import DecodeState
+from outrider.decoding.static import Committed, StaticDrafter
 from outrider.nn.memory import FeatureBuffer
 
 
-class Unread:
-    """The features that the last step brought and the next draft reads."""
+class Unread(StaticDrafter):
+    """A drafter that reads the features that the last step brought in its next draft."""
 
     def __init__(self, buffer: FeatureBuffer, width: int):
         """buffer: where a prompt's wait.  width: most of a slot."""
@@ -24,16 +25,15 @@ class Unread:
         """[B, C, ...], right-padded."""
         self.counts = torch.zeros(len(self.features), dtype=torch.int64, device=self.features.device)
         """[B], how many are real."""
-        self.tensors = [self.features, self.counts]
 
-    def enter(self, rows: Sequence[int]) -> None:
+    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Take these slots' features of their prompts."""
         for row in rows:
             taken, [count] = self.buffer.take([row])
             self.features[row, :count] = taken[0]
             self.counts[row] = count
 
-    def observe(self, committed: Committed, states: Tensor) -> None:
+    def take(self, committed: Committed, states: Tensor) -> None:
         """Take those of what was committed.  states [B, N+1, ...] of the verified pass."""
         rows = committed.rows[:, : self.width]
         rows = rows.view(*rows.shape, *[1] * (states.dim() - 2)).expand(-1, -1, *states.shape[2:])

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
 from outrider.nn.blocks import attending
 from outrider.nn.static import Unread
-from outrider.targets.attention_mask import PassLayout, TracedCache, additive
-from outrider.targets.static_pass import buffers_of
+from outrider.targets.attention_mask import PassLayout, additive
+from outrider.targets.static_pass import StaticCache
 
 
-class StaticRollout:
+class StaticRollout(Unread):
     """Pairs and a chain in a static step: the pairs of the last step wait in tensors, right-padded.
 
     Each module's keys of padding are written over by the tokens drafted next, and those by the next step's pairs.
@@ -28,37 +28,37 @@ class StaticRollout:
 
     def __init__(self, model: Any, memory: Any, length: int):
         """model, memory: as in `recurrent`."""
-        self.model, self.memory, self.length = model, memory, length
-        self.unread = Unread(memory.features, length + 1)
-        counts = self.unread.counts
-        self.start = torch.zeros_like(counts)
+        super().__init__(memory.features, length + 1)
+        self.model, self.length, kv_cache = model, length, memory.kv_cache
+        self.start = torch.zeros_like(self.counts)
         """[B], pairs that each slot has read."""
-        self.tokens = counts.new_zeros(len(counts), length + 1)
+        self.tokens = self.counts.new_zeros(len(self.counts), length + 1)
         """[B, C], the tokens of the unread pairs."""
-        self.parents, self.caches, self.room = range(-1, length - 1), [memory.kv_cache], 2 * length + 2
-        self.tensors = [*self.unread.tensors, self.start, self.tokens, memory.outputs]
-        self.above = torch.arange(-1, length - 1, device=counts.device)
-        if not memory.kv_cache.layers:  # buffers are made by the first pass
-            memory.kv_cache.open([0], 1)
-            states, at = model.features(self.unread.features[:1, :1]), self.start[:1, None]
+        self.outputs = memory.outputs
+        self.parents = range(-1, length - 1)
+        self.above = above(self.parents, len(self.counts), self.counts.device)
+        if not kv_cache.layers:  # buffers are made by the first pass
+            kv_cache.open([0], 1)
+            states, at = model.features(self.features[:1, :1]), self.start[:1, None]
             for module in range(model.num_modules):
                 words = model.target.embed(self.tokens[:1, :1])
-                model.step(module, words, states, model.cos_sin(at), attending(None, memory.kv_cache))
+                model.step(module, words, states, model.cos_sin(at), attending(None, kv_cache))
+        self.caches = [StaticCache(kv_cache, 2 * length + 2)]
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
-            begin = self.memory.features.read[row] + 1
+            begin = self.buffer.read[row] + 1
             self.start[row] = begin - 1
             for i, token in enumerate(state.tokens[row][begin : begin + self.length + 1]):
                 self.tokens[row, i] = token
-        self.unread.enter(rows)
+        super().enter(rows, state)
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
         """Read the unread pairs, then a drafted token at a time."""
-        model, counts, modules = self.model, self.unread.counts, self.model.num_modules
-        known, outputs = self.start + counts > 0, self.memory.outputs
+        model, counts, modules = self.model, self.counts, self.model.num_modules
+        known, outputs = self.start + counts > 0, self.outputs
         features, before, found = (
-            model.features(self.unread.features),
+            model.features(self.features),
             outputs[:, None].chunk(modules, -1),
             list[Tensor](),
         )
@@ -93,21 +93,19 @@ class StaticRollout:
 
     def _step(self, module: int, tokens: Tensor, features: Tensor, start: Tensor, slots: StaticSlots) -> Tensor:
         """One module's pass over tokens [B, n] after the first start[b] columns of each slot."""
-        model, cache, width = self.model, self.memory.kv_cache, tokens.shape[1]
+        model, [cache], width = self.model, self.caches, tokens.shape[1]
         order, limit = torch.arange(width, device=start.device), model.limits[module]
-        columns = torch.arange(min(cache.stacks.columns, slots.columns + self.room), device=start.device)
-        layout = PassLayout(start, columns, width)
+        layout = PassLayout(start, cache.columns, width)
         at = layout.positions(order)
-        mask = layout.mask((order[:, None] >= order).expand(len(tokens), -1, -1))
+        mask = layout.mask((order[:, None] >= order).expand(tokens.shape[0], -1, -1))
         if limit is not None:
             mask = mask & layout.limit_mask(limit, order[None])
         # as in `_mask`: the first pairs are unknown to later modules
-        mask = mask & ~((columns < module) & (at >= module)[:, :, None])
-        there = TracedCache(cache.layers, buffers_of(cache), layout)
-        attend = attending(additive(mask, model.dtype), there)
+        mask = mask & ~((cache.columns < module) & (at >= module)[:, :, None])
+        attend = attending(additive(mask, model.dtype), cache.within(layout))
         found: Tensor = model.step(module, model.target.embed(tokens), features, model.cos_sin(at), attend)
         return found
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        self.unread.observe(committed, self.model.target_states(scores))
+        self.take(committed, self.model.target_states(scores))
         self.tokens.copy_(committed.tokens)

@@ -208,6 +208,11 @@ class RankTree:
         self.width = 1 + int(self.ranks.max())
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
+    @property
+    def places(self) -> Tensor:
+        """[N], where each node is among the `width` likeliest tokens of every depth, one after the other."""
+        return self.depths * self.width + self.ranks
+
     def first(self, nodes: int) -> RankTree:
         """This tree with its first nodes alone."""
         return self if nodes >= len(self.paths) else _cut(self.paths[:nodes])

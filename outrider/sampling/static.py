@@ -30,7 +30,7 @@ class Greedy:
     def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> Walked:
         if self.kernels is not None:
             return _read(self.kernels.accept_greedy(draft, scores.logits, scores.choice))
-        choice, every = scores.choice, torch.arange(len(draft.tokens), device=draft.tokens.device)
+        choice, every = scores.choice, torch.arange(draft.tokens.shape[0], device=draft.tokens.device)
         assert choice is not None
         return walk_top1(draft, scores.logits.shape[-1], lambda rows, _depth: choice[every, rows], _deepest(draft))
 
@@ -61,7 +61,7 @@ class Tempered:
         p, streams = self.distribution(scores.logits, slots), slots.streams
         if draft.q is not None:
             return walk(draft, draft.q, p, streams)
-        every = torch.arange(len(p), device=p.device)
+        every = torch.arange(p.shape[0], device=p.device)
         choose = lambda rows, depth: streams.draw(p[every, rows], depth, Purpose.TARGET)
         return walk_top1(draft, p.shape[-1], choose, _deepest(draft))
 

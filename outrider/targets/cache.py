@@ -54,7 +54,7 @@ class SlotCache(StateCalls):
         self._gathered: Sequence[int] | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexers: dict[int, Tensor] = {}
-        self._line = torch.arange(length, device=self.device)
+        self.line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
         self.states = RecurrentStates(slots, undo)
@@ -96,13 +96,17 @@ class SlotCache(StateCalls):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Keys, then values, of each of these layers for the open pass's rows: views [R, h, length, d]."""
+        """Those of the open pass's rows."""
         assert self._span is not None
-        key = self._span.start, self._span.stop, len(self._layers)
+        return self.views(self._span)
+
+    def views(self, rows: slice) -> list[Tensor]:
+        """Keys, then values, of each layer that stores them, in these buffer rows: [R, h, length, d]."""
+        key = rows.start, rows.stop, len(self._layers)
         if key not in self._views:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            self._views[key] = [buffer[self._span] for _, both in sorted(self._layers.items()) for buffer in both]
+            self._views[key] = [buffer[rows] for _, both in sorted(self._layers.items()) for buffer in both]
         return self._views[key]
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
@@ -288,11 +292,11 @@ class SlotCache(StateCalls):
     @property
     def columns(self) -> Tensor:
         """[end] 0, 1, ... up to the last column that the open pass attends to."""
-        return self._line[: self.end]
+        return self.line[: self.end]
 
     @property
     def _order(self) -> Tensor:
-        return self._line[None, : self.width]
+        return self.line[None, : self.width]
 
     @property
     def _layout(self) -> PassLayout:
@@ -313,9 +317,7 @@ class SlotCache(StateCalls):
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
         for row, start, path in zip(self.rows, self._starts, paths, strict=True):
-            straight = next((i for i, node in enumerate(path) if node != i), len(path))
-            if straight < len(path):
-                self._move(row, [start + 1 + node for node in path[straight:]], start + 1 + straight)
+            self.straighten(row, start, path)
         if self._reads is not None:
             self._reads = [
                 [read[0], *(read[node + 1] for node in path)] for read, path in zip(self._reads, paths, strict=True)
@@ -377,11 +379,15 @@ class SlotCache(StateCalls):
         return self.stacks.make(Buffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device))
 
     @torch.inference_mode()
-    def _move(self, row: int, columns: Sequence[int], to: int) -> None:
-        """Move these columns of a slot to column `to` and those after it."""
-        come_from, at = sent(columns, self.device), self.buffer_rows[row]
+    def straighten(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move the nodes on a path to the columns behind the anchor, which is in column `start`."""
+        straight = next((i for i, node in enumerate(path) if node != i), len(path))
+        if straight == len(path):
+            return
+        moved = sent([start + 1 + node for node in path[straight:]], self.device)
+        at, to = self.buffer_rows[row], slice(start + 1 + straight, start + 1 + len(path))
         for stack in self.stacks.tensors:
-            stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from.to(stack.device))
+            stack[:, at, :, to] = stack[:, at].index_select(2, moved.to(stack.device))
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         if self.is_even:

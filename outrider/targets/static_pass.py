@@ -5,6 +5,7 @@ B slots, each in the buffer row of its number; N nodes, D depth of the tree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,39 +15,72 @@ from torch import Tensor, nn
 from outrider.compiled import NotCompiled
 from outrider.decoding.accept import Walked
 from outrider.decoding.draft import Draft
-from outrider.decoding.state import Scores
-from outrider.decoding.static import NoStatic, StaticSlots
+from outrider.decoding.state import Scores, likeliest
+from outrider.decoding.static import NoStatic, StaticSlots, Stays, above
+from outrider.targets.attention_mask import PassLayout, TracedCache
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
-from outrider.targets.step import CompiledStep, _Traced
+from outrider.targets.step import CompiledStep, TracedPass, numbers
 
 
-class StaticPass:
+class StaticCache:
+    """What a step reads and writes of a cache: the buffers of every layer, in columns before an end."""
+
+    def __init__(self, cache: SlotCache, more: int = 0):
+        """more: columns that a step needs besides the target's."""
+        self.cache, self.more, self.layers = cache, more, cache.layers
+        self.columns, self.buffers = cache.line[:0], list[Tensor]()
+        """0, 1, ... [end]; keys, then values, of each layer, [B, h, length, d]."""
+
+    def open(self, columns: int, rows: Sequence[int]) -> None:
+        """The next steps are of these slots, and read and write columns of the target's before this one, and `more`."""
+        end = min(self.cache.length, columns + self.more)
+        self.cache.reserve(end)
+        self.cache.gather(rows)
+        first = self.cache.buffer_rows[rows[0]]
+        self.columns, self.buffers = self.cache.line[:end], self.cache.views(slice(first, first + len(rows)))
+
+    def over(self, columns: Tensor, buffers: list[Tensor]) -> StaticCache:
+        """The same over other tensors."""
+        there = copy.copy(self)
+        there.columns, there.buffers = columns, buffers
+        return there
+
+    def within(self, layout: PassLayout) -> TracedCache:
+        """What layers are given in one pass."""
+        return TracedCache(self.layers, self.buffers, layout)
+
+
+class StaticPass(Stays):
     """Verifies one tree in every step."""
 
-    def __init__(self, target: Any, cache: SlotCache, parents: Sequence[int], taps: tuple[int, ...]):
-        """Raises NoStatic for a target whose passes can't be traced."""
-        self.target, self.cache, self.parents = target, cache, parents
+    def __init__(self, target: Any, cache: SlotCache, parents: Sequence[int], taps: tuple[int, ...], more: int = 0):
+        """more: as in `StaticCache`.  Raises NoStatic for a target whose passes can't be traced."""
+        self.target, self.caches, self.parents, self.taps = target, [StaticCache(cache, more)], parents, taps
         self.traced = traced(target, cache)
         slots, nodes, device = cache.slots, len(parents), target.device
         rows = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
-        above = torch.tensor(parents, dtype=torch.int64, device=device).expand(slots, -1)
-        mask, depths = Draft(rows, above, torch.full((slots,), nodes)).rows()
+        sizes = torch.full((slots,), nodes)
+        mask, depths = Draft(rows, above(parents, slots, device), sizes).rows()
         self.mask, self.depths = mask.contiguous(), depths.contiguous()
-        self.taps = torch.tensor(taps or (0,), device=device)
-        self.has_taps = bool(taps)
         self.is_chain = list(parents) == list(range(-1, nodes - 1))
 
     def verify(self, slots: StaticSlots, draft: Draft) -> Scores:
         tokens = torch.cat([slots.anchor[:, None], draft.tokens.clamp(0, self.target.spec.vocabulary - 1)], 1)
-        return self.read(tokens, slots.length, slots.columns, self.mask, self.depths)
+        return self.read(tokens, slots.length, self.mask, self.depths)
 
-    def read(self, tokens: Tensor, starts: Tensor, end: int, mask: Tensor, depths: Tensor) -> Scores:
-        """One pass over tokens [B, n] after the first starts[b] of each slot, which reads columns before `end`."""
+    def read(self, tokens: Tensor, starts: Tensor, mask: Tensor, depths: Tensor) -> Scores:
+        """One pass over tokens [B, n] after the first starts[b] of each slot."""
+        [cache] = self.caches
         asked = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        columns, buffers = torch.arange(end, device=tokens.device), buffers_of(self.cache)
-        logits, hidden, choice, taps = self.traced(tokens, depths, mask, starts, columns, self.taps, asked, buffers)
-        return Scores(logits, hidden, taps if self.has_taps else None, choice)
+        given = tokens, depths, mask, starts, cache.columns
+        if isinstance(self.traced, TracedPass):
+            logits, hidden, layers = self.traced.all_layers(*given, asked, cache.buffers)
+            tapped = torch.stack([layers[tap] for tap in self.taps], 2) if self.taps else None
+            return Scores(logits, hidden, tapped, likeliest(logits))
+        taps = numbers(self.taps or (0,), tokens.device)
+        logits, hidden, choice, tapped = self.traced(*given, taps, asked, cache.buffers)
+        return Scores(logits, hidden, tapped if self.taps else None, choice)
 
     def keep(self, slots: StaticSlots, walked: Walked) -> None:
         if self.is_chain:  # what was accepted lies where it stays
@@ -56,7 +90,7 @@ class StaticPass:
         come_from = torch.where(is_on_path, walked.path, order) + slots.length[:, None] + 1
         to = order + slots.length[:, None] + 1
         rows = torch.arange(len(to), device=to.device)[:, None]
-        for stack in self.cache.stacks.tensors:
+        for stack in self.caches[0].cache.stacks.tensors:
             stack[:, rows, :, to] = stack[:, rows, :, come_from]
 
 
@@ -71,13 +105,7 @@ def traced(target: Any, cache: SlotCache) -> nn.Module:
         raise NoStatic(str(error)) from error
     if target.spec.mode == "off":
         raise NoStatic(f"{target.spec.name} can verify no drafts")
-    return step.graph.traced if isinstance(step.graph, CudaGraphs) else _Traced(target, cache.layers)
-
-
-def buffers_of(cache: SlotCache) -> list[Tensor]:
-    """Keys, then values, of each layer, [slots, h, columns, d], as the cache holds them now."""
-    made = {(b.layer, b.holds): part for b, part in zip(cache.layout, cache.stacks.parts(), strict=True)}
-    return [made[layer, holds] for layer in cache.layers for holds in ("keys", "values")]
+    return step.graph.traced if isinstance(step.graph, CudaGraphs) else TracedPass(target, cache.layers)
 
 
 def made(target: Any, cache: SlotCache) -> SlotCache:

@@ -80,7 +80,7 @@ class CompiledStep(Compiled):
 
     @property
     def traced(self) -> nn.Module:
-        return _Traced(self.target, [])
+        return TracedPass(self.target, [])
 
     def settings(self) -> Sequence[object]:
         model = self.target.model
@@ -126,7 +126,7 @@ class CompiledStep(Compiled):
         )
         asked = {**r, 1: Dim("asked", min=2, max=WIDEST)}
         dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, asked, of_buffers
-        return _Traced(self.target, cache.layers), given, dims
+        return TracedPass(self.target, cache.layers), given, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
         """A plain step of one slot and of several, and the verification of a draft."""
@@ -144,7 +144,7 @@ class CompiledStep(Compiled):
             raise NotCompiled(
                 f"compiled steps are for CPUs and CUDA GPUs, not for {self.target.device.type!r}; steps stay plain"
             )
-        written = _Traced(self.target, self._pass(1, 1)[0].layers)
+        written = TracedPass(self.target, self._pass(1, 1)[0].layers)
         return self._by_kernels(written) or CudaGraphs(written)
 
     def _by_kernels(self, written: nn.Module) -> Runnable | None:
@@ -213,7 +213,7 @@ class CompiledStep(Compiled):
         """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; tokens whose logits are
         wanted; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
-        tapped = _numbers(taps or (0,), tokens.device)
+        tapped = numbers(taps or (0,), tokens.device)
         asked = _all_of(*tokens.shape, tokens.device) if last is None else sent(last, tokens.device)[:, None]
         own = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
         return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
@@ -232,7 +232,7 @@ def _all_of(rows: int, width: int, device: torch.device) -> Tensor:
     return dense(torch.arange(width, device=device), rows, width)
 
 
-class _Traced(nn.Module):
+class TracedPass(nn.Module):
     """What is compiled: one pass of the model over buffers that are given."""
 
     def __init__(self, target: Any, layers: Sequence[int]):
@@ -247,6 +247,14 @@ class _Traced(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of
         layers `taps` [T]: [R, n, T, H]."""
+        logits, hidden, layers = self.all_layers(tokens, depths, tree_mask, starts, columns, asked, buffers)
+        return logits, hidden, likeliest(logits), torch.stack(layers, 2).index_select(2, taps)
+
+    def all_layers(
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, asked: Tensor,
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        """Logits and hidden as above, and the output [R, n, H] of every layer."""
         target, layout = self.target, PassLayout(starts, columns, tokens.shape[1])
         mask, dtype = layout.mask(tree_mask), target.model.dtype
         masks = {
@@ -255,8 +263,8 @@ class _Traced(nn.Module):
         }
         cache = TracedCache(self.layers, buffers, layout)
         positions = layout.positions(depths).clamp(max=target.spec.context - 1)
-        logits, hidden, layers = target.pass_through(tokens, cache, masks, positions, asked)
-        return logits, hidden, likeliest(logits), torch.stack(layers, 2).index_select(2, taps)
+        found: tuple[Tensor, Tensor, list[Tensor]] = target.pass_through(tokens, cache, masks, positions, asked)
+        return found
 
 
 def _share(wanted: Tensor, found: Tensor) -> float:
@@ -266,7 +274,7 @@ def _share(wanted: Tensor, found: Tensor) -> float:
 
 
 @functools.lru_cache(64)
-def _numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
+def numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(taps, device=device)
 
 

@@ -91,11 +91,13 @@ def requests_of(samplings: Sequence[Sampling]) -> list[Request]:
     return [Request(prompt, count, next(settings)) for prompt, count in zip(prompts, COUNTS, strict=True)]
 
 
-def written(target: Any, drafter: Any, requests: list[Request], recorder: Any = None, slots: int = 3) -> list[Any]:
-    """Tokens, reason and accepted tokens of every request, by plain steps or by recorded ones."""
+def written(
+    target: Any, drafter: Any, requests: list[Request], recorder: Any = None, slots: int = 3, packages: bool = False
+) -> list[Any]:
+    """Tokens, reason and accepted tokens of every request, by plain steps, recorded ones or those of a package."""
     state = DecodeState(slots, target.spec.context, ENDS, target.device, Stops())
     steps = generation.serve(target, requests, drafter, policy="fixed", state=state)
-    if recorder is not None:
+    if recorder is not None or packages:
         whole = WholeStep(target, drafter, state, recorder)
         whole.open(requests)
         steps = whole.advance(requests)
@@ -188,9 +190,12 @@ FAULTS = {
         WholeStep, "_read", "if serving.get(row) != number:", "if row not in serving:",
     ),
     "features of the last step are not replaced": (
-        Unread, "observe", "self.features[:, : rows.shape[1]] = states.gather(1, rows).to(self.features)", "pass",
+        Unread, "take", "self.features[:, : rows.shape[1]] = states.gather(1, rows).to(self.features)", "pass",
     ),
-    "features are restored to no state": (Unread, "__init__", "[self.features, self.counts]", "[self.counts]"),
+    "a drafter's tensors are not restored": (
+        step_graphs.StepGraphs, "_recorded", "zip(self.parts.tensors, before, strict=True)",
+        "zip(self.parts.slots.tensors, before)",
+    ),
 }  # fmt: skip
 
 
@@ -217,10 +222,10 @@ def test_generate_writes_the_same_with_whole_steps(small, drafter_for):
     drafter, prompts = drafter_for(Case("dspark")), [[1, 2, 3], [4], [5, 6]]
     plain = generation.generate(small, prompts, drafter, **ASKED)
     with pytest.MonkeyPatch.context() as patch:
-        launched: list[int] = []
+        launched: list[Any] = []
         real = step_graphs.StepGraphs.launch
         patch.setattr(
-            step_graphs.StepGraphs, "launch", lambda self, columns: (launched.append(columns), real(self, columns))[1]
+            step_graphs.StepGraphs, "launch", lambda self, *given: (launched.append(given), real(self, *given))[1]
         )
         assert generation.generate(small, prompts, drafter, **ASKED, whole_step=True) == plain
     assert launched

@@ -1,0 +1,142 @@
+"""A whole step compiled for a CPU: one call of a package, over the slots that are live and no others.
+
+The package is that of `decoding.static.step`, with passes, acceptance and all that is written for the next step; it
+reads the weights where they are.  B slots, N nodes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from outrider import compiled
+from outrider.compiled import Compiled, Runnable
+from outrider.compiled.key import code
+from outrider.decoding import accept, draft, noise, static
+from outrider.decoding.static import Launched, Outcome, StaticStep
+from outrider.sampling import distribution
+from outrider.sampling import static as rules
+from outrider.targets import static_pass
+
+SLOTS, LENGTH = 3, 48
+"""Of the batch that is traced."""
+
+
+class CompiledWholeStep(Compiled):
+    """The package of one drafter's steps, for any number of slots."""
+
+    name = "whole-step"
+
+    def __init__(self, parts: StaticStep, is_greedy: bool):
+        """parts: of `SLOTS` slots."""
+        super().__init__()
+        self.parts, self.is_greedy, self.traced = parts, is_greedy, _Traced(parts)
+
+    def model(self) -> nn.Module:
+        return self.traced
+
+    def settings(self) -> Sequence[object]:
+        target, drafter = self.parts.target, self.parts.drafter
+        kinds = {each for part in self.traced.modules() for each in type(part).__mro__}
+        kinds |= {*type(drafter).__mro__, *type(target).__mro__}
+        names = sorted({each.__module__ for each in kinds if each.__module__.startswith("outrider.")})
+        rest = compiled, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
+        config = getattr(drafter.model, "config", None)
+        shape = [*drafter.parents], target.taps, self.is_greedy, self.parts.slots.has_seeded, repr(config)
+        return [*target.target.step.settings(), shape, *code(*rest, *(sys.modules[name] for name in names))]
+
+    def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        rows = {0: Dim("rows", min=2, max=1024)}
+        caches, columns, buffers = self.parts.caches, list[Any](), list[Any]()
+        for n, there in enumerate(caches):
+            there.open(LENGTH // 2 + n, range(SLOTS))
+            columns.append({0: Dim(f"end{n}", min=3, max=2**20)})
+            length = {2: Dim(f"length{n}", min=4, max=2**20)}
+            buffers += [rows | length] * len(there.buffers)
+        ends = torch.tensor([0, 1])
+        given = ends, self.parts.tensors, [there.columns for there in caches], _buffers(caches)
+        return self.traced, given, ({0: Dim("ends", min=2, max=2**10)}, [rows for _ in given[1]], columns, buffers)
+
+    def compare(self, graph: Runnable) -> tuple[float, float]:
+        """Its texts are compared with plain ones before it is used, see `whole_step_check`."""
+        return 0.0, 0.0
+
+    def _pays(self, graph: Runnable) -> bool:
+        return True
+
+
+class _Traced(nn.Module):
+    """What is compiled: the step, over tensors that are given."""
+
+    def __init__(self, parts: StaticStep):
+        super().__init__()
+        self.model, self.draft, self.parts = parts.target.target.model, parts.drafter.model, parts
+
+    def forward(
+        self, ends: Tensor, tensors: list[Tensor], columns: list[Tensor], buffers: list[Tensor]
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """The step's packet, and for trees the accepted path [B, D], whose columns are not moved."""
+        caches, at = [], 0
+        for there, own in zip(self.parts.caches, columns, strict=True):
+            caches.append(there.over(own, buffers[at : at + len(there.buffers)]))
+            at += len(there.buffers)
+        parts, paths = self.parts.over(tensors, caches)._replace(ends=ends), list[Tensor]()
+        vars(parts.target)["keep"] = lambda _slots, walked: paths.append(walked.path)
+        packet = parts()
+        return (packet,) if parts.target.is_chain else (packet, *paths)
+
+
+class StepPackage:
+    """Steps of one batch by a package."""
+
+    ahead = 0
+    """Steps that are launched before the first of them is read."""
+
+    def __init__(self, parts: StaticStep, compiled: CompiledWholeStep):
+        self.parts, self.graph, self.tensors = parts, compiled.graph, parts.tensors
+        self.rows: Sequence[int] = ()
+        self._own: list[Tensor] = []
+        self._apart: Tensor | None = None
+
+    def launch(self, columns: int, rows: Sequence[int]) -> Launched:
+        """Advance these slots.  columns: none of their texts, with its draft, is longer."""
+        if rows != self.rows:
+            self._take(rows)
+        caches, own = self.parts.caches, self._own
+        for there in caches:
+            there.open(columns, self.rows)
+        if self._apart is not None:
+            own = [tensor[self._apart] for tensor in self.tensors]
+        packet, *paths = self.graph.forward(self.parts.ends, own, [each.columns for each in caches], _buffers(caches))
+        if self._apart is not None:
+            self._write_back(own)
+        found = dict(zip(self.rows, packet.tolist(), strict=True))
+        if paths:
+            self._move(found, paths[0].tolist())
+        return lambda: found
+
+    def _take(self, rows: Sequence[int]) -> None:
+        """Other slots are live; those that are not side by side are copied for a step."""
+        self.rows, first, last = list(rows), rows[0], rows[-1]
+        is_span = last - first + 1 == len(rows)
+        self._own = [tensor[first : last + 1] for tensor in self.tensors] if is_span else []
+        self._apart = None if is_span else torch.tensor(rows)
+
+    def _write_back(self, own: Sequence[Tensor]) -> None:
+        for tensor, part in zip(self.tensors, own, strict=True):
+            tensor[self._apart] = part
+
+    def _move(self, found: dict[int, list[int]], paths: list[list[int]]) -> None:
+        """Have each slot's accepted nodes follow its anchor in the target's cache."""
+        cache = self.parts.target.caches[0].cache
+        for (row, own), path in zip(found.items(), paths, strict=True):
+            cache.straighten(row, cache.lengths[row], path[: Outcome.read(own).accepted])
+
+
+def _buffers(caches: Sequence[Any]) -> list[Tensor]:
+    return [buffer for there in caches for buffer in there.buffers]

@@ -1,0 +1,102 @@
+"""Whole steps that were compiled into one call write what plain steps write."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+from conftest import Case, Workshop, tiny_model
+from test_whole_step import SAMPLINGS, V, requests_of, written
+
+from outrider import generation
+from outrider.compiled import Graph
+from outrider.compiled.step_package import StepPackage
+from outrider.decoding.protocols import Drafter
+from outrider.targets import stacks
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+PLAIN, TREE = Case("plain"), Case("dflash", {"siblings": (2, 1)})
+CASES = [
+    PLAIN, TREE, Case("dspark"), Case("eagle3"), Case("mtp"), Case("medusa"), Case("small_model"), Case("domino"),
+]  # fmt: skip
+SLOTS = (3, 6)
+"""Of batches: fewer than requests, so that they are used again, and as many, so that some end beside others."""
+FAST = [(TREE, "greedy")]
+ALL = [
+    pytest.param(*one, marks=[] if one in FAST else [pytest.mark.slow], id="-".join(map(str, one)))
+    for one in itertools.product(CASES, SAMPLINGS)
+    if one != (Case("medusa"), "sampled") and one != (Case("medusa"), "mixed")
+]
+
+
+@pytest.fixture(scope="module")
+def fast() -> TransformersTarget:
+    target = load_target(tiny_model(vocab_size=V, num_hidden_layers=2))
+    target.compile()
+    return target
+
+
+@pytest.fixture(autouse=True)
+def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches grow while texts do."""
+    monkeypatch.setattr(stacks, "FIRST", 40)
+
+
+def drafter_of(case: Case, target: Any, workshop: Workshop) -> Any:
+    return Drafter() if case == PLAIN else workshop.build(case, target)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The slots of every step that was launched."""
+    found: list[list[int]] = []
+    real = StepPackage.launch
+
+    def noted(self: StepPackage, columns: int, rows: Any) -> Any:
+        found.append([*rows])
+        return real(self, columns, rows)
+
+    monkeypatch.setattr(StepPackage, "launch", noted)
+    return found
+
+
+@pytest.mark.parametrize(("case", "kind"), ALL)
+def test_packaged_steps_write_what_plain_ones_write(case, kind, fast, workshop, launched):
+    """Uneven prompts, slots that are used again and slots between which none is live, ends by token, length and the
+    host's stop, caches that grow.  A second call begins with nothing of the first.
+
+    Catches a tensor that the package does not write, one of another slot, a path that is not moved, a size that was
+    fixed when the step was traced.
+    """
+    drafter, requests = drafter_of(case, fast, workshop), requests_of(SAMPLINGS[kind])
+    for slots in SLOTS:
+        plain, found = (written(fast, drafter, requests, slots=slots, packages=way) for way in (False, True))
+        if (case, kind) == (TREE, "mixed"):  # plain steps draft trees while all live slots are greedy
+            plain, found = ([own[:2] for own in texts] for texts in (plain, found))
+        assert found == plain
+        assert {reason for _, reason, *_ in plain} >= {"stop", "length"}
+    assert {len(rows) for rows in launched} >= {1, *SLOTS}
+    assert any(rows[-1] - rows[0] >= len(rows) for rows in launched)
+
+
+def test_it_is_asked_for_by_generate(fast, workshop, launched):
+    """Catches a setting that records steps in Python where passes are compiled."""
+    drafter, prompts = workshop.build(TREE, fast), [[1, 2, 3], [4], [5, 6]]
+    plain = generation.generate(fast, prompts, drafter, max_new_tokens=12, policy="fixed")
+    assert generation.generate(fast, prompts, drafter, max_new_tokens=12, whole_step=True) == plain
+    assert launched and isinstance(fast.step.graph, Graph)
+
+
+@pytest.mark.parametrize("fault", ["_move", "_write_back"])
+def test_a_planted_fault_is_found(fault, fast, workshop, monkeypatch):
+    """Accepted nodes of a tree stay where they were verified; steps of slots that are not side by side are lost."""
+    drafter, requests = workshop.build(TREE, fast), requests_of(SAMPLINGS["greedy"])
+    plain = written(fast, drafter, requests, slots=SLOTS[1])
+    monkeypatch.setattr(StepPackage, fault, lambda *_: None)
+    found: Any = None
+    with contextlib.suppress(AssertionError):  # that an end was missed
+        found = written(fast, drafter, requests, slots=SLOTS[1], packages=True)
+    assert found != plain
