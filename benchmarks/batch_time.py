@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ import transformers
 from benchmarks.replay import command, processor
 from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, compile_passes
+from outrider.compiled.whole_step import WholeStep
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.timing import model_clock
@@ -73,6 +75,41 @@ def serve(
                 found.steps += 1
                 found.seconds += state.timing.draft + state.timing.verify + state.timing.other
                 found.model += clock.since(last)
+    return found, texts
+
+
+@torch.inference_mode()
+def serve_in_one_call(
+    target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1
+) -> tuple[Served, list[list[int]]]:
+    """As `serve`, by steps that are one call each (`whole_step`)."""
+    found, texts = Served(), [[] for _ in prompts]
+    state = generation.batch(target, min(slots, len(prompts)), ends=frozenset())
+    requests = [Request(prompt, new, Sampling()) for prompt in prompts]
+    whole = WholeStep(target, drafter or Drafter(), state)
+    whole.open(requests)
+    graph, admit, seconds = whole.batch.step.graph, whole._admit, dict.fromkeys(("model", "prompts"), 0.0)
+
+    class Timed:
+        def forward(self, *given: Any) -> list[torch.Tensor]:
+            began = time.perf_counter()
+            outputs = graph.forward(*given)
+            seconds["model"] += time.perf_counter() - began
+            found.steps += 1
+            return outputs
+
+    def timed(*given: Any) -> None:
+        began = time.perf_counter()
+        admit(*given)
+        seconds["prompts"] += time.perf_counter() - began
+
+    vars(whole.batch.step)["graph"], vars(whole)["_admit"] = Timed(), timed
+    began = time.perf_counter()
+    for progress in whole.advance(requests):
+        texts[progress.request] += progress.tokens
+        found.tokens += len(progress.tokens)
+    found.seconds, found.model = time.perf_counter() - began - seconds["prompts"], seconds["model"]
+    vars(whole.batch.step)["graph"] = graph
     return found, texts
 
 

@@ -3,8 +3,9 @@
     python benchmarks/overhead.py [--batches 1,16] [--new 64] [--out FILE]
 
 Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands
-for it): masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path and
-over compiled steps, each batch's drafters by turns.
+for it): masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path,
+over compiled steps, and over steps that are one call (`whole_step`: acceptance and commit are in the graph then), each
+batch's drafters by turns.
 
 Distribution: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q,
 beside one float32 softmax over the logits [B, N+1, V]; greedy acceptance beside one argmax.  Medians of rounds in which
@@ -15,16 +16,18 @@ all take turns. Peak memory is what resident memory grows by at its highest, bey
 from __future__ import annotations
 
 import argparse
+import operator
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from batch_time import Served, parties, prompts_of, serve, write
+from batch_time import Served, parties, prompts_of, serve, serve_in_one_call, write
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
@@ -70,14 +73,34 @@ def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
     rows = []
     for batch in batches:
         prompts = prompts_of(target, max(batch, 8))
-        sums = {name: Served() for name in ("plain", *drafters)}
-        for number in range(4):
-            for name in sums:
-                served, _ = serve(target, prompts, new, drafters.get(name), slots=batch)
-                if number:  # the first is a warm-up
-                    sums[name] += served
         path = "compiled" if compiled else "plain"
-        rows += [{"path": path, "batch": batch, "drafter": name, **served.says()} for name, served in sums.items()]
+        ways: dict[tuple[str, str], Any] = {
+            (path, name): partial(serve, drafter=drafters.get(name))
+            for name, drafter in ({"plain": None} | drafters).items()
+        }
+        if compiled:
+            ways |= {
+                ("one call", name): partial(serve_in_one_call, drafter=drafters.get(name))
+                for name in ("plain", "dspark")
+            }
+        sums, texts = {way: Served() for way in ways}, {}
+        for number in range(4):
+            for way, run in ways.items():
+                served, texts[way] = run(target, prompts, new, slots=batch)
+                if number:  # the first is a warm-up
+                    sums[way] += served
+        equal = {way: sum(map(operator.eq, text, texts[path, "plain"])) for way, text in texts.items()}
+        rows += [
+            {
+                "path": path,
+                "batch": batch,
+                "drafter": name,
+                **served.says(),
+                "texts": len(prompts),
+                "equal": equal[path, name],
+            }
+            for (path, name), served in sums.items()
+        ]
         print(f"batch {batch}, {path} path: done", file=sys.stderr, flush=True)
     return rows
 

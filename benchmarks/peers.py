@@ -8,7 +8,8 @@ batches.
     FILE]
 
 The demo target, greedy, every way of every party by turns.  Ours, compiled: plain, with ngram, and with the checkpoint
-of the last `make demo`.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with
+of the last `make demo`; plain and with that checkpoint also by steps that are one call, and what is promised of plain
+is promised of those.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with
 our small model and with that checkpoint as drafters.  OpenVINO GenAI on the file of 16 bits, with and without its
 prompt lookup; vLLM in float32, with and without its n-grams; `generate` of transformers.  What can't be had here, or
 fails in the warm-up, is in `left_out`, with the reason.
@@ -61,6 +62,8 @@ Offer = tuple[str, AbstractContextManager[Answers]]
 CANNOT = (OSError, OutriderError, httpx.HTTPError, SystemExit)
 """What says that a way can't be had here."""
 OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
+ONE_CALL = ", one call"
+"""Of a way whose steps are one call each, `whole_step`."""
 PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
 """Other parties without a draft."""
 KINDS = {"float32": "f32", "16 bits": "f16"}
@@ -211,7 +214,7 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     theirs = [name for name in speed if not name.startswith(OURS)]
     if not theirs:
         return []
-    plain, mine = speed[OURS + "plain"], max(speed.keys() - theirs, key=speed.__getitem__)
+    plain, mine = speed[OURS + "plain" + ONE_CALL], max(speed.keys() - theirs, key=speed.__getitem__)
     best = max(theirs, key=speed.__getitem__)
     found = [promise(f"batch {batch}: {mine} over the best of others, {best}", 1.5, speed[mine] / speed[best])]
     if SIXTEEN in speed:
@@ -221,7 +224,9 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     found += [promise(f"batch {batch}: plain over {name}", 1.5, plain / speed[name]) for name in PLAIN if name in speed]
     if batch == 1:
         first = min(own[name]["first_ms"] for name in theirs)
-        found.append(promise("batch 1: first token: theirs over ours", 1.0, first / own[OURS + "plain"]["first_ms"]))
+        found.append(
+            promise("batch 1: first token: theirs over ours", 1.0, first / own[OURS + "plain" + ONE_CALL]["first_ms"])
+        )
     return found
 
 
@@ -230,11 +235,16 @@ def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
 
 def our_ways(target: Any, drafters: dict[str, Any]) -> Iterator[Offer]:
     for name, drafter in ({"plain": None} | drafters).items():
-        yield OURS + name, nullcontext(partial(outrider, target, drafter))
+        yield OURS + name, nullcontext(partial(outrider, target, drafter, False))
+    for name in ("plain", "dspark"):
+        if name == "plain" or name in drafters:
+            yield OURS + name + ONE_CALL, nullcontext(partial(outrider, target, drafters.get(name), True))
 
 
-def outrider(target: Any, drafter: Any, prompts: list[list[int]], new: int, slots: int) -> list[list[int]]:
-    found = generate(target, prompts, drafter, max_new_tokens=new, slots=slots)
+def outrider(
+    target: Any, drafter: Any, whole_step: bool, prompts: list[list[int]], new: int, slots: int
+) -> list[list[int]]:  # fmt: skip
+    found = generate(target, prompts, drafter, max_new_tokens=new, slots=slots, whole_step=whole_step)
     return [without_ends(target, one.tokens) for one in found]
 
 

@@ -54,6 +54,11 @@ class StepGraphs:
         self.packets: Packets | None = None
         self._sizes: list[int] = []
 
+    def settle(self) -> None:
+        """Every slot's tensors are always up to date."""
+
+    @torch.inference_mode()
+    @prepacked.enabled()
     def launch(self, columns: int, rows: Sequence[int]) -> Launched:
         """Advance all slots, of which `rows` are live.  columns: none of their texts, with its draft, is longer."""
         columns = -(-columns // cuda_graphs.COLUMNS) * cuda_graphs.COLUMNS
@@ -176,6 +181,13 @@ class GraphBatch:
         except NotCompiled as error:
             raise NoStatic(str(error)) from error
         return known[key]
+
+    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
+        """Requests begin in these slots; their prompts were read."""
+        self.step.settle()
+        self.step.parts.drafter.enter(rows, state)
+        for row in rows:
+            self.slots.enter(row, state)
 
     def leave(self, row: int) -> None:
         """The request in this slot is over."""

@@ -98,38 +98,41 @@ class StepPackage:
     """Steps that are launched before the first of them is read."""
 
     def __init__(self, parts: StaticStep, compiled: CompiledWholeStep):
-        self.parts, self.graph, self.tensors = parts, compiled.graph, parts.tensors
+        self.parts, self.graph = parts, compiled.graph
         self.rows: Sequence[int] = ()
         self._own: list[Tensor] = []
-        self._apart: Tensor | None = None
+        """Tensors of these slots: slices or, where they are not side by side, copies."""
+        self._copied: Tensor | None = None
 
     def launch(self, columns: int, rows: Sequence[int]) -> Launched:
         """Advance these slots.  columns: none of their texts, with its draft, is longer."""
         if rows != self.rows:
             self._take(rows)
-        caches, own = self.parts.caches, self._own
+        caches = self.parts.caches
         for there in caches:
             there.open(columns, self.rows)
-        if self._apart is not None:
-            own = [tensor[self._apart] for tensor in self.tensors]
-        packet, *paths = self.graph.forward(self.parts.ends, own, [each.columns for each in caches], _buffers(caches))
-        if self._apart is not None:
-            self._write_back(own)
+        given = self.parts.ends, self._own, [there.columns for there in caches], _buffers(caches)
+        packet, *paths = self.graph.forward(*given)
         found = dict(zip(self.rows, packet.tolist(), strict=True))
         if paths:
             self._move(found, paths[0].tolist())
         return lambda: found
 
-    def _take(self, rows: Sequence[int]) -> None:
-        """Other slots are live; those that are not side by side are copied for a step."""
-        self.rows, first, last = list(rows), rows[0], rows[-1]
-        is_span = last - first + 1 == len(rows)
-        self._own = [tensor[first : last + 1] for tensor in self.tensors] if is_span else []
-        self._apart = None if is_span else torch.tensor(rows)
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Every slot's tensors are up to date afterwards; called before any of them is written."""
+        if self._copied is not None:
+            for tensor, part in zip(self.parts.tensors, self._own, strict=True):
+                tensor[self._copied] = part
+        self.rows, self._own, self._copied = (), [], None
 
-    def _write_back(self, own: Sequence[Tensor]) -> None:
-        for tensor, part in zip(self.tensors, own, strict=True):
-            tensor[self._apart] = part
+    @torch.inference_mode()
+    def _take(self, rows: Sequence[int]) -> None:
+        self.settle()
+        self.rows, first, last = list(rows), rows[0], rows[-1]
+        self._copied = None if last - first + 1 == len(rows) else torch.tensor(rows)
+        own = slice(first, last + 1) if self._copied is None else self._copied
+        self._own = [tensor[own] for tensor in self.parts.tensors]
 
     def _move(self, found: dict[int, list[int]], paths: list[list[int]]) -> None:
         """Have each slot's accepted nodes follow its anchor in the target's cache."""

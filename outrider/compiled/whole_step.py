@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from outrider import prepacked
 from outrider.compiled.step_graphs import GraphBatch, Wish
 from outrider.decoding.generate import Progress, prefill
 from outrider.decoding.protocols import Drafter
@@ -51,7 +50,8 @@ class WholeStep:
         queue = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
         serving: dict[int, int] = {}
         while queue or serving:
-            self._admit(queue, serving)
+            if queue and len(serving) < len(self.state.tokens):
+                self._admit(queue, serving)
             if any(self.state.left_of(row) > self._unread(number, row) for row, number in serving.items()):
                 self._launch(serving)
                 if len(self.late) <= self.batch.step.ahead:
@@ -73,19 +73,14 @@ class WholeStep:
 
     @torch.inference_mode()
     def _admit(self, queue: deque[tuple[int, Request]], serving: dict[int, int]) -> None:
-        state = self.state
+        state, batch = self.state, self.batch
         rows = [row for row in range(len(state.tokens)) if row not in serving][: len(queue)]
-        if not rows:
-            return
         self._set_lengths(serving)
         for row in rows:
             serving[row], request = queue.popleft()
             state.admit(row, request)
-        batch = self.batch
         prefill(self.target, self.drafter, batch.cache, batch.memory, state, rows)
-        batch.step.parts.drafter.enter(rows, state)
-        for row in rows:
-            batch.slots.enter(row, state)
+        batch.enter(rows, state)
 
     def _set_lengths(self, serving: dict[int, int]) -> None:
         """Tell all caches how long their texts are at most, of which the host knows what it has read."""
@@ -98,13 +93,10 @@ class WholeStep:
         held = len(self.state.tokens[row]) - 1
         return held + min(self._unread(number, row) * self.batch.width, self.state.left_of(row))
 
-    @torch.inference_mode()
     def _launch(self, serving: dict[int, int]) -> None:
         self._set_lengths(serving)
         columns = max(self._most(row, number) for row, number in serving.items()) + self.batch.width
-        with prepacked.enabled():
-            launched = self.batch.step.launch(columns, sorted(serving))
-        self.late.append((dict(serving), launched))
+        self.late.append((dict(serving), self.batch.step.launch(columns, sorted(serving))))
 
     def _read(self, serving: dict[int, int]) -> Iterator[Progress]:
         """What the oldest launched step did to the requests that are still there."""

@@ -90,9 +90,9 @@ def test_it_is_asked_for_by_generate(fast, workshop, launched):
     assert launched and isinstance(fast.step.graph, Graph)
 
 
-@pytest.mark.parametrize("fault", ["_move", "_write_back"])
+@pytest.mark.parametrize("fault", ["_move", "settle"])
 def test_a_planted_fault_is_found(fault, fast, workshop, monkeypatch):
-    """Accepted nodes of a tree stay where they were verified; steps of slots that are not side by side are lost."""
+    """Accepted nodes of a tree stay where they were verified; steps of slots that were not side by side are lost."""
     drafter, requests = workshop.build(TREE, fast), requests_of(SAMPLINGS["greedy"])
     plain = written(fast, drafter, requests, slots=SLOTS[1])
     monkeypatch.setattr(StepPackage, fault, lambda *_: None)
