@@ -248,6 +248,18 @@ def overhead(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), loop, _promises(found)])
 
 
+def one_call(found: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["drafter"], f"{row['temperature']:g}", str(row["batch"]), f"{row['time_over_several_calls']:.2f}",
+            f"{row['tokens']:,}", f"{row['texts'] - row['mismatches'] - row['ties']} of {row['texts']}",
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["drafter", "temperature", "at a time", "time over several calls", "tokens", "texts equal"]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(2, 5)), _promises(found)])
+
+
 def batch(found: dict[str, Any]) -> str:
     lines = [
         [
@@ -1071,7 +1083,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
     "versus_transformers": versus_transformers, "overhead": overhead,
-    "overhead_avx2": overhead, "batch": batch, "retrieval": retrieval,
+    "overhead_avx2": overhead, "one_call": one_call, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,

@@ -106,7 +106,8 @@ def generate(
     memory_gb: most memory of the slots' keys and values, in GB; more than that is refused before it is allocated.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
-    whole_step: draft, verify and accept by one captured graph a step, which waits for no host (docs/fast-on-a-gpu.md).
+    whole_step: draft, verify and accept in one call a step: a captured graph on a GPU (docs/fast-on-a-gpu.md), a
+    package on a CPU whose target is compiled, made by the first such call (docs/fast.md).
     halves: decode half of the prompts while the other half is drafted for, for a drafter on a device of its own; each
     half has half of the slots, a thread, and on a GPU a stream.  The texts are the same.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can

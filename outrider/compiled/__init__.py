@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**31
 """Models with more weights than this are not compiled on a CPU where the package would hold a copy of them."""
 
+MOST_CONSTANTS = 2**16
+"""Numbers that a package without weights holds of tensors that were made while it was traced; with more it holds
+both."""
+
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
 BUILDS: dict[str, dict[str, Any]] = {
@@ -347,7 +351,8 @@ def build_package(
             for given in exported.graph_signature.input_specs:  # else they lose their names
                 if given.kind == InputKind.CONSTANT_TENSOR:
                     given.kind, given.persistent = InputKind.BUFFER, False
-            is_outside = not options.get(HOLDS_WEIGHTS, True)
+            are_small = sum(value.numel() for value in lifted.values()) <= MOST_CONSTANTS
+            is_outside = are_small and not options.get(HOLDS_WEIGHTS, True)
             if not is_outside:
                 _refuse_large(function)
             configs |= {

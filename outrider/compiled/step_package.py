@@ -129,9 +129,10 @@ class StepPackage:
     @torch.inference_mode()
     def _take(self, rows: Sequence[int]) -> None:
         self.settle()
-        self.rows, first, last = list(rows), rows[0], rows[-1]
-        self._copied = None if last - first + 1 == len(rows) else torch.tensor(rows)
-        own = slice(first, last + 1) if self._copied is None else self._copied
+        side_by_side = slice(rows[0], rows[0] + len(rows))
+        self.rows = rows
+        self._copied = None if rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(rows)
+        own = side_by_side if self._copied is None else self._copied
         self._own = [tensor[own] for tensor in self.parts.tensors]
 
     def _move(self, found: dict[int, list[int]], paths: list[list[int]]) -> None:

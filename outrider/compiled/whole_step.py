@@ -96,7 +96,7 @@ class WholeStep:
     def _launch(self, serving: dict[int, int]) -> None:
         self._set_lengths(serving)
         columns = max(self._most(row, number) for row, number in serving.items()) + self.batch.width
-        self.late.append((dict(serving), self.batch.step.launch(columns, sorted(serving))))
+        self.late.append((dict(serving), self.batch.step.launch(columns, self.state.rows)))
 
     def _read(self, serving: dict[int, int]) -> Iterator[Progress]:
         """What the oldest launched step did to the requests that are still there."""

@@ -57,7 +57,7 @@ def _tried(target: Any, drafter: Drafter) -> str:
     for prompt, wanted, found in zip(prompts, plain, by_graphs, strict=True):
         both = enumerate(itertools.zip_longest(wanted, found))
         at = next((i for i, (one, other) in both if one != other), None)
-        if at is not None and not _is_tie(target, [*prompt, *wanted[:at]], wanted[at], found[at]):
+        if at is not None and not is_tie(target, [*prompt, *wanted[:at]], wanted[at], found[at]):
             return f"token {at} after a prompt of {len(prompt)} is {found[at]}, not {wanted[at]}"
     return ""
 
@@ -76,7 +76,7 @@ def _texts(requests: list[Request], steps: Iterator[Progress]) -> list[list[int]
 
 
 @torch.inference_mode()
-def _is_tie(target: Any, text: list[int], one: int, other: int) -> bool:
+def is_tie(target: Any, text: list[int], one: int, other: int) -> bool:
     """Whether rounding decides between two tokens after a text."""
     tokens = torch.tensor([text], device=target.device)
     logits = target.prefill(target.allocate(1, len(text) + 1), [0], tokens, [len(text)], ()).logits[0, -1].double()
