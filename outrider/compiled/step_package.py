@@ -46,8 +46,10 @@ class CompiledWholeStep(Compiled):
         kinds |= {*type(drafter).__mro__, *type(target).__mro__}
         names = sorted({each.__module__ for each in kinds if each.__module__.startswith("outrider.")})
         rest = compiled, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
-        config = getattr(drafter.model, "config", None)
-        shape = [*drafter.parents], target.taps, self.is_greedy, self.parts.slots.has_seeded, repr(config)
+        sizes = [(name, each) for name, each in vars(drafter).items() if isinstance(each, int)]
+        tree, config = getattr(getattr(drafter, "tree", None), "paths", None), getattr(drafter.model, "config", None)
+        drawn = self.is_greedy, self.parts.slots.has_seeded
+        shape = [*drafter.parents], target.taps, drawn, sizes, tree, repr(config)
         return [*target.target.step.settings(), shape, *code(*rest, *(sys.modules[name] for name in names))]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
