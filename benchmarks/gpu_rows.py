@@ -42,7 +42,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets import gpu_attention
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs, cuda_graph
-from outrider.targets.step import CompiledStep, _Traced
+from outrider.targets.step import CompiledStep, TracedPass
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
@@ -143,7 +143,7 @@ class Rehearsed(CompiledStep):
 
     def get(self, build: bool) -> float:
         self._weights, self._version = [], 0
-        self.graph = CudaGraphs(_Traced(self.target, self._pass(1, 1)[0].layers), again)
+        self.graph = CudaGraphs(TracedPass(self.target, self._pass(1, 1)[0].layers), again)
         return 0.0
 
 

@@ -54,7 +54,7 @@ class StepGraphs:
         self.packets: Packets | None = None
         self._sizes: list[int] = []
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Every slot's tensors are always up to date."""
 
     @torch.inference_mode()
@@ -184,7 +184,7 @@ class GraphBatch:
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Requests begin in these slots; their prompts were read."""
-        self.step.settle()
+        self.step.write_back()
         self.step.parts.drafter.enter(rows, state)
         for row in rows:
             self.slots.enter(row, state)

@@ -121,7 +121,7 @@ class StepPackage:
         return lambda: found
 
     @torch.inference_mode()
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Every slot's tensors are up to date afterwards; called before any of them is written."""
         if self._copied is not None:
             for tensor, part in zip(self.parts.tensors, self._own, strict=True):
@@ -130,7 +130,7 @@ class StepPackage:
 
     @torch.inference_mode()
     def _take(self, rows: Sequence[int]) -> None:
-        self.settle()
+        self.write_back()
         side_by_side = slice(rows[0], rows[0] + len(rows))
         self.rows = rows
         self._copied = None if rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(rows)

@@ -279,7 +279,7 @@ class StaticBlock(Unread):
         """[B], taps that each slot has read."""
         slots, device, kv_cache = len(self.start), self.start.device, memory.kv_cache
         self.parents, self.above = tree.parents, above(tree.parents, slots, device)
-        self.choices = tree.places.to(device).repeat(slots, 1)
+        self.choices = tree.indices.to(device).repeat(slots, 1)
         if not kv_cache.layers:  # buffers are made by the first pass
             kv_cache.open([0], 1)
             self.backbone.remember(self.features[:1, :1], self.start[:1, None], kv_cache)

@@ -229,7 +229,7 @@ class StaticHeads(StaticDrafter):
         slots, device = len(self.hidden), self.hidden.device
         self.known = torch.zeros(slots, dtype=torch.bool, device=device)
         self.parents, self.above = tree.parents, above(tree.parents, slots, device)
-        self.choices = tree.places.to(device).repeat(slots, 1)
+        self.choices = tree.indices.to(device).repeat(slots, 1)
         self.deepest = 1 + int(tree.depths.max())
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:

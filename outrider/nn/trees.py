@@ -209,7 +209,7 @@ class RankTree:
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
 
     @property
-    def places(self) -> Tensor:
+    def indices(self) -> Tensor:
         """[N], where each node is among the `width` likeliest tokens of every depth, one after the other."""
         return self.depths * self.width + self.ranks
 

@@ -41,7 +41,7 @@ TYPES = (torch.bfloat16, torch.float32) if gpu.IS_INTERPRETED else (torch.bfloat
 
 
 class GpuPass(nn.Module):
-    """Replaces `_Traced` in captured passes; logits are of every token, whatever is asked for."""
+    """Replaces `TracedPass` in captured passes; logits are of every token, whatever is asked for."""
 
     def __init__(self, target: Any, written: nn.Module):
         """written: the pass as transformers writes it.  TypeError or AttributeError for another kind of model."""
@@ -70,7 +70,7 @@ class GpuPass(nn.Module):
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
         asked: Tensor, buffers: Sequence[Tensor],
     ) -> Sequence[Tensor]:  # fmt: skip
-        """As `_Traced.forward`."""
+        """As `TracedPass.forward`."""
         shape = tokens.shape
         if tokens.numel() > MOST:
             found: Sequence[Tensor] = self.written(tokens, depths, tree_mask, starts, columns, taps, asked, buffers)

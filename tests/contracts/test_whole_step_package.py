@@ -86,7 +86,7 @@ def test_packaged_trees_are_those_of_plain_steps(fast, workshop, launched, monke
     assert generation.generate(fast, prompts, drafter, **given, whole_step=True) == plain
     assert len(launched) > before
     texts = written(fast, drafter, requests, slots=SLOTS[1])
-    for fault in ("_move", "settle"):
+    for fault in ("_move", "write_back"):
         found: Any = None
         with monkeypatch.context() as patch, contextlib.suppress(AssertionError):  # that an end was missed
             patch.setattr(StepPackage, fault, lambda *_: None)

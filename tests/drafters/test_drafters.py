@@ -278,7 +278,7 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
     Texts of unequal length, slots used again, budgets that come and go; the seeds are fixed.
     """
     drafter = workshop.build(TREE, target)
-    read, move, worst, moved = drafter._read, SlotCache._move, [0.0], [0]
+    read, straighten, worst, moved = drafter._read, SlotCache.straighten, [0.0], [0]
 
     def watched(memory, rows, texts):
         logits = read(memory, rows, texts)
@@ -288,12 +288,12 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
             worst.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
         return logits
 
-    def counted(cache, row, places, to):
-        moved[0] += 1
-        move(cache, row, places, to)
+    def counted(cache, row, start, path):
+        moved[0] += [*path] != [*range(len(path))]
+        straighten(cache, row, start, path)
 
     monkeypatch.setattr(drafter, "_read", watched)
-    monkeypatch.setattr(SlotCache, "_move", counted)
+    monkeypatch.setattr(SlotCache, "straighten", counted)
     for policy in (None, OnAndOff(10)):
         requests = [
             Request(prompt, 8 + 3 * n, Sampling(temperature * (n % 3 > 0), seed=None if n % 2 else n))

@@ -15,7 +15,7 @@ from outrider.compiled import NotCompiled
 from outrider.targets import cuda_graphs
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
-from outrider.targets.step import CompiledStep, _Traced
+from outrider.targets.step import CompiledStep, TracedPass
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -46,7 +46,7 @@ def with_tape(target: TransformersTarget, tape: Tape) -> TransformersTarget:
     target.step._weights = list(target.model.parameters())
     target.step._version = sum(weight._version for weight in target.step._weights)
     layers = target.step._pass(1, 1)[0].layers
-    target.step.graph = CudaGraphs(_Traced(target, layers), tape)
+    target.step.graph = CudaGraphs(TracedPass(target, layers), tape)
     return target
 
 

@@ -32,7 +32,7 @@ from outrider.targets import cuda_graphs
 from outrider.targets.gpu_pass import GpuPass
 from outrider.targets.load import load_target
 from outrider.targets.selftest import tree_of
-from outrider.targets.step import _Traced, passed
+from outrider.targets.step import TracedPass, passed
 from outrider.targets.transformers import TransformersTarget
 
 DTYPE, CLOSE = (torch.float32, 2e-5) if DEVICE == "cpu" else (torch.bfloat16, 0.1)
@@ -87,7 +87,7 @@ def outputs(target: TransformersTarget, given: tuple) -> tuple[list[torch.Tensor
     values."""
     *before, buffers = given
     found = []
-    for way in (_Traced(target, range(target.spec.layers)), GpuPass(target, _Traced(target, []))):
+    for way in (TracedPass(target, range(target.spec.layers)), GpuPass(target, TracedPass(target, []))):
         own = [buffer.clone() for buffer in buffers]
         found.append([*way(*before, own), *own])
     return found[0], found[1]
@@ -140,7 +140,7 @@ def test_logits_do_not_depend_on_the_tokens_of_a_pass(qwen, monkeypatch):
         multiply = lambda x, y, dtype: np.einsum("...mk,...kn->...mn", x, y, dtype=dtype)
         monkeypatch.setattr(np, "matmul", multiply)
     tokens, depths, mask, starts, columns, taps, asked, buffers = given_for(qwen, 1, 8)
-    whole, way = [buffer.clone() for buffer in buffers], GpuPass(qwen, _Traced(qwen, []))
+    whole, way = [buffer.clone() for buffer in buffers], GpuPass(qwen, TracedPass(qwen, []))
     wanted = way(tokens, depths, mask, starts, columns, taps, asked, whole)
     for width in (1, 2):
         own, parts = [buffer.clone() for buffer in buffers], []
@@ -163,7 +163,7 @@ def test_a_model_whose_layers_only_look_the_same_is_found_out(part, monkeypatch)
             weight.data.mul_(3)
     granite = load_target(model, compile=False)
     monkeypatch.setattr(cuda_graphs.CudaGraphs.__init__, "__defaults__", (Tape(),))
-    found = granite.step._by_kernels(_Traced(granite, range(granite.spec.layers)))
+    found = granite.step._by_kernels(TracedPass(granite, range(granite.spec.layers)))
     assert (found is None) == (part == "residual_multiplier")  # the others are where the kernels read them
 
 
@@ -178,13 +178,13 @@ def test_other_models_are_refused():
     for model in (gemma, odd, gpt):
         other = load_target(model.to(DEVICE, DTYPE), compile=False)
         with pytest.raises((TypeError, AttributeError)):
-            GpuPass(other, _Traced(other, []))
+            GpuPass(other, TracedPass(other, []))
 
 
 @pytest.mark.slow
 def test_a_pass_runs_as_transformers_writes_it_where_kernels_are_wrong(qwen, monkeypatch):
     """Catches kernels that are taken although their logits are not the model's."""
-    written = _Traced(qwen, range(qwen.spec.layers))
+    written = TracedPass(qwen, range(qwen.spec.layers))
     monkeypatch.setattr(cuda_graphs.CudaGraphs.__init__, "__defaults__", (Tape(),))
     assert type(qwen.step._by_kernels(written).traced) is GpuPass
     own = gpu.normed
