@@ -183,7 +183,7 @@ def test_a_window_that_counts_columns_is_found(monkeypatch, unknown):
 
 
 def test_a_path_that_is_not_moved_together_is_found(monkeypatch, unknown):
-    monkeypatch.setattr(SlotCache, "_move", lambda cache, row, places, to: None)
+    monkeypatch.setattr(SlotCache, "straighten", lambda cache, row, start, path: None)
     assert failing("qwen3") == "path"
 
 
