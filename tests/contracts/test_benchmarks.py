@@ -101,7 +101,7 @@ def faulty_draw(draw):
     ("owner", "name", "fault"),
     [
         (Streams, "draw", faulty_draw),
-        (SlotCache, "_move", lambda _: lambda cache, row, places, to: None),
+        (SlotCache, "straighten", lambda _: lambda cache, row, start, path: None),
         (SlotCache, "note", lambda _: lambda cache, layer: None),
     ],
     ids=["noise of another depth", "a path that is not moved", "a state that is not noted"],
