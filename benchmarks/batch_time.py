@@ -80,12 +80,13 @@ def serve(
 
 @torch.inference_mode()
 def serve_in_one_call(
-    target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1
-) -> tuple[Served, list[list[int]]]:
+    target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
+    sampling: Sampling | None = None,
+) -> tuple[Served, list[list[int]]]:  # fmt: skip
     """As `serve`, by steps that are one call each (`whole_step`)."""
     found, texts = Served(), [[] for _ in prompts]
-    state = generation.batch(target, min(slots, len(prompts)), ends=frozenset())
-    requests = [Request(prompt, new, Sampling()) for prompt in prompts]
+    state = generation.batch(target, min(slots, len(prompts)), shared_noise=False, ends=frozenset())
+    requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
     whole = WholeStep(target, drafter or Drafter(), state)
     whole.open(requests)
     graph, admit, seconds = whole.batch.step.graph, whole._admit, dict.fromkeys(("model", "prompts"), 0.0)

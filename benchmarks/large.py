@@ -14,6 +14,7 @@ the quickest reading of as many bytes in the same run.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -80,7 +81,10 @@ def main() -> None:
     options = parser.parse_args()
     machine.set_up_process()
     kept = demo_kept(options.rows - 1)
-    rows = [measured(options, values, kept) for values in options.values.split(",")]
+    rows = []
+    for values in options.values.split(","):
+        rows.append(measured(options, values, kept))
+        gc.collect()  # room for the next
     promises = [
         promise(f"{row['values']}: speculation over its own plain", WANTED[row["values"]], row["speedup"])
         for row in rows
@@ -118,6 +122,8 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
     prompts = torch.randint(HEADS["vocab_size"], (2, PROMPT), generator=noise).tolist()
     drafter = Replay(options.rows - 1, kept)
     bytes_read = prepacked.stored(target.model)
+    if not bytes_read:
+        raise SystemExit(f"{values}: no layer is packed, for want of free memory or of a faster way than torch's")
     sample = torch.ones(min(bytes_read, SAMPLE_BYTES) // 4)
     times: dict[str, list[float]] = {
         "read": [],

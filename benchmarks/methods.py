@@ -238,7 +238,7 @@ class Bench:
             self.train(method.reference, seed, column)
             changes.append(f"train.reference={folder_of(method.reference, seed, column) / 'checkpoint'}")
         settings, _ = load(RECIPES / f"{method.recipe}.yaml", changes)
-        facts = self._fit(settings, folder, STEPS if column == "steps" else self._affordable(name, settings, folder))
+        facts = self.fit(settings, folder, STEPS if column == "steps" else self._affordable(name, settings, folder))
         say(f"{name}, seed {seed}, {column}: {facts}")
         done.write_text(json.dumps(facts))
         return facts
@@ -248,10 +248,11 @@ class Bench:
         for seed in range(10):
             if cell := cell_of(name, seed, "minutes"):
                 return int(cell["steps"])
-        trials = [self._fit(settings, folder.with_name(folder.name + "-trial"), 30) for _ in range(3)]
+        trials = [self.fit(settings, folder.with_name(folder.name + "-trial"), 30) for _ in range(3)]
         return round(60 * MINUTES / min(trial["seconds_per_step"] for trial in trials))
 
-    def _fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
+    def fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
+        """Train so many steps into a folder.  Returns what a cell says of that."""
         assert settings.train is not None
         given = {"steps": steps, "batch": BATCH, "save_every": steps, "log_every": steps}
         config = settings.train.model_copy(update=given)

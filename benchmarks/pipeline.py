@@ -90,7 +90,7 @@ def trained(target: TransformersTarget, pairs: Sequence[tuple[int, int]], steps:
         folder = folder_of(stages, seed)
         if not (folder / "checkpoint").exists():
             changes = [f"drafter.stages={stages}", f"train.seed={seed}"]
-            facts = bench._fit(load(RECIPES / "demo-pipeline.yaml", changes)[0], folder, steps)
+            facts = bench.fit(load(RECIPES / "demo-pipeline.yaml", changes)[0], folder, steps)
             say(f"{stages} stages, seed {seed}: {facts}")
             keep({"part": "train", "stages": stages, "seed": seed, **facts})
 

@@ -65,7 +65,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
     weights = [torch.randn(size, generator=noise) for size in SHAPES[shape]]
     if kind == "bfloat16":
         weights = [weight.bfloat16().float() for weight in weights]
-    held = {way: [prepacked.prepacked(weight, way) for weight in weights] for way in prepacked.ways()}
+    held = {way: prepacked.prepacked(weights, way) for way in prepacked.ways()}
     stored = {way: sum(weight.nbytes for weight in own) for way, own in held.items()}
     if "onednn" in stored:
         stored["onednn"] = stored["plain"]  # it does not say

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import kernels, machine
+from outrider.kernels.pages import LargePages
 
 Way = Literal["plain", "onednn", "panels"]
 SHARE = 0.5
@@ -33,7 +34,7 @@ SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
 PANELS = "panels"
-"""Name of a layer's buffer of panels."""
+"""Name of a layer's panels while they are traced."""
 
 
 class Prepacked(NamedTuple):
@@ -55,8 +56,8 @@ def pack(model: nn.Module) -> None:
     way = _fastest(layers)
     if way == "plain":
         return
-    for layer in layers:
-        _weights[layer] = Prepacked(way, prepacked(layer.weight.detach(), way), _stamp(layer))
+    for layer, weight in zip(layers, prepacked([layer.weight.detach() for layer in layers], way), strict=True):
+        _weights[layer] = Prepacked(way, weight, _stamp(layer))
         layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
 
 
@@ -83,11 +84,14 @@ def layout(model: nn.Module) -> list[tuple[str, torch.dtype]]:
 
 
 @contextmanager
-def as_buffers(model: nn.Module) -> Iterator[None]:
-    """While this is open, panels are buffers of their layers, so that a traced graph names them."""
+def as_parameters(model: nn.Module) -> Iterator[None]:
+    """While this is open, panels are parameters of their layers, so that a traced graph names them.
+
+    Not buffers, which inductor copies.
+    """
     layers = in_panels(model)
     for layer in layers:
-        layer.register_buffer(PANELS, _weights[layer].weight, persistent=False)
+        layer.register_parameter(PANELS, nn.Parameter(_weights[layer].weight, requires_grad=False))
     try:
         yield
     finally:
@@ -96,14 +100,14 @@ def as_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
-    """The panels of these layers as one tensor; each layer's are views of it afterwards, so that memory holds them
-    once."""
+    """The panels of these layers as one tensor, copied where they don't lie one behind the other; each layer's are
+    views of it afterwards, so that memory holds them once."""
     parts = [_weights[layer].weight for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
-    if offsets == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:  # joined before
+    if offsets == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:
         return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-    whole, start = kernels.on_large_pages(torch.cat(parts)), 0
+    whole, start = LargePages(sum(part.nbytes for part in parts)).stored(torch.cat(parts)), 0
     for layer, part in zip(layers, parts, strict=True):
         _weights[layer] = _weights[layer]._replace(weight=whole[start : start + len(part)])
         start += len(part)
@@ -170,11 +174,13 @@ def ways() -> list[Way]:
     return [way for way, is_there in there.items() if is_there]
 
 
-def prepacked(weight: Tensor, way: Way) -> Tensor:
-    """The weight [outputs, inner] float32 as this way reads it."""
+def prepacked(weights: Sequence[Tensor], way: Way) -> list[Tensor]:
+    """Weights [outputs, inner] float32 as this way reads them; panels lie one behind the other."""
     if way == "panels":
-        return kernels.panels(weight)
-    return torch.ops.mkldnn._reorder_linear_weight(weight) if way == "onednn" else weight
+        width = kernels.panel_width()
+        pages = LargePages(sum((len(weight) + -len(weight) % width) * weight.shape[1] * 4 for weight in weights))
+        return [kernels.panels(weight, pages) for weight in weights]
+    return [torch.ops.mkldnn._reorder_linear_weight(weight) if way == "onednn" else weight for weight in weights]
 
 
 def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
@@ -207,7 +213,7 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
                 product(inputs[rows, own.shape[1]], way, weight, own.shape[0])
 
     def runs() -> dict[str, Callable[[], object]]:
-        return {way: functools.partial(multiply, way, [prepacked(own, way) for own in sample]) for way in there}
+        return {way: functools.partial(multiply, way, prepacked(sample, way)) for way in there}
 
     if len(there) == 1:
         return "plain"
@@ -221,6 +227,7 @@ def _has_onednn() -> bool:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
-        return torch.allclose(product(x, "onednn", prepacked(weight, "onednn"), 4), F.linear(x, weight))
+        [packed] = prepacked([weight], "onednn")
+        return torch.allclose(product(x, "onednn", packed, 4), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # the operators are torch's own, but not public
         return False

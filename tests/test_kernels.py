@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
+from outrider.kernels import pages
 
 here = pytest.mark.skipif(kernels.compiler() is None, reason="there is no C++ compiler")
 
@@ -36,7 +37,7 @@ def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_h
     weight = torch.randint(-99, 100, (outputs, inner), generator=noise).float()
     # odd numbers above 256 have nine bits, and a bfloat16 eight
     weight = weight if is_half else 2 * weight + 501
-    assert (kernels.panels(weight).shape[2] * 2 == prepacked.prepacked(weight * 0 + 257, "panels").shape[2]) is is_half
+    assert (kernels.panels(weight).shape[2] * 2 == kernels.panels(weight * 0 + 257).shape[2]) is is_half
     for rows in (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 25, 70):
         x = torch.randint(-9, 10, (rows, inner), generator=noise).float()
         assert torch.equal(times(x, weight).double(), x.double() @ weight.double().T), rows
@@ -249,6 +250,36 @@ def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.Mon
         own = torch.frombuffer(part.numpy(), dtype=torch.int32).view(part.shape)
         prepacked._weights[layer] = prepacked._weights[layer]._replace(weight=own)
     assert prepacked.panels_of(layers[:2]).shape[0] == 2 * len(apart[0])
+
+
+@here
+def test_panels_of_a_model_lie_one_behind_the_other_and_are_joined_without_a_copy(monkeypatch) -> None:
+    """Catches a model whose weights are in memory twice while it is compiled, and one that keeps the memory of another
+    way to lay it out."""
+    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
+    layers = [nn.Linear(500, size, bias=False) for size in (400, 333, 400)]
+    prepacked.pack(nn.Sequential(*layers))
+    apart = [prepacked.panels_of([layer]) for layer in layers]
+    assert apart[0].data_ptr() % pages.PAGE == 0
+    joined = prepacked.panels_of(layers)
+    assert joined.data_ptr() == apart[0].data_ptr() and torch.equal(joined, torch.cat(apart))
+
+
+def test_what_has_no_room_on_large_pages_is_stored_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a tensor that is written over its neighbour, one that is not copied, and an error where the system gives
+    no memory of this kind."""
+    values = torch.arange(pages.PAGE // 8).view(2, -1)  # half of a page's words, 8 bytes each
+    own = pages.LargePages(pages.PAGE)
+    stored = [own.stored(values.T) for _ in range(4)]
+    for copy in stored:
+        assert torch.equal(copy, values.T) and copy.is_contiguous() and copy.data_ptr() != values.data_ptr()
+    assert len({copy.untyped_storage().data_ptr() for copy in stored}) > 1
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    assert torch.equal(pages.LargePages(pages.PAGE).stored(values), values)
 
 
 @here

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import logging
 import operator
@@ -43,6 +44,8 @@ both."""
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
+REWRITING = "post_grad_custom_pre_pass"
+"""Inductor's setting for a function that changes the graph."""
 BUILDS: dict[str, dict[str, Any]] = {
     "libraries": {},
     "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
@@ -60,7 +63,7 @@ def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
     numbers = {f"{name}.{prepacked.PANELS}": number[layer] for name, layer in names if layer in number}
     rewriting = functools.partial(rewrite.with_kernels, panels=numbers)
     shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
-    ours = {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewriting}
+    ours = {"aot_inductor.custom_ops_to_c_shims": shims, REWRITING: rewriting}
     return {"panels": ours | {"freezing": False, HOLDS_WEIGHTS: False}}
 
 
@@ -336,7 +339,7 @@ def build_package(
             machine.keeping(path) as part,
             torch.no_grad(),
             prepacked.enabled("panels"),
-            prepacked.as_buffers(function),
+            prepacked.as_parameters(function),
         ):
             # tensors made in inference mode can't be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
@@ -359,11 +362,14 @@ def build_package(
                 HOLDS_WEIGHTS: not is_outside,
                 "aot_inductor.metadata": {"constants": written(lifted)} if is_outside else {},
             }
+            if is_outside and REWRITING in configs:
+                configs[REWRITING] = functools.partial(configs[REWRITING], holds_weights=False)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
     except NotCompiled:
         raise
     except Exception as error:  # the compiler may raise anything for a new family
         raise NotCompiled(f"can't be compiled: {type(error).__name__}: {first_line(error)[:300]}") from error
+    gc.collect()  # graphs that hold the weights they were made with, in cycles
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
     return seconds

@@ -1,5 +1,6 @@
 // A compiled package of torch, called without the interpreter's lock: torch's own Python call holds it for the whole pass, so
 // that a server could not send an answer meanwhile.
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/library.h>
 
@@ -23,11 +24,15 @@ std::tuple<std::string, std::vector<std::string>> describe(int64_t package) {
   return {metadata["constants"], opened(package).get_constant_fqns()};
 }
 
-// The weights stay where they are, and the caller keeps them.
+// The weights stay where they are, and the caller keeps them: torch never lets go of a tensor that it is given so, which
+// is why it gets one that owns nothing.
 void give(int64_t package, std::vector<std::string> names, std::vector<at::Tensor> weights) {
   if (names.size() != weights.size()) throw std::runtime_error("outrider: as many names as weights are wanted");
   std::unordered_map<std::string, at::Tensor> constants;
-  for (size_t n = 0; n < names.size(); ++n) constants.emplace(names[n], weights[n]);
+  for (size_t n = 0; n < names.size(); ++n) {
+    at::Tensor& own = weights[n];
+    constants.emplace(names[n], at::from_blob(own.data_ptr(), own.sizes(), own.strides(), own.options()));
+  }
   opened(package).load_constants(constants, false, true, true);
 }
 

@@ -22,14 +22,15 @@ PREFIX = "panels_"
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
+def with_kernels(graph: fx.Graph, panels: Mapping[str, int], holds_weights: bool = True) -> None:
     """Rewrite a graph of aten operators in which panels are multiplied by `outrider::multiply`; inductor calls it.
 
     panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are
-    named by these numbers, see `numbers_of`.
+    named by these numbers, see `numbers_of`.  holds_weights: False where their values don't matter, since the package
+    is given its panels when it is loaded.
     """
     _attend(graph)
-    _join(graph, panels)
+    _join(graph, panels, holds_weights)
     _hold(graph)
     graph.lint()
 
@@ -61,7 +62,7 @@ def _attend(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
+def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
     """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
     multiply = torch.ops.outrider.multiply.default
     found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
@@ -73,7 +74,10 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
     for (x, _), matmuls in found.items():
         name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in matmuls)
         weights, start = [weight for _, weight in matmuls], 0
-        joined = torch.cat(weights) if len(weights) > 1 else weights[0]
+        joined = weights[0]
+        if len(weights) > 1:  # a place that is never touched takes no memory
+            rows = sum(map(len, weights))
+            joined = torch.cat(weights) if holds_weights else joined.new_empty(rows, *joined.shape[1:])
         with graph.inserting_before(matmuls[0][0]):
             outputs = matmuls[0][0].args[2] if len(matmuls) == 1 else joined.shape[0] * width
             whole = _call(graph, multiply, x, _constant(graph, name, joined, x.meta["val"].fake_mode), outputs)

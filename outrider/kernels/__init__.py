@@ -12,12 +12,10 @@ import ctypes
 import functools
 import hashlib
 import logging
-import mmap
 import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from outrider import machine
 from outrider.errors import first_line
+from outrider.kernels.pages import LargePages
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,6 @@ SHIMS = {
 }
 """Operators, and their names for compiled packages, which call them without torch's dispatcher."""
 TIMEOUT_S = 120
-PAGE = 2**21
-"""A large page."""
 
 
 def source() -> bytes:
@@ -91,31 +88,20 @@ def panel_width() -> int:
     return width
 
 
-def panels(weight: Tensor) -> Tensor:
+def panels(weight: Tensor, pages: LargePages | None = None) -> Tensor:
     """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs contiguous.
 
     As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower
-    bits.
+    bits.  pages: where to store it, unless on pages of its own.
     """
     width = panel_width()
-    rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
+    missing = -weight.shape[0] % width
+    rounded = F.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()  # without one it would copy
     bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
     if not bool((bits & 0xFFFF).any()):
         low, high = bits.split(width // 2, -1)
         bits = ((low >> 16) & 0xFFFF) | high
-    return on_large_pages(bits)
-
-
-def on_large_pages(values: Tensor) -> Tensor:
-    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is
-    read."""
-    size = values.numel() * values.itemsize
-    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return values.contiguous()
-    memory = mmap.mmap(-1, size)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
+    return (pages or LargePages(bits.numel() * bits.itemsize)).stored(bits)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

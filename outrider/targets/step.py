@@ -184,7 +184,7 @@ class CompiledStep(Compiled):
     def compare(self, graph: Runnable) -> tuple[float, float]:
         """Over one token, chains and, where the mode has them, a tree; for one slot and for several."""
         worst = max(float((plain - fast).abs().max()) for plain, fast in self._both(graph))
-        return worst, self.target.selftest.allowed
+        return worst, 2 * self.target.selftest.allowed  # each is within that of the model's own passes
 
     @torch.inference_mode()
     def _both(self, graph: Runnable) -> Iterator[tuple[Tensor, Tensor]]:

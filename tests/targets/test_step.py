@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import pytest
 import torch
 from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.families import tiny
@@ -352,6 +354,49 @@ print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].t
     assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
         done.stderr
     )
+
+
+@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
+def test_a_package_lets_its_weights_go(tmp_path):
+    """Catches a tensor that torch holds as long as the process lives, as it does what a package is given."""
+    assert package_module.operators() is not None  # else it is torch's own call
+    layer, x = nn.Linear(3, 4), torch.randn(2, 3)
+    outside = {"freezing": False, compiled.HOLDS_WEIGHTS: False}
+    compiled.build_package(tmp_path / "layer.pt2", layer, (x,), None, outside)
+    graph = compiled.Graph(tmp_path / "layer.pt2", layer)
+    torch.testing.assert_close(graph.forward(x), [layer(x)])
+    held = [weakref.ref(weight) for weight in graph.weights.values()]
+    assert held
+    del graph
+    assert not any(weight() is not None for weight in held)
+
+
+@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say the highest memory")
+@pytest.mark.slow
+def test_compiling_takes_less_memory_than_a_copy_of_the_weights(tmp_path):
+    """Catches panels that inductor copies, as it does buffers, and joined ones that are filled while it compiles: 1.7
+    times the weights besides."""
+    program = """
+import re
+from pathlib import Path
+from conftest import tiny_model
+from outrider import load_target, machine, prepacked
+machine.fastest = lambda question, ways, margin=1.1: "panels" if "linear layers" in question else "compiled"
+sizes = dict(num_hidden_layers=4, hidden_size=2048, intermediate_size=8192)
+target = load_target(tiny_model(21, **sizes).float(), compile=False)
+assert prepacked.way_of(target.model) == "panels"
+memory = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+target.compile()
+print(memory("VmHWM") - before, prepacked.stored(target.model))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OUTRIDER_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    grew, weights = map(int, done.stdout.split())
+    assert grew < 0.8 * weights, f"compiling took {grew / weights:.2f} times the weights"
 
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
