@@ -1,6 +1,6 @@
 """Every drafter beside its bound, tokens per step x T(1) / (T(n) + T_draft), at temperatures 0 and 1, by turns.
 
-    python benchmarks/bounds.py [--only dspark,ngram] [--one-call dspark,eagle3] [--prompts 8] [--new 64] [--steps 60]
+    python benchmarks/bounds.py [--only dspark,ngram] [--one-call dspark,medusa] [--prompts 8] [--new 64] [--steps 60]
                                 [--out FILE]
 
 The demo target, compiled, one request at a time, `policy="fixed"`; prompts are left out of all times.  dspark and
@@ -29,6 +29,7 @@ from outrider import load_drafter, load_target, machine, prepacked
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
+from outrider.decoding.static import NoStatic
 from outrider.measure.config import Config
 from outrider.measure.record import Run
 from outrider.measure.timing import run_once
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MADE = {"dspark": CHECKPOINT, "dflash": ROOT / "runs" / "demo-dflash" / "checkpoint"}
 TRAINED = ("domino", "deer", "eagle", "eagle3", "confu", "peagle", "specblock", "medusa", "hydra", "mtp")
 UNTRAINED = ("ngram", "suffix", "recycle", "jacobi", "graft", "mix", "small_model", "layer_skip")
-ONE_CALL = ("dspark", "dflash", "eagle3", "medusa", "mtp", "small_model")
+ONE_CALL = ("dspark", "dflash", "medusa")
 TEMPERATURES = (0.0, 1.0)
 WANTED = 0.95
 
@@ -68,9 +69,10 @@ def main() -> None:
         for is_one_call in ([False, True] if name == "plain" or name in one_call else [False])
     ]
     prompts = prompts_of(target, options.prompts)
-    for number, prompt in enumerate([prompts[0], *prompts]):  # the first is a warm-up
+    cells = [cell for cell in cells if cell.warms_up(target, prompts[0], options.new)]
+    for number, prompt in enumerate(prompts, 1):
         for cell in cells:
-            cell.run(target, prompt, options.new, is_counted=number > 0)
+            cell.run(target, prompt, options.new)
         print(f"prompt {number} of {options.prompts}", file=sys.stderr, flush=True)
     plain = {(cell.temperature, cell.is_one_call): cell for cell in cells if cell.name == "plain"}
     floor = Floor.of(target)
@@ -159,17 +161,29 @@ class Cell:
     runs: list[Run | Served] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
 
-    def run(self, target: TransformersTarget, prompt: list[int], new: int, is_counted: bool) -> None:
+    def warms_up(self, target: TransformersTarget, prompt: list[int], new: int) -> bool:
+        """Whether it can run; compiles what it needs."""
+        try:
+            self.run(target, prompt, new)
+        except NoStatic as error:
+            print(f"{self.name}, temperature {self.temperature:g}: {error}", file=sys.stderr, flush=True)
+            return False
+        self.runs.clear()
+        self.texts.clear()
+        return True
+
+    def run(self, target: TransformersTarget, prompt: list[int], new: int) -> None:
         sampling = Sampling(self.temperature, seed=len(self.texts))
         if self.is_one_call:
             found, [text] = serve_in_one_call(target, [prompt], new, self.drafter, sampling=sampling)
             run: Any = found
         else:
-            run = run_once(target, Request(prompt, new, sampling), self.drafter, ends=False, shared_noise=False)
+            run = run_once(
+                target, Request(prompt, new, sampling), self.drafter, "fixed", ends=False, shared_noise=False
+            )
             text = run.tokens
-        if is_counted:
-            self.runs.append(run)
-            self.texts.append(text)
+        self.runs.append(run)
+        self.texts.append(text)
 
     def total(self, *names: str) -> float:
         return sum(getattr(run, name) for run in self.runs for name in names)

@@ -248,6 +248,38 @@ def overhead(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), loop, _promises(found)])
 
 
+def bounds(found: dict[str, Any]) -> str:
+    """One line a drafter, the temperatures beside each other."""
+    own = {(row["drafter"], row["way"], row["temperature"]): row for row in found["rows"]}
+    lines = []
+    for name, way in dict.fromkeys((name, way) for name, way, _ in own if name != "plain"):
+        both = [own[name, way, temperature] for temperature in (0.0, 1.0) if (name, way, temperature) in own]
+        parts = [f"{one[part]:.2f}" for one in both[:1] for part in ("draft_ms", "verify_ms") if part in one]
+        cells = [
+            cell for one in both for cell in (
+                f"{one['tokens_per_step']:.2f}", f"{one['over_plain']:.2f}", f"{one['bound']:.2f}",
+                f"{100 * one['of_bound']:.0f} %",
+            )
+        ]  # fmt: skip
+        rows = f"{both[0]['rows']:.1f}" if "rows" in both[0] else ""
+        cells += [""] * (8 - len(cells))
+        lines.append([name, way, rows, both[0].get("set_by", ""), *(parts or ["", ""]), *cells])
+    heads = ["drafter", "steps of", "rows", "set by", "draft, ms", "verify, ms"]
+    heads += [
+        f"{head} at {temperature}" for temperature in (0, 1)
+        for head in ("tokens per step", "over plain", "bound", "of it")
+    ]  # fmt: skip
+    speeds = f"reads {found['read_gb_s']:.0f} GB/s, multiplies {found['peak_gflop_s']:.0f} GFLOP/s"
+    plain = "; ".join(
+        f"{way}, temperature {temperature:g}: {row['ms_per_step']:.2f} ms, {100 * row['overhead']:.0f} % of it the loop"
+        for (name, way, temperature), row in own.items() if name == "plain"
+    )  # fmt: skip
+    short = [one for one in found["promises"] if not one["holds"]]
+    said = f"{_machine(found)} The machine {speeds}. A plain step of {plain}."
+    held = f"{len(found['promises']) - len(short)} of {len(found['promises'])} reach what was wanted."
+    return "\n\n".join([said, _table(heads, lines, slice(4, 14)), held])
+
+
 def one_call(found: dict[str, Any]) -> str:
     lines = [
         [
@@ -1078,11 +1110,12 @@ def versus_speculators(found: dict[str, Any]) -> str:
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
     "products": products, "products_avx2": products,
-    "large": large, "large_avx2": large, "contexts": contexts, "contexts_avx2": contexts, "block": block,
+    "large": large, "large_17b": large, "large_avx2": large,
+    "contexts": contexts, "contexts_avx2": contexts, "block": block,
     "second_target": second_target, "long_context": long_context,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
-    "versus_transformers": versus_transformers, "overhead": overhead,
+    "versus_transformers": versus_transformers, "bounds": bounds, "overhead": overhead,
     "overhead_avx2": overhead, "one_call": one_call, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,

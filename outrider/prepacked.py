@@ -227,7 +227,7 @@ def _has_onednn() -> bool:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
-        [packed] = prepacked([weight], "onednn")
-        return torch.allclose(product(x, "onednn", packed, 4), F.linear(x, weight))
+        [own] = prepacked([weight], "onednn")
+        return torch.allclose(product(x, "onednn", own, 4), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # the operators are torch's own, but not public
         return False
