@@ -100,7 +100,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
         # path
-        patch.setattr(compiled, "BUILDS", {"libraries": {}})
+        patch.setattr(compiled.build, "BUILDS", {"libraries": {}})
         patch.setattr(compiled.Compiled, "_pays", lambda self, graph: True)
         # every step drafts, whatever it costs: on tiny models drafts pay by chance
         patch.setattr(named, "DEFAULT", "fixed")

@@ -9,75 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import io
-import logging
 import operator
 import os
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
+from outrider.compiled.build import NotCompiled, build_package, builds, refuse_large, weights_of
 from outrider.compiled.key import fingerprint, values_of
-from outrider.compiled.package import Package, written
+from outrider.compiled.package import Package
 from outrider.decoding.protocols import Drafter
-from outrider.errors import OutriderError, first_line
-
-log = logging.getLogger(__name__)
-
-MOST_BYTES = 2**31
-"""Models with more weights than this are not compiled on a CPU where the package would hold a copy of them."""
-
-MOST_CONSTANTS = 2**16
-"""Numbers that a package without weights holds of tensors that were made while it was traced; with more it holds
-both."""
-
-HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
-"""Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
-REWRITING = "post_grad_custom_pre_pass"
-"""Inductor's setting for a function that changes the graph."""
-BUILDS: dict[str, dict[str, Any]] = {
-    "libraries": {},
-    "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
-}
-"""Where inductor's matrix products come from: torch's libraries, or C++ that it writes for each shape."""
-
-
-def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Ways to compile this model, with inductor's settings.  Where its layers are packed in panels, only one: with our
-    kernel, and with weights that are not copied."""
-    if prepacked.way_of(model) != "panels":
-        return BUILDS
-    number = {layer: n for n, layer in enumerate(prepacked.in_panels(model))}
-    names = model.named_modules(remove_duplicate=False)
-    numbers = {f"{name}.{prepacked.PANELS}": number[layer] for name, layer in names if layer in number}
-    rewriting = functools.partial(rewrite.with_kernels, panels=numbers)
-    shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
-    ours = {"aot_inductor.custom_ops_to_c_shims": shims, REWRITING: rewriting}
-    return {"panels": ours | {"freezing": False, HOLDS_WEIGHTS: False}}
-
-
-class NotCompiled(OutriderError):
-    """There is no compiled step; the message says why, and the plain path is used."""
+from outrider.errors import first_line
 
 
 def folder() -> Path:
     """Where packages are stored."""
     return machine.cache_folder() / "compiled"
-
-
-def has_compiler() -> bool:
-    return kernels.compiler() is not None
 
 
 class Graph:
@@ -103,7 +57,7 @@ class Graph:
         """Weights for the package: the module's, and panels as they are in memory."""
         if self.package.has_weights:
             return {}
-        known, layers, found = _weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
+        known, layers, found = weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
         for name in self.package.names:
             numbers = rewrite.numbers_of(name)
             found[name] = known[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
@@ -171,7 +125,7 @@ class Compiled:
             if prepacked.way_of(model) == "panels":
                 prepacked.pack(model)  # layers whose weights changed
         if is_on_cpu and prepacked.way_of(model) != "panels":
-            _refuse_large(model)
+            refuse_large(model)
         path, seconds = self._on_disk() if is_on_cpu else None, 0.0
         if path is None and not build:
             why = f"none is in {folder()}" if is_on_cpu else "on a GPU it is made where the target is loaded"
@@ -316,74 +270,6 @@ def _run_all(run: Callable[..., Any], trials: Sequence[tuple[Any, ...]]) -> None
         run(*arguments)
 
 
-def build_package(
-    path: Path,
-    function: nn.Module,
-    example: tuple[Any, ...],
-    dims: Any,
-    options: Mapping[str, Any] = BUILDS["libraries"],
-) -> float:
-    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be
-    done.
-
-    options: one of `BUILDS`.
-    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the structure of the arguments.  The
-    compiled function writes to the same arguments as the module.
-    """
-    if not has_compiler():
-        raise NotCompiled("no C++ compiler was found; install g++ for faster steps; without it steps stay plain")
-    began = time.perf_counter()
-    try:
-        # inductor packs weights for oneDNN itself
-        with (
-            machine.keeping(path) as part,
-            torch.no_grad(),
-            prepacked.enabled("panels"),
-            prepacked.as_parameters(function),
-        ):
-            # tensors made in inference mode can't be traced
-            example = pytree.tree_map_only(Tensor, Tensor.clone, example)
-            with contextlib.redirect_stderr(io.StringIO()):  # it prints whole what it can't trace, hundreds of lines
-                exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
-            configs = {"freezing": True, **options}
-            known = _weights_of(function)
-            lifted = {
-                name: value for name, value in exported.constants.items()
-                if name not in known and not name.endswith(f".{prepacked.PANELS}")
-            }  # fmt: skip
-            for given in exported.graph_signature.input_specs:  # else they lose their names
-                if given.kind == InputKind.CONSTANT_TENSOR:
-                    given.kind, given.persistent = InputKind.BUFFER, False
-            are_small = sum(value.numel() for value in lifted.values()) <= MOST_CONSTANTS
-            is_outside = are_small and not options.get(HOLDS_WEIGHTS, True)
-            if not is_outside:
-                _refuse_large(function)
-            configs |= {
-                HOLDS_WEIGHTS: not is_outside,
-                "aot_inductor.metadata": {"constants": written(lifted)} if is_outside else {},
-            }
-            if is_outside and REWRITING in configs:
-                configs[REWRITING] = functools.partial(configs[REWRITING], holds_weights=False)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
-    except NotCompiled:
-        raise
-    except Exception as error:  # the compiler may raise anything for a new family
-        raise NotCompiled(f"can't be compiled: {type(error).__name__}: {first_line(error)[:300]}") from error
-    gc.collect()  # graphs that hold the weights they were made with, in cycles
-    seconds = time.perf_counter() - began
-    log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
-    return seconds
-
-
-def _refuse_large(model: nn.Module) -> None:
-    """Raises NotCompiled where a copy of the weights would be too large."""
-    if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
-        raise NotCompiled(
-            f"it has more than {MOST_BYTES >> 30} GiB of weights, which a compiled package would copy; its steps "
-            "stay plain"
-        )
-
-
 def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
     """Tensors and lists of tensors as one list."""
     found: list[Tensor] = []
@@ -395,14 +281,6 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 def dense(tensor: Tensor, *shape: int) -> Tensor:
     """Expanded to this shape, and contiguous: a package assumes the strides that it was made with."""
     return tensor.expand(*shape).contiguous()
-
-
-def _weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _version(weights: Sequence[Tensor]) -> int:

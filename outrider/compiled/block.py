@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Compiled, Runnable
+from outrider.compiled import Compiled, Runnable, build
 from outrider.compiled.key import code
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
@@ -70,7 +70,7 @@ class CompiledBlock(Compiled):
         return self.traced
 
     def settings(self) -> Sequence[object]:
-        ours = code(compiled, attention_mask, distribution, noise, sys.modules[__name__], *self.code)
+        ours = code(compiled, build, attention_mask, distribution, noise, sys.modules[__name__], *self.code)
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, prepacked
-from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, dense
+from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, build, dense
 from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
@@ -87,7 +87,7 @@ class CompiledStep(Compiled):
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
-        return [own, self.target.family, *code(compiled, family, attention_mask, passes, *traced)]
+        return [own, self.target.family, *code(compiled, build, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""

@@ -39,7 +39,7 @@ from outrider.targets import chunks
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
-TEMPLATES = compiled.BUILDS["templates"]
+TEMPLATES = compiled.build.BUILDS["templates"]
 V = 64
 COUNTS = (30, 17, 23, 9, 30)
 ROOT = Path(__file__).resolve().parents[2]
@@ -361,7 +361,7 @@ def test_a_package_lets_its_weights_go(tmp_path):
     """Catches a tensor that torch holds as long as the process lives, as it does what a package is given."""
     assert package_module.operators() is not None  # else it is torch's own call
     layer, x = nn.Linear(3, 4), torch.randn(2, 3)
-    outside = {"freezing": False, compiled.HOLDS_WEIGHTS: False}
+    outside = {"freezing": False, compiled.build.HOLDS_WEIGHTS: False}
     compiled.build_package(tmp_path / "layer.pt2", layer, (x,), None, outside)
     graph = compiled.Graph(tmp_path / "layer.pt2", layer)
     torch.testing.assert_close(graph.forward(x), [layer(x)])
@@ -509,7 +509,7 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_memory", {})
     monkeypatch.setattr(machine, "is_busy", lambda: False)
-    monkeypatch.setattr(compiled, "BUILDS", {"libraries": {}, "templates": TEMPLATES})
+    monkeypatch.setattr(compiled.build, "BUILDS", {"libraries": {}, "templates": TEMPLATES})
     built: list[dict[str, Any]] = []
     real = compiled.build_package
     monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
@@ -557,7 +557,7 @@ def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, 
 def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
     """Catches a machine without g++ on which nothing runs."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiled, "has_compiler", lambda: False)
+    monkeypatch.setattr(compiled.build, "has_compiler", lambda: False)
     target = load_target(model_of())
     with pytest.raises(NotCompiled, match=r"g\+\+"):
         target.compile()
@@ -577,7 +577,7 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
 
 def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
     """Catches a disk that is filled with copies."""
-    monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
+    monkeypatch.setattr(compiled.build, "MOST_BYTES", 1000)
     monkeypatch.setattr(prepacked, "way_of", lambda model: "plain")
     with pytest.raises(NotCompiled, match="GiB"):
         slow.compile()
