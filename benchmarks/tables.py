@@ -1113,7 +1113,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "large": large, "large_17b": large, "large_avx2": large,
     "contexts": contexts, "contexts_avx2": contexts, "block": block,
     "second_target": second_target, "long_context": long_context,
-    "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
+    "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak, "soak_compiled": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
     "versus_transformers": versus_transformers, "bounds": bounds, "overhead": overhead,
     "overhead_avx2": overhead, "one_call": one_call, "batch": batch, "retrieval": retrieval,

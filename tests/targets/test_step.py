@@ -375,8 +375,8 @@ def test_a_package_lets_its_weights_go(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say the highest memory")
 @pytest.mark.slow
 def test_compiling_takes_less_memory_than_a_copy_of_the_weights(tmp_path):
-    """Catches panels that inductor copies, as it does buffers, and joined ones that are filled while it compiles: 1.7
-    times the weights besides."""
+    """Catches panels that inductor copies, as it does buffers (1.1 times the weights), and joined ones that are filled
+    while it compiles (0.8); 0.1 is found."""
     program = """
 import re
 from pathlib import Path
@@ -396,7 +396,7 @@ print(memory("VmHWM") - before, prepacked.stored(target.model))
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     grew, weights = map(int, done.stdout.split())
-    assert grew < 0.8 * weights, f"compiling took {grew / weights:.2f} times the weights"
+    assert grew < 0.6 * weights, f"compiling took {grew / weights:.2f} times the weights"
 
 
 @pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
