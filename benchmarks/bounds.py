@@ -1,7 +1,7 @@
 """Every drafter beside its bound, tokens per step x T(1) / (T(n) + T_draft), at temperatures 0 and 1, by turns.
 
-    python benchmarks/bounds.py [--only dspark,ngram] [--one-call dspark,medusa] [--prompts 8] [--new 64] [--steps 60]
-                                [--out FILE]
+    python benchmarks/bounds.py [--only dspark,ngram] [--one-call dspark,medusa] [--temperatures 0,1]
+                                [--prompts 8] [--new 64] [--steps 60] [--out FILE]
 
 The demo target, compiled, one request at a time, `policy="fixed"`; prompts are left out of all times.  dspark and
 dflash are the checkpoints of the last `make demo`; other methods that train were trained for so many steps, on the same
@@ -41,8 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MADE = {"dspark": CHECKPOINT, "dflash": ROOT / "runs" / "demo-dflash" / "checkpoint"}
 TRAINED = ("domino", "deer", "eagle", "eagle3", "confu", "peagle", "specblock", "medusa", "hydra", "mtp")
 UNTRAINED = ("ngram", "suffix", "recycle", "jacobi", "graft", "mix", "small_model", "layer_skip")
-ONE_CALL = ("dspark", "dflash", "medusa")
-TEMPERATURES = (0.0, 1.0)
+ONE_CALL = ("dspark", "dflash", "medusa", "eagle", "eagle3", "mtp")
 WANTED = 0.95
 
 
@@ -50,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join([*UNTRAINED, *MADE, *TRAINED]))
     parser.add_argument("--one-call", default=",".join(ONE_CALL), help="drafters that are measured so too")
+    parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new", type=int, default=64, help="tokens a prompt")
     parser.add_argument("--steps", type=int, default=60, help="of training")
@@ -64,7 +64,7 @@ def main() -> None:
     compile_all(target, drafters)
     cells = [
         Cell(name, drafter, temperature, is_one_call)
-        for temperature in TEMPERATURES
+        for temperature in map(float, options.temperatures.split(","))
         for name, drafter in ({"plain": None} | drafters).items()
         for is_one_call in ([False, True] if name == "plain" or name in one_call else [False])
     ]

@@ -155,7 +155,7 @@ class GraphBatch:
         self.memory: Any = drafter.allocate(self.cache)
         with prepacked.enabled():
             own = drafter.static(self.memory, wish.is_greedy)
-        passes = StaticPass(target, self.cache, own.parents, drafter.taps)
+        passes = StaticPass(target, self.cache, None if own.varies else own.parents, drafter.taps)
         if not passes.is_chain and target.spec.mode != "tree":
             raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")
         self.slots = StaticSlots.empty(wish.slots, target.device)
@@ -163,9 +163,10 @@ class GraphBatch:
         ends = torch.tensor(sorted(wish.ends), dtype=torch.int64, device=target.device)
         parts = StaticStep(self.slots, passes, own, rule_of(wish.is_greedy, wish.kernels), ends)
         self.step = StepGraphs(parts, wish.recorder) if wish.recorder else StepPackage(parts, self._compiled())
-        self.width = len(own.parents) + 1
-        self.reaches = [0, *(1 + above for above in accumulate(node_depths(own.parents), max))]
-        """By number of verified nodes, how deep they go."""
+        self.width = own.nodes + 1
+        depths = range(own.nodes) if own.varies else node_depths(own.parents)
+        self.reaches = [0, *(1 + above for above in accumulate(depths, max))]
+        """By `Outcome.size`, how deep the verified nodes go."""
 
     def _compiled(self) -> CompiledWholeStep:
         """The package of these steps, which is made where there is none; the drafter stores it for later batches."""

@@ -49,13 +49,14 @@ class CompiledWholeStep(Compiled):
         sizes = [(name, each) for name, each in vars(drafter).items() if isinstance(each, int)]
         tree, config = getattr(getattr(drafter, "tree", None), "paths", None), getattr(drafter.model, "config", None)
         drawn = self.is_greedy, self.parts.slots.has_seeded
-        shape = [*drafter.parents], target.taps, drawn, sizes, tree, repr(config)
+        shape = [*drafter.parents], drafter.varies, target.taps, drawn, sizes, tree, repr(config)
         return [*target.target.step.settings(), shape, *code(*rest, *(sys.modules[name] for name in names))]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         rows = {0: Dim("rows", min=2, max=1024)}
         caches, columns, buffers = self.parts.caches, list[Any](), list[Any]()
         for n, there in enumerate(caches):
+            there.cache.reserve(there.cache.length)  # longer than the end: equal sizes would be traced as one
             there.open(LENGTH // 2 + n, range(SLOTS))
             columns.append({0: Dim(f"end{n}", min=3, max=2**20)})
             length = {2: Dim(f"length{n}", min=4, max=2**20)}

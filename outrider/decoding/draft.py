@@ -82,6 +82,11 @@ class Draft:
         return tuple(map(tuple, self.parents.tolist()))
 
     @functools.cached_property
+    def depth(self) -> int:
+        """Levels of the deepest tree."""
+        return max((1 + max(node_depths(own), default=-1) for own in {*self.tree}), default=0)
+
+    @functools.cached_property
     def live(self) -> list[int]:
         return self.sizes.tolist()
 
@@ -176,6 +181,18 @@ class Draft:
             return _rows(self.tree, self.tokens.device)
         order = torch.arange(nodes + 1, device=self.tokens.device)
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
+
+
+def device_rows(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """As `Draft.rows`, of trees of `depth` levels at most, whose parents [B, N] the host does not know."""
+    above = torch.nn.functional.pad(parents + 1, (1, 0))
+    order = torch.arange(above.shape[1], device=above.device)
+    at, depths = order.expand(above.shape[0], -1), torch.zeros_like(above)
+    mask = at[..., None] == order
+    for _ in range(depth):
+        depths, at = depths + (at > 0), above.gather(1, at)
+        mask = mask | (at[..., None] == order)
+    return mask, depths
 
 
 def sent(values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Walked
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, device_rows
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Scores
 
@@ -104,10 +104,17 @@ class StaticDrafter(Stays):
 
     parents: Sequence[int] = ()
     """Its tree, the same in every step."""
+    varies = False
+    """Whether its tree hangs on the tokens that are drafted, and has no `parents`."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
     caches: Sequence[Any] = ()
     """Its own, each a `targets.static_pass.StaticCache`."""
+
+    @property
+    def nodes(self) -> int:
+        """Of its trees."""
+        return len(self.parents)
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Take over what `admit` stored of these slots' prompts."""
@@ -133,6 +140,9 @@ class StaticTarget(Protocol):
 
 class StaticRule(Protocol):
     """How drafts are drawn and judged."""
+
+    def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
+        """What each slot draws from, [B, ..., V], by logits [B, ..., V]."""
 
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
         """A drafted token a slot [B], from logits [B, V], and the q [B, V] that it was drawn from."""
@@ -188,7 +198,8 @@ def step(
     committed, has_ended = cut(draft, walked, slots, ends)
     target.keep(slots, walked)
     drafter.observe(slots, committed, scores)
-    numbers = committed.counts, walked.counts, draft.sizes, walked.invalid, is_wrong(committed, scores).long()
+    reach = reached(draft) if drafter.varies else draft.sizes
+    numbers = committed.counts, walked.counts, reach, walked.invalid, is_wrong(committed, scores).long()
     _advance(slots, committed, has_ended)
     return torch.cat([committed.tokens, torch.stack(numbers, 1)], 1)
 
@@ -233,7 +244,7 @@ class Outcome(NamedTuple):
     accepted: int
     """How many of the tokens were drafted, the first ones."""
     size: int
-    """Nodes that were verified."""
+    """Nodes that were verified; how deep they went where trees differ from step to step."""
     invalid: int
     is_wrong: bool
 
@@ -253,6 +264,13 @@ def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Ten
     return sizes if known is None else sizes * known
 
 
+def reached(draft: Draft) -> Tensor:
+    """[B], how deep the nodes that are verified go."""
+    _, depths = device_rows(draft.parents, draft.depth)
+    order = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
+    return torch.where(order < draft.sizes[:, None], depths[:, 1:], 0).amax(1)
+
+
 def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:
     """These parents in every slot, [B, N]."""
     return torch.tensor(parents, dtype=torch.int64, device=device).expand(slots, -1).contiguous()
@@ -263,4 +281,12 @@ def fixed(tokens: Tensor, parents: Sequence[int], above: Tensor, sizes: Tensor, 
     branches = list(parents) != list(range(-1, len(parents) - 1))
     draft = Draft(tokens, above, sizes, q, branches=branches)
     vars(draft)["tree"] = (tuple(parents),)  # every slot's
+    return draft
+
+
+def grown(tokens: Tensor, parents: Tensor, sizes: Tensor, depth: int) -> Draft:
+    """The draft of trees of `depth` levels at most, whose parents [B, N] only the device knows; its nodes are the
+    likeliest."""
+    draft = Draft(tokens, parents, sizes)
+    vars(draft)["depth"] = depth
     return draft

@@ -30,14 +30,14 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
-from outrider.decoding.static import NoStatic, StaticDrafter
+from outrider.decoding.static import StaticDrafter
 from outrider.nn import serving
 from outrider.nn.blocks import Attend, attending, attention, rotary
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import SharedLabels, rollouts
 from outrider.nn.shape import LayerConfig
-from outrider.nn.static_rollout import StaticRollout
+from outrider.nn.static_rollout import StaticChain, StaticTree
 from outrider.targets.attention_mask import Limit
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import LayerSizes
@@ -148,10 +148,10 @@ class RecurrentDrafter(PairDrafter):
             rollout.forget()
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
-        if self.branching.width > 1:
-            raise NoStatic("its trees depend on the drafted tokens; set width to 1")
         assert memory.guide is None
-        return StaticRollout(self.model, memory, self.limit)
+        if self.branching.width > 1:
+            return StaticTree(self.model, memory, self.branching, is_greedy)
+        return StaticChain(self.model, memory, self.limit)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)

@@ -5,56 +5,58 @@ B slots, n positions, C unread pairs, D modules, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, device_rows
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
+from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, grown, sizes_of
+from outrider.nn import trees
 from outrider.nn.blocks import attending
+from outrider.nn.serving import Branching
 from outrider.nn.static import Unread
-from outrider.targets.attention_mask import PassLayout, additive
+from outrider.targets.attention_mask import PassLayout, Tree, additive
 from outrider.targets.static_pass import StaticCache
 
 
-class StaticRollout(Unread):
-    """Pairs and a chain in a static step: the pairs of the last step wait in tensors, right-padded.
+class Pairs(Unread):
+    """Pairs in a static step: those of the last step wait in tensors, right-padded.
 
     Each module's keys of padding are written over by the tokens drafted next, and those by the next step's pairs.
     """
 
-    def __init__(self, model: Any, memory: Any, length: int):
-        """model, memory: as in `recurrent`."""
-        super().__init__(memory.features, length + 1)
+    def __init__(self, model: Any, memory: Any, length: int, most: int, read: int):
+        """model, memory: as in `recurrent`.  length: levels that are drafted; most: unread pairs of a slot; read:
+        drafted tokens whose keys are stored."""
+        super().__init__(memory.features, most)
         self.model, self.length, kv_cache = model, length, memory.kv_cache
         self.start = torch.zeros_like(self.counts)
         """[B], pairs that each slot has read."""
-        self.tokens = self.counts.new_zeros(len(self.counts), length + 1)
+        self.tokens = self.counts.new_zeros(len(self.counts), most)
         """[B, C], the tokens of the unread pairs."""
         self.outputs = memory.outputs
-        self.parents = range(-1, length - 1)
-        self.above = above(self.parents, len(self.counts), self.counts.device)
         if not kv_cache.layers:  # buffers are made by the first pass
             kv_cache.open([0], 1)
             states, at = model.features(self.features[:1, :1]), self.start[:1, None]
             for module in range(model.num_modules):
                 words = model.target.embed(self.tokens[:1, :1])
                 model.step(module, words, states, model.cos_sin(at), attending(None, kv_cache))
-        self.caches = [StaticCache(kv_cache, 2 * length + 2)]
+        self.caches = [StaticCache(kv_cache, most + read + 1)]
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
             begin = self.buffer.read[row] + 1
             self.start[row] = begin - 1
-            for i, token in enumerate(state.tokens[row][begin : begin + self.length + 1]):
+            for i, token in enumerate(state.tokens[row][begin : begin + self.width]):
                 self.tokens[row, i] = token
         super().enter(rows, state)
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        """Read the unread pairs, then a drafted token at a time."""
+    def read(self) -> Tensor:
+        """Read the unread pairs.  Returns [B], whether anything of a slot was ever read."""
         model, counts, modules = self.model, self.counts, self.model.num_modules
         known, outputs = self.start + counts > 0, self.outputs
         features, before, found = (
@@ -65,19 +67,56 @@ class StaticRollout(Unread):
         for module in range(modules):
             if module:  # the output of the module before for the token before
                 features = torch.cat([before[module - 1], found[-1][:, :-1]], 1)
-            found.append(self._step(module, self.tokens, features, self.start, slots))
+            found.append(self.step(module, self.tokens, features, self.start))
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[1])
-        read = torch.cat(found, -1).gather(1, last)[:, 0]
-        outputs.copy_(torch.where((counts > 0)[:, None], read, outputs))
+        latest = torch.cat(found, -1).gather(1, last)[:, 0]
+        outputs.copy_(torch.where((counts > 0)[:, None], latest, outputs))
         self.start.add_(counts)
-        drafted, q = self._drafted(outputs[:, None], slots, rule)
-        sizes = sizes_of(slots, self.length, known)
-        return fixed(torch.stack(drafted, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
+        return known
 
-    def _drafted(self, hidden: Tensor, slots: StaticSlots, rule: StaticRule) -> tuple[list[Tensor], list[Tensor]]:
-        """A chain after outputs hidden [B, 1, D * H] of each slot's last pair: tokens and q."""
-        model, modules, tokens, q = self.model, self.model.num_modules, list[Tensor](), list[Tensor]()
-        logits = model.logits(hidden[:, 0, : model.target.spec.hidden])
+    def first(self, hidden: Tensor) -> Tensor:
+        """Logits [B, V] after each slot's last pair, of outputs hidden [B, 1, D * H]."""
+        found: Tensor = self.model.logits(hidden[:, 0, : self.model.target.spec.hidden])
+        return found
+
+    def step(self, module: int, tokens: Tensor, features: Tensor, start: Tensor, tree: Tree | None = None) -> Tensor:
+        """One module's pass over tokens [B, n] after the first start[b] columns of each slot; with a tree of all nodes
+        from there on, over its last n."""
+        model, [cache], width = self.model, self.caches, tokens.shape[1]
+        if tree is None:
+            order = torch.arange(width, device=start.device)
+            tree = Tree((order[:, None] >= order).expand(tokens.shape[0], -1, -1), order[None])
+        nodes, limit = tree.mask.shape[-1], model.limits[module]
+        layout = PassLayout(start, cache.columns, nodes)
+        at = layout.positions(tree.depths[:, -width:])
+        mask = layout.mask(tree.mask[:, -width:])
+        if limit is not None:
+            mask = mask & layout.limit_mask(limit, tree.depths)[:, -width:]
+        # as in `_mask`: the first pairs are unknown to later modules
+        mask = mask & ~((cache.columns < module) & (at >= module)[:, :, None])
+        writes = PassLayout(start + (nodes - width), cache.columns, width)
+        attend = attending(additive(mask, model.dtype), cache.within(writes))
+        found: Tensor = model.step(module, model.target.embed(tokens), features, model.cos_sin(at), attend)
+        return found
+
+    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
+        self.take(committed, self.model.target_states(scores))
+        tokens = committed.tokens[:, : self.width]
+        self.tokens[:, : tokens.shape[1]] = tokens
+
+
+class StaticChain(Pairs):
+    """Pairs, and a chain after them."""
+
+    def __init__(self, model: Any, memory: Any, length: int):
+        super().__init__(model, memory, length, length + 1, length)
+        self.parents = range(-1, length - 1)
+        self.above = above(self.parents, len(self.counts), self.counts.device)
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        known, model, modules = self.read(), self.model, self.model.num_modules
+        hidden, tokens, q = self.outputs[:, None], list[Tensor](), list[Tensor]()
+        logits = self.first(hidden)
         for depth in range(self.length):
             token, own = rule.drawn(logits, slots, depth)
             tokens.append(token)
@@ -87,25 +126,56 @@ class StaticRollout(Unread):
                 before = list(found)
                 for module in range(first, modules):
                     features = before[module - 1 if depth + 1 < modules else module]
-                    found[module] = self._step(module, token[:, None], features, self.start + depth, slots)
+                    found[module] = self.step(module, token[:, None], features, self.start + depth)
                 hidden, logits = torch.cat(found, -1), model.logits(found[first])[:, 0]
-        return tokens, q
+        sizes = sizes_of(slots, self.length, known)
+        return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
-    def _step(self, module: int, tokens: Tensor, features: Tensor, start: Tensor, slots: StaticSlots) -> Tensor:
-        """One module's pass over tokens [B, n] after the first start[b] columns of each slot."""
-        model, [cache], width = self.model, self.caches, tokens.shape[1]
-        order, limit = torch.arange(width, device=start.device), model.limits[module]
-        layout = PassLayout(start, cache.columns, width)
-        at = layout.positions(order)
-        mask = layout.mask((order[:, None] >= order).expand(tokens.shape[0], -1, -1))
-        if limit is not None:
-            mask = mask & layout.limit_mask(limit, order[None])
-        # as in `_mask`: the first pairs are unknown to later modules
-        mask = mask & ~((cache.columns < module) & (at >= module)[:, :, None])
-        attend = attending(additive(mask, model.dtype), cache.within(layout))
-        found: Tensor = model.step(module, model.target.embed(tokens), features, model.cos_sin(at), attend)
-        return found
 
-    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        self.take(committed, self.model.target_states(scores))
-        self.tokens.copy_(committed.tokens)
+class StaticTree(Pairs):
+    """Pairs, and a tree after them: the likeliest paths, or drawn siblings of a fixed shape."""
+
+    def __init__(self, model: Any, memory: Any, branching: Branching, is_greedy: bool):
+        config, limit = branching.config, branching.limit
+        self.branch, self.most, self.replacement = config.width, limit, config.replacement
+        read = min(config.width, limit) * (config.length - 1) if is_greedy else len({*branching.parents} - {-1})
+        super().__init__(model, memory, config.length, limit + 1, read)
+        self.varies = is_greedy
+        if not is_greedy:
+            self.parents = branching.parents
+            self.above = above(self.parents, len(self.counts), self.counts.device)
+
+    @property
+    def nodes(self) -> int:
+        if not self.varies:
+            return len(self.parents)
+        return trees.number_of_likeliest(self.most, width=self.branch, depth=self.length)
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        known, expand = self.read(), self._expand()
+        first, sizes = self.first(self.outputs[:, None]), sizes_of(slots, self.nodes, known)
+        if self.varies:
+            tokens, parents = trees.likeliest(first, expand, self.most, width=self.branch, depth=self.length)
+            return grown(tokens, parents, sizes, self.length)
+        distribution = functools.partial(rule.distribution, slots=slots)
+        tokens, q = trees.drawn(first, expand, self.parents, distribution, slots.streams, self.replacement)
+        return fixed(tokens, self.parents, self.above, sizes, q)
+
+    def _expand(self) -> trees.Expand:
+        """As `recurrent.Rollout.expand`."""
+        model, modules, outputs = self.model, self.model.num_modules, [self.outputs[:, None]]
+
+        def expand(tree: Draft, new: int) -> Tensor:
+            level, hidden = len(outputs), torch.cat(outputs, 1)
+            above, first = tree.parents[:, -new:, None] + 1, min(level, modules - 1)
+            before = hidden.gather(1, above.expand(-1, -1, hidden.shape[-1])).chunk(modules, -1)
+            mask, depths = device_rows(tree.parents, level)
+            rows, found = Tree(mask[:, 1:, 1:], depths[:, 1:] - 1), list(before)
+            for module in range(first, modules):
+                features = before[module - 1 if level < modules else module]
+                found[module] = self.step(module, tree.tokens[:, -new:], features, self.start, rows)
+            outputs.append(torch.cat(found, -1))
+            logits: Tensor = model.logits(found[first])
+            return logits
+
+        return expand

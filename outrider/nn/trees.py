@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft, padded, sent
+from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState
 from outrider.sampling.distribution import log_probs
@@ -42,12 +42,17 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
     likelier than its parent and of equals the shallower comes first, so every prefix is a tree, and the best of its
     size.
     """
-    most = int(budget.max())
+    tokens, parents = likeliest(first, expand, int(budget.max()), width=width, depth=depth)
+    return Draft(tokens, parents, budget.clamp(max=tokens.shape[1]))
+
+
+def likeliest(first: Tensor, expand: Expand, most: int, *, width: int, depth: int) -> tuple[Tensor, Tensor]:
+    """The `most` likeliest nodes as in `beam`: tokens and parents, [B, N].  The host reads nothing."""
     # whatever is deeper or ranks lower has that many ancestors or betters before it, and is cut in any case
     width, depth = min(width, most), min(depth, most)
-    tree = Draft.empty(len(first), first.device)
     scores, tokens = _best(first, width)
     parents = at = torch.full_like(tokens, -1)
+    tree = _nothing(tokens)
     offered, begin = [(scores, tokens, parents)], 0
     for _ in range(1, depth):
         leading, chosen = _ranked(scores, width)
@@ -67,8 +72,13 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     above = parents.gather(1, order)
-    parents = index.gather(1, above.clamp(min=0)).where(above >= 0, -1)
-    return Draft(tokens.gather(1, order), parents, budget.clamp(max=order.shape[1]))
+    return tokens.gather(1, order), index.gather(1, above.clamp(min=0)).where(above >= 0, -1)
+
+
+def number_of_likeliest(most: int, *, width: int, depth: int) -> int:
+    """How many nodes `likeliest` returns."""
+    width, depth = min(width, most), min(depth, most)
+    return min(most, width + (depth - 1) * width * width)
 
 
 def _best(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -83,10 +93,20 @@ def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return values[:, :most], order[:, :most]
 
 
+def _nothing(tokens: Tensor) -> Draft:
+    """A tree without nodes, in as many slots as tokens [B, W] has."""
+    return Draft(tokens[:, :0], tokens[:, :0], torch.zeros(tokens.shape[0], dtype=torch.int64))
+
+
 def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
     """The tree with one more level.  tokens, parents [B, W]."""
     tokens, parents = torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1)
-    return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
+    return Draft(tokens, parents, torch.full((tokens.shape[0],), tokens.shape[1]))
+
+
+def _columns(values: Tensor, at: Sequence[int]) -> Tensor:
+    """values [B, W, ...] at these places, [B, C, ...]; no index is sent to a device."""
+    return torch.stack([values[:, i] for i in at], 1)
 
 
 def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
@@ -119,43 +139,56 @@ def sampled(
     one-hot. Slots with a seed share the target's own noise in every branch, and so draw what the target would, or
     nearly.
     """
+    parents = parents[: int(budget.max())]
+    tokens, q = drawn(first, expand, parents, state.judge.distribution, state.streams, replacement)
+    return Draft.fixed(tokens, parents, budget.clamp(max=len(parents)), q)
+
+
+def drawn(
+    first: Tensor, expand: Expand, parents: Sequence[int], distribution: Callable[[Tensor], Tensor], streams: Streams,
+    replacement: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Every node as in `sampled`: tokens [B, N] and the q [B, N, V] that each was drawn from.  The host reads nothing.
+
+    distribution: what a slot draws from, [B, W, V], by logits [B, W, V].
+    """
     q: dict[int, Tensor] = {}
 
-    def draw(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
-        tokens, own = _siblings(logits, above, state, depth, replacement)
-        q.update(zip(nodes, own.unbind(1), strict=True))
+    def draw(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> list[Tensor]:
+        tokens, own = _siblings(logits, distribution(logits), above, streams, depth, replacement)
+        q.update(zip(nodes, own, strict=True))
         return tokens
 
-    parents = parents[: int(budget.max())]
     tokens = _grown(first, expand, parents, draw)
-    drawn = torch.stack([q[n] for n in range(len(parents))], 1)
-    return Draft.fixed(tokens, parents, budget.clamp(max=len(parents)), drawn)
+    return tokens, torch.stack([q[n] for n in range(len(parents))], 1)
 
 
 def _siblings(
-    logits: Tensor, above: Sequence[int], state: DecodeState, depth: int, replacement: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Children of one level's nodes: tokens [B, C] and the q [B, C, V] that each was drawn from.
+    logits: Tensor, whole: Tensor, above: Sequence[int], streams: Streams, depth: int, replacement: bool
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Children of one level's nodes: tokens [B] and the q [B, V] that each was drawn from.
 
-    logits [B, W, V], above [C]: whose child each is, elder siblings first.
+    logits, whole [B, W, V]: the level's logits and distributions; above [C]: whose child each is, elder siblings first.
     """
-    streams, q = state.streams, state.judge.distribution(logits)[:, above]
-    ranks = torch.tensor([above[:i].count(parent) for i, parent in enumerate(above)])
-    parent_of, tokens = (
-        torch.tensor(above, device=q.device),
-        torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device),
-    )
-    taken = torch.zeros_like(logits, dtype=torch.bool)
-    for rank in range(1 + int(ranks.max())):
-        at = (ranks == rank).nonzero()[:, 0].to(q.device)
-        parents = parent_of[at]
+    ranks = [above[:i].count(parent) for i, parent in enumerate(above)]
+    inner = torch.arange(logits.shape[1], device=logits.device)[None]
+    taken = [*torch.zeros_like(logits, dtype=torch.bool).unbind(1)]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for rank in range(1 + max(ranks)):
+        at = [i for i, own in enumerate(ranks) if own == rank]
+        parents = [above[i] for i in at]
+        q = _columns(whole, parents)
         if rank:
-            q[:, at] = _left(q[:, at], logits[:, parents], taken[:, parents], streams, replacement)
+            elders = torch.stack([taken[w] for w in parents], 1)
+            q = _left(q, _columns(logits, parents), elders, streams, replacement)
         # elder and younger are independent draws with replacement, else first and second of one race
-        salt = parents + rank * logits.shape[1] * replacement
-        tokens[:, at] = streams.draw(q[:, at], depth, Purpose.DRAFT, salt)
-        taken[:, parents] = taken[:, parents].scatter(-1, tokens[:, at, None], True)
-    return tokens, q
+        salt = _columns(inner, parents)[0] + rank * logits.shape[1] * replacement
+        tokens = streams.draw(q, depth, Purpose.DRAFT, salt)
+        found |= zip(at, zip(tokens.unbind(1), q.unbind(1), strict=True), strict=True)
+        for i, w in zip(at, parents, strict=True):
+            taken[w] = taken[w].scatter(-1, found[i][0][:, None], True)
+    tokens_of, q_of = zip(*(found[i] for i in range(len(above))), strict=True)
+    return [*tokens_of], [*q_of]
 
 
 def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replacement: bool) -> Tensor:
@@ -171,25 +204,27 @@ def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replac
 
 
 def _grown(
-    first: Tensor, expand: Expand, parents: Sequence[int], choose: Callable[[Tensor, int, list[int], list[int]], Tensor]
+    first: Tensor, expand: Expand, parents: Sequence[int],
+    choose: Callable[[Tensor, int, list[int], list[int]], Sequence[Tensor]],
 ) -> Tensor:  # fmt: skip
     """Tokens [B, N] of a fixed tree, level by level.
 
     choose: (logits [B, W, V] after the level above's inner nodes, depth, nodes, of which of the W each is the child) to
-    the tokens of these nodes.
+    the tokens [B] of each of these nodes.
     """
-    tokens = torch.zeros(len(first), len(parents), dtype=torch.int64, device=first.device)
-    logits, tree, order = first[:, None], Draft.empty(len(first), first.device), [-1]
+    tokens: dict[int, Tensor] = {}
+    numbers = torch.arange(-1, len(parents), device=first.device).expand(first.shape[0], -1)
+    logits, tree, order = first[:, None], _nothing(numbers), [-1]
     inner, depth = [-1], 0
     while nodes := [n for n, parent in enumerate(parents) if parent in inner]:
-        tokens[:, nodes] = choose(logits, depth, nodes, [inner.index(parents[n]) for n in nodes])
+        tokens |= zip(nodes, choose(logits, depth, nodes, [inner.index(parents[n]) for n in nodes]), strict=True)
         inner, depth = [n for n in nodes if n in parents], depth + 1
         if inner:
-            above = torch.tensor([order.index(parents[n]) - 1 for n in inner], device=first.device)
+            above = _columns(numbers, [order.index(parents[n]) for n in inner])  # -1 more, as `numbers` are
             order += inner
-            tree = _joined(tree, tokens[:, inner], above.expand(len(first), -1))
+            tree = _joined(tree, torch.stack([tokens[n] for n in inner], 1), above)
             logits = expand(tree, len(inner))
-    return tokens
+    return torch.stack([tokens[n] for n in range(len(parents))], 1)
 
 
 class RankTree:
@@ -237,9 +272,10 @@ def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Dra
     """Every node is its rank's choice of the logits after its parent; no noise.  first [B, V], logits after the
     anchor."""
 
-    def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
+    def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> list[Tensor]:
         ranks = [tree.paths[n][-1] for n in nodes]
-        return logits.topk(1 + max(ranks), -1).indices[:, sent(above, logits.device), sent(ranks, logits.device)]
+        leading = logits.topk(1 + max(ranks), -1).indices
+        return [leading[:, w, rank] for w, rank in zip(above, ranks, strict=True)]
 
     return tree.draft(_grown(first, expand, tree.parents, best), budget)
 

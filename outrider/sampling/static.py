@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Walked, walk, walk_top1
-from outrider.decoding.draft import Draft, node_depths
+from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Scores
 from outrider.decoding.static import StaticRule, StaticSlots
@@ -24,6 +24,10 @@ class Greedy:
     def __init__(self, kernels: AcceptanceKernels | None = None):
         self.kernels = kernels
 
+    def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
+        """All at the likeliest token."""
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
         return logits.argmax(-1), None
 
@@ -32,7 +36,7 @@ class Greedy:
             return _read(self.kernels.accept_greedy(draft, scores.logits, scores.choice))
         choice, every = scores.choice, torch.arange(draft.tokens.shape[0], device=draft.tokens.device)
         assert choice is not None
-        return walk_top1(draft, scores.logits.shape[-1], lambda rows, _depth: choice[every, rows], _deepest(draft))
+        return walk_top1(draft, scores.logits.shape[-1], lambda rows, _depth: choice[every, rows], draft.depth)
 
 
 class Tempered:
@@ -63,17 +67,12 @@ class Tempered:
             return walk(draft, draft.q, p, streams)
         every = torch.arange(p.shape[0], device=p.device)
         choose = lambda rows, depth: streams.draw(p[every, rows], depth, Purpose.TARGET)
-        return walk_top1(draft, p.shape[-1], choose, _deepest(draft))
+        return walk_top1(draft, p.shape[-1], choose, draft.depth)
 
 
 def rule_of(is_greedy: bool, kernels: AcceptanceKernels | None) -> StaticRule:
     """The rule for requests that set a temperature at most; is_greedy: 0, all of them."""
     return Greedy(kernels) if is_greedy else Tempered(kernels)
-
-
-def _deepest(draft: Draft) -> int:
-    """Depth of the draft's tree, which the host knows."""
-    return 1 + max(node_depths(draft.tree[0]), default=-1)
 
 
 def _read(found: Tensor) -> Walked:

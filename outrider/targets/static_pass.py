@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.compiled import NotCompiled
 from outrider.decoding.accept import Walked
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, device_rows
 from outrider.decoding.state import Scores, likeliest
 from outrider.decoding.static import NoStatic, StaticSlots, Stays, above
 from outrider.targets.attention_mask import PassLayout, TracedCache
@@ -52,22 +52,32 @@ class StaticCache:
 
 
 class StaticPass(Stays):
-    """Verifies one tree in every step."""
+    """Verifies one tree in every step, or trees that differ."""
 
-    def __init__(self, target: Any, cache: SlotCache, parents: Sequence[int], taps: tuple[int, ...], more: int = 0):
-        """more: as in `StaticCache`.  Raises NoStatic for a target whose passes can't be traced."""
+    def __init__(
+        self, target: Any, cache: SlotCache, parents: Sequence[int] | None, taps: tuple[int, ...], more: int = 0
+    ):
+        """parents: None where trees differ.  more: as in `StaticCache`.
+
+        Raises NoStatic for a target whose passes can't be traced.
+        """
         self.target, self.caches, self.parents, self.taps = target, [StaticCache(cache, more)], parents, taps
         self.traced = traced(target, cache)
+        self.is_chain = parents is not None and list(parents) == list(range(-1, len(parents) - 1))
+        if parents is None:
+            return
         slots, nodes, device = cache.slots, len(parents), target.device
         rows = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
         sizes = torch.full((slots,), nodes)
         mask, depths = Draft(rows, above(parents, slots, device), sizes).rows()
         self.mask, self.depths = mask.contiguous(), depths.contiguous()
-        self.is_chain = list(parents) == list(range(-1, nodes - 1))
 
     def verify(self, slots: StaticSlots, draft: Draft) -> Scores:
         tokens = torch.cat([slots.anchor[:, None], draft.tokens.clamp(0, self.target.spec.vocabulary - 1)], 1)
-        return self.read(tokens, slots.length, self.mask, self.depths)
+        if self.parents is not None:
+            return self.read(tokens, slots.length, self.mask, self.depths)
+        mask, depths = device_rows(draft.parents, draft.depth)
+        return self.read(tokens, slots.length, mask.contiguous(), depths.contiguous())
 
     def read(self, tokens: Tensor, starts: Tensor, mask: Tensor, depths: Tensor) -> Scores:
         """One pass over tokens [B, n] after the first starts[b] of each slot."""

@@ -29,14 +29,15 @@ from outrider.nn import static_rollout
 from outrider.nn.static import Unread
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs, stacks
+from outrider.targets import cuda_graphs, stacks, static_pass
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 V, STOP, ENDS = 16, 7, frozenset({2})
 CASES = [
     Case("dspark"), Case("eagle3"), Case("small_model"), Case("medusa"), Case("mtp"), Case("mtp", {"modules": 1}),
-    Case("dflash"), Case("dflash", {"siblings": (2, 1)}), Case("domino"), Case("eagle"),
+    Case("eagle3", {"width": 3, "nodes": 7}), Case("dflash"), Case("dflash", {"siblings": (2, 1)}), Case("domino"),
+    Case("eagle"), Case("mtp", {"width": 2, "nodes": 9}), Case("eagle", {"width": 3, "replacement": True}),
 ]  # fmt: skip
 SAMPLINGS = {
     "greedy": [Sampling()],
@@ -94,20 +95,22 @@ def requests_of(samplings: Sequence[Sampling]) -> list[Request]:
 def written(
     target: Any, drafter: Any, requests: list[Request], recorder: Any = None, slots: int = 3, packages: bool = False
 ) -> list[Any]:
-    """Tokens, reason and accepted tokens of every request, by plain steps, recorded ones or those of a package."""
+    """Tokens, reason, accepted tokens and depths of drafts of every request: by plain steps, recorded ones or those of
+    a package."""
     state = DecodeState(slots, target.spec.context, ENDS, target.device, Stops())
     steps = generation.serve(target, requests, drafter, policy="fixed", state=state)
     if recorder is not None or packages:
         whole = WholeStep(target, drafter, state, recorder)
         whole.open(requests)
         steps = whole.advance(requests)
-    found: list[Any] = [[[], None, 0] for _ in requests]
+    found: list[Any] = [[[], None, 0, 0] for _ in requests]
     with pytest.MonkeyPatch.context() as patch:
         seeds = iter(range(1000))
         patch.setattr(secrets, "randbits", lambda _bits: next(seeds))
         for step in steps:
             own = found[step.request]
-            own[0], own[1], own[2] = own[0] + step.tokens, step.finish_reason, own[2] + step.accepted
+            own[0], own[1] = own[0] + step.tokens, step.finish_reason
+            own[2], own[3] = own[2] + step.accepted, own[3] + step.reached
     return found
 
 
@@ -123,11 +126,12 @@ def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_f
     if case.kind == "medusa" and kind != "greedy":
         drafter.model.config = drafter.model.config.model_copy(update={"drawn": False})
     plain, found = written(small, drafter, requests), written(small, drafter, requests, graph)
-    if case.choices.get("siblings") and kind == "mixed":  # plain steps draft trees while all live slots are greedy
+    # plain steps draft other trees while all live slots are greedy
+    if {*case.choices} & {"siblings", "width"} and kind == "mixed":
         plain, found = ([own[:2] + [1] for own in texts] for texts in (plain, found))
     assert found == plain
-    assert sum(accepted for _, _, accepted in plain) > 0
-    assert {reason for _, reason, _ in plain} >= {"stop", "length"}
+    assert sum(accepted for _, _, accepted, *_ in plain) > 0
+    assert {reason for _, reason, *_ in plain} >= {"stop", "length"}
     assert 1 < graph.recorded < graph.replayed
 
 
@@ -136,7 +140,7 @@ def test_drafts_that_are_right_are_kept(small, workshop):
     drafter, requests = SmallModel(small, Config(length=4)), requests_of([Sampling()])
     found = written(small, drafter, requests, Recording())
     assert found == written(small, drafter, requests)
-    assert sum(accepted for _, _, accepted in found) > sum(len(tokens) for tokens, _, _ in found) / 2
+    assert sum(accepted for _, _, accepted, _ in found) > sum(len(tokens) for tokens, *_ in found) / 2
 
 
 def test_captures_serve_the_next_call(small, drafter_for):
@@ -197,6 +201,26 @@ FAULTS = {
         "zip(self.parts.slots.tensors, before)",
     ),
 }  # fmt: skip
+
+
+TREE_FAULTS = {
+    "a node sees all before it": (
+        static_pass, "device_rows", "mask | (at[..., None] == order)", "mask | (order[:, None] >= order)",
+    ),
+    "nodes are one deeper than they are": (static_pass, "device_rows", "depths + (at > 0)", "depths + 1"),
+    "how deep drafts went counts all nodes": (
+        static, "reached", "torch.where(order < draft.sizes[:, None], depths[:, 1:], 0)", "depths",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+def test_a_planted_fault_of_trees_that_differ_is_found(fault, small, drafter_for, monkeypatch):
+    """As below, of trees that hang on the drafted tokens."""
+    planted(monkeypatch, *TREE_FAULTS[fault])
+    drafter, requests = drafter_for(Case("eagle3", {"width": 3, "nodes": 7})), requests_of(SAMPLINGS["greedy"])
+    found = [written(small, drafter, requests, recorder) for recorder in (None, Recording())]
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
