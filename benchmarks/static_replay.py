@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.replay import Replay
 from outrider.decoding.draft import Draft, node_depths
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import Committed, StaticDrafter, StaticRule, StaticSlots, fixed, sizes_of
 
 LEAF = 0.3
 """Share of steps in which a node without children of its own is the true token."""
@@ -41,18 +41,18 @@ class StaticReplay(Replay):
         return StaticTexts(self, memory)
 
 
-class StaticTexts:
+class StaticTexts(StaticDrafter):
     """The replay's part of a step."""
-
-    room = 0
 
     def __init__(self, replay: StaticReplay, texts: Tensor):
         """texts [B, T]: what each slot's text will be."""
         self.replay, self.parents, self.texts = replay, replay.parents, texts
         there = functools.partial(torch.tensor, device=texts.device)
         self.above, self.depths, self.chances = there(self.parents), there(replay.depths), there(replay.chances)
-        self.tensors: list[Tensor] = [texts]
-        self.caches: list[Any] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.texts]
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:

@@ -23,7 +23,7 @@ from outrider.targets.attention_mask import PassLayout, Tree, additive
 from outrider.targets.static_pass import StaticCache
 
 
-class Pairs(Unread):
+class StaticRecurrent(Unread):
     """Pairs in a static step: those of the last step wait in tensors, right-padded.
 
     Each module's keys of padding are written over by the tokens drafted next, and those by the next step's pairs.
@@ -105,7 +105,7 @@ class Pairs(Unread):
         self.tokens[:, : tokens.shape[1]] = tokens
 
 
-class StaticChain(Pairs):
+class StaticChain(StaticRecurrent):
     """Pairs, and a chain after them."""
 
     def __init__(self, model: Any, memory: Any, length: int):
@@ -132,7 +132,7 @@ class StaticChain(Pairs):
         return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
 
-class StaticTree(Pairs):
+class StaticTree(StaticRecurrent):
     """Pairs, and a tree after them: the likeliest paths, or drawn siblings of a fixed shape."""
 
     def __init__(self, model: Any, memory: Any, branching: Branching, is_greedy: bool):
