@@ -1116,7 +1116,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machines": machines, "families": families, "every_family": every_family, "loading": loading,
     "soak": soak, "soak_compiled": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
-    "versus_transformers": versus_transformers, "bounds": bounds, "overhead": overhead,
+    "versus_transformers": versus_transformers, "bounds": bounds, "bounds_trees": bounds, "overhead": overhead,
     "overhead_avx2": overhead, "one_call": one_call, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
