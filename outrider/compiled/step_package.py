@@ -50,7 +50,8 @@ class CompiledWholeStep(Compiled):
         tree, config = getattr(getattr(drafter, "tree", None), "paths", None), getattr(drafter.model, "config", None)
         drawn = self.is_greedy, self.parts.slots.has_seeded
         shape = [*drafter.parents], drafter.varies, target.taps, drawn, sizes, tree, repr(config)
-        return [*target.target.step.settings(), shape, *code(*rest, *(sys.modules[name] for name in names))]
+        called = *rest, *drafter.code, *(sys.modules[name] for name in names)
+        return [*target.target.step.settings(), shape, *code(*called)]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         rows = {0: Dim("rows", min=2, max=1024)}

@@ -178,9 +178,15 @@ class Draft:
         at depth 0; row n + 1 is node n, which attends to the anchor, its ancestors and itself."""
         slots, nodes = self.tokens.shape
         if self.branches:
-            return _rows(self.tree, self.tokens.device)
+            is_known = "tree" in vars(self) or "depth" not in vars(self)
+            return _rows(self.tree, self.tokens.device) if is_known else self._device_rows
         order = torch.arange(nodes + 1, device=self.tokens.device)
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
+
+    @functools.cached_property
+    def _device_rows(self) -> tuple[Tensor, Tensor]:
+        """`rows` of trees of which the host knows the depth alone; see `static.grown`."""
+        return device_rows(self.parents, self.depth)
 
 
 def device_rows(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,14 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Walked
-from outrider.decoding.draft import Draft, device_rows
+from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Scores
 
@@ -108,6 +109,8 @@ class StaticDrafter(Stays):
     """Whether its tree hangs on the tokens that are drafted, and has no `parents`."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
+    code: Sequence[ModuleType] = ()
+    """Modules that it calls, besides those of its classes: a package of its steps is another where they change."""
     caches: Sequence[Any] = ()
     """Its own, each a `targets.static_pass.StaticCache`."""
 
@@ -266,7 +269,7 @@ def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Ten
 
 def reached(draft: Draft) -> Tensor:
     """[B], how deep the nodes that are verified go."""
-    _, depths = device_rows(draft.parents, draft.depth)
+    _, depths = draft.rows()
     order = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
     return torch.where(order < draft.sizes[:, None], depths[:, 1:], 0).amax(1)
 

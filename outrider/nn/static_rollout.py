@@ -135,6 +135,8 @@ class StaticChain(StaticRecurrent):
 class StaticTree(StaticRecurrent):
     """Pairs, and a tree after them: the likeliest paths, or drawn siblings of a fixed shape."""
 
+    code = (trees,)
+
     def __init__(self, model: Any, memory: Any, branching: Branching, is_greedy: bool):
         config, limit = branching.config, branching.limit
         self.branch, self.most, self.replacement = config.width, limit, config.replacement

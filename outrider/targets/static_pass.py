@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.compiled import NotCompiled
 from outrider.decoding.accept import Walked
-from outrider.decoding.draft import Draft, device_rows
+from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores, likeliest
 from outrider.decoding.static import NoStatic, StaticSlots, Stays, above
 from outrider.targets.attention_mask import PassLayout, TracedCache
@@ -76,7 +76,7 @@ class StaticPass(Stays):
         tokens = torch.cat([slots.anchor[:, None], draft.tokens.clamp(0, self.target.spec.vocabulary - 1)], 1)
         if self.parents is not None:
             return self.read(tokens, slots.length, self.mask, self.depths)
-        mask, depths = device_rows(draft.parents, draft.depth)
+        mask, depths = draft.rows()
         return self.read(tokens, slots.length, mask.contiguous(), depths.contiguous())
 
     def read(self, tokens: Tensor, starts: Tensor, mask: Tensor, depths: Tensor) -> Scores:

@@ -21,7 +21,7 @@ from outrider import generation
 from outrider.compiled import step_graphs
 from outrider.compiled.whole_step import WholeStep
 from outrider.compiled.whole_step_check import wrong
-from outrider.decoding import static
+from outrider.decoding import draft, static
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.errors import ConfigError
@@ -29,7 +29,7 @@ from outrider.nn import static_rollout
 from outrider.nn.static import Unread
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs, stacks, static_pass
+from outrider.targets import cuda_graphs, stacks
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -205,9 +205,9 @@ FAULTS = {
 
 TREE_FAULTS = {
     "a node sees all before it": (
-        static_pass, "device_rows", "mask | (at[..., None] == order)", "mask | (order[:, None] >= order)",
+        draft, "device_rows", "mask | (at[..., None] == order)", "mask | (order[:, None] >= order)",
     ),
-    "nodes are one deeper than they are": (static_pass, "device_rows", "depths + (at > 0)", "depths + 1"),
+    "nodes are one deeper than they are": (draft, "device_rows", "depths + (at > 0)", "depths + 1"),
     "how deep drafts went counts all nodes": (
         static, "reached", "torch.where(order < draft.sizes[:, None], depths[:, 1:], 0)", "depths",
     ),
