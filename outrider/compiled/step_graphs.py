@@ -185,13 +185,13 @@ class GraphBatch:
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         """Requests begin in these slots; their prompts were read."""
-        self.step.write_back()
         self.step.parts.drafter.enter(rows, state)
         for row in rows:
             self.slots.enter(row, state)
 
     def leave(self, row: int) -> None:
         """The request in this slot is over."""
+        self.step.write_back()  # before this writes some of the tensors, and the next request's prompt does
         self.slots.leave(row)
         self.drafter.free(self.memory, [row])
         self.cache.free([row])

@@ -124,7 +124,7 @@ class StepPackage:
 
     @torch.inference_mode()
     def write_back(self) -> None:
-        """Every slot's tensors are up to date afterwards; called before any of them is written."""
+        """Every slot's tensors are up to date afterwards; called before others write any of them."""
         if self._copied is not None:
             for tensor, part in zip(self.parts.tensors, self._own, strict=True):
                 tensor[self._copied] = part

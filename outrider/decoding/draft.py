@@ -54,6 +54,13 @@ class Draft:
         return draft
 
     @classmethod
+    def grown(cls, tokens: Tensor, parents: Tensor, sizes: Tensor, depth: int) -> Draft:
+        """Trees of `depth` levels at most, whose parents [B, N] only the device knows; no q."""
+        draft = cls(tokens, parents, sizes)
+        vars(draft)["depth"] = depth
+        return draft
+
+    @classmethod
     @functools.lru_cache(1024)
     def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
         """No nodes: the step is plain decoding."""
@@ -185,7 +192,7 @@ class Draft:
 
     @functools.cached_property
     def _device_rows(self) -> tuple[Tensor, Tensor]:
-        """`rows` of trees of which the host knows the depth alone; see `static.grown`."""
+        """`rows` of trees of which the host knows the depth alone; see `grown`."""
         return device_rows(self.parents, self.depth)
 
 

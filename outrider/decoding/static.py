@@ -285,11 +285,3 @@ def fixed(tokens: Tensor, parents: Sequence[int], above: Tensor, sizes: Tensor, 
     draft = Draft(tokens, above, sizes, q, branches=branches)
     vars(draft)["tree"] = (tuple(parents),)  # every slot's
     return draft
-
-
-def grown(tokens: Tensor, parents: Tensor, sizes: Tensor, depth: int) -> Draft:
-    """The draft of trees of `depth` levels at most, whose parents [B, N] only the device knows; its nodes are the
-    likeliest."""
-    draft = Draft(tokens, parents, sizes)
-    vars(draft)["depth"] = depth
-    return draft

@@ -22,6 +22,7 @@ B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nod
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,6 @@ from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import (
     Committed,
-    NoStatic,
     StaticDrafter,
     StaticRule,
     StaticSlots,
@@ -204,43 +204,51 @@ class MedusaDrafter(StateDrafter):
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None
         hidden = memory.hidden[sent(state.rows, memory.hidden.device)]
-        step = _Step(self.model, hidden, state, 1 + int(tree.depths.max()))
+        step = _Step(self.model, hidden, state.anchor, 1 + int(tree.depths.max()))
         if step.all is not None and not (drawn or state.judge.bans):
             return tree.draft(tree.choices(step.all), sizes)
+
+        def possible(nodes: Draft, new: int) -> Tensor:
+            return serving.masked(step.expand(nodes, new), nodes, state)
+
+        first = state.judge.masked(step.first())
         if not drawn:
-            return trees.ranked(step.first(), step.expand, sizes, tree)
-        draft = trees.sampled(step.first(), step.expand, sizes, state, parents=tree.parents)
+            return tree.draft(trees.ranked(first, possible, tree), sizes)
+        draft = trees.sampled(first, possible, sizes, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
 
     def static(self, memory: LastStates, is_greedy: bool) -> StaticHeads:
-        if self.model.config.sequential:
-            raise NoStatic("sequential heads draft level by level")
-        if self.model.config.drawn and not is_greedy:
-            raise NoStatic("its sampled trees are drawn level by level; set drawn to no")
-        return StaticHeads(self, memory, self.tree)
+        return StaticHeads(self, memory, is_drawn=self.model.config.drawn and not is_greedy)
 
 
 class StaticHeads(StaticDrafter):
-    """The same in a static step, for heads that know no drafted token: one product for all, and a fixed tree."""
+    """The same in a static step."""
 
-    def __init__(self, drafter: MedusaDrafter, memory: LastStates, tree: RankTree):
-        self.model, self.tree, self.was_known = drafter.model, tree, memory.known
+    code = (trees,)
+
+    def __init__(self, drafter: MedusaDrafter, memory: LastStates, is_drawn: bool):
+        self.model, self.tree, self.was_known, self.is_drawn = drafter.model, drafter.tree, memory.known, is_drawn
         self.hidden = memory.hidden
         slots, device = len(self.hidden), self.hidden.device
         self.known = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.parents, self.above = tree.parents, above(tree.parents, slots, device)
-        self.choices = tree.indices.to(device).repeat(slots, 1)
-        self.deepest = 1 + int(tree.depths.max())
+        self.parents = self.tree.parents
+        self.above, self.choices = above(self.parents, slots, device), self.tree.indices.to(device).repeat(slots, 1)
+        self.deepest = 1 + int(self.tree.depths.max())
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
             self.known[row] = self.was_known[row]
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        logits = self.model.along(self.hidden, None, self.deepest)
-        sizes = sizes_of(slots, len(self.parents), self.known)
-        tokens = logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
-        return fixed(tokens, self.parents, self.above, sizes, None)
+        step, q = _Step(self.model, self.hidden, slots.anchor, self.deepest), None
+        if self.is_drawn:
+            distribution = functools.partial(rule.distribution, slots=slots)
+            tokens, q = trees.drawn(step.first(), step.expand, self.parents, distribution, slots.streams)
+        elif step.all is None:
+            tokens = trees.ranked(step.first(), step.expand, self.tree)
+        else:
+            tokens = step.all.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
+        return fixed(tokens, self.parents, self.above, sizes_of(slots, len(self.parents), self.known), q)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         last = (committed.counts - 1).clamp(min=0)
@@ -251,27 +259,27 @@ class StaticHeads(StaticDrafter):
 
 
 class _Step:
-    """The heads' logits in one step.  hidden [B, H], of each slot's last verified token."""
+    """The heads' logits in one step.  hidden [B, H], of each slot's last verified token; anchor [B]."""
 
-    def __init__(self, model: Model, hidden: Tensor, state: DecodeState, depth: int):
-        self.model, self.hidden, self.state = model, hidden, state
+    def __init__(self, model: Model, hidden: Tensor, anchor: Tensor, depth: int):
+        self.model, self.hidden, self.anchor = model, hidden, anchor
         self.all = None if model.config.sequential else model.along(hidden, None, depth)
         """[B, depth, V], where no head depends on a drafted token; else None."""
 
     def first(self) -> Tensor:
-        """Logits [B, V] after the anchor, -inf for tokens that may not follow."""
-        return self.state.judge.masked(self._logits_after([], 1)[:, 0])
+        """Logits [B, V] after the anchor."""
+        return self._logits_after([], 1)[:, 0]
 
     def expand(self, tree: Draft, new: int) -> Tensor:
         """Logits [B, new, V] after the last nodes of the tree, as `trees.Expand`."""
-        return serving.masked(self._logits_after(trees.path(tree, new), new), tree, self.state)
+        return self._logits_after(trees.path(tree, new), new)
 
     def _logits_after(self, path: list[Tensor], new: int) -> Tensor:
         """Logits [B, new, V] after drafted tokens, [B, new] of each depth."""
         k = len(path)
         if self.all is not None:
             return self.all[:, k, None].expand(-1, new, -1)
-        words = self.model.words(torch.stack([self.state.anchor[:, None].expand(-1, new), *path], -1))
+        words = self.model.words(torch.stack([self.anchor[:, None].expand(-1, new), *path], -1))
         state = self.model.state(k, self.hidden[:, None].expand(-1, new, -1), words)
         return self.model.logits(state[..., None, :], k)[..., 0, :]
 

@@ -46,6 +46,7 @@ from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import ModelConfig, TokenRows
 from outrider.nn.serving import Branching, allowed
+from outrider.nn.static import Branched
 from outrider.targets import causal_lm
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
@@ -116,11 +117,12 @@ class SmallModel(Drafter):
     def __init__(self, model: TransformersTarget, config: Config):
         self.model, self.branching, self.config, self.steps = model, Branching(config), config, (model.step,)
         self.limit = self.branching.limit
+        self._more = max(self.limit, config.width * (config.length - 1))
+        """Columns of its cache behind a text."""
         self.room = language_model.room(model, config.kind, config.length)
 
     def allocate(self, cache: Cache) -> Memory:
-        read = self.config.width * (self.config.length - 1)
-        own = self.model.allocate(cache.slots, cache.length + max(self.limit, read), undo=self.limit)
+        own = self.model.allocate(cache.slots, cache.length + self._more, undo=self.limit)
         return Memory(own, [0] * cache.slots)
 
     def admit(
@@ -156,12 +158,12 @@ class SmallModel(Drafter):
             memory.cache.cut(row, agreed)
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticModel:
-        if self.config.width > 1:
-            raise NoStatic("its trees depend on the drafted tokens; set width to 1")
-        longest = memory.cache.length - 2 * self.limit - 1
+        longest = memory.cache.length - self._more - self.limit - 1
         if longest > self.room:
             raise NoStatic(f"a text of {longest} tokens is longer than the drafting model's context")
-        return StaticModel(self.model, memory.cache, self.limit)
+        if self.config.width > 1:
+            return StaticModelTree(self.model, memory.cache, self.branching, is_greedy)
+        return StaticModelChain(self.model, memory.cache, self.limit)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
@@ -180,20 +182,16 @@ class SmallModel(Drafter):
 
 
 class StaticModel(StaticDrafter):
-    """The same in a static step: a pass over the last two tokens of each text, then a drafted token at a time.
+    """The same in a static step: a pass over the end of each text that the model may not have read, then its draft."""
 
-    After a block that was accepted whole the model has not read the token before the anchor; else it reads it again.
-    """
-
-    def __init__(self, model: TransformersTarget, cache: SlotCache, length: int):
-        self.run = StaticPass(model, made(model, cache), (), (), 1)
-        self.model, self.caches, slots, device = model.model, self.run.caches, cache.slots, model.device
-        self.start = torch.zeros(slots, dtype=torch.int64, device=device)
-        """[B], tokens before those two."""
-        self.ends, self.counts = self.start.new_zeros(slots, 2), self.start + 1
-        """[B, 2], the last tokens, and how many there are."""
-        self.parents = range(-1, length - 1)
-        self.above = above(self.parents, slots, device)
+    def __init__(self, model: TransformersTarget, cache: SlotCache, unread: int, more: int):
+        """unread: most tokens of such an end; more: columns that a step needs besides the target's."""
+        self.run = StaticPass(model, made(model, cache), (), (), more)
+        self.model, self.caches = model.model, self.run.caches
+        self.start = torch.zeros(cache.slots, dtype=torch.int64, device=model.device)
+        """[B], tokens before the end."""
+        self.ends, self.counts = self.start.new_zeros(cache.slots, unread), self.start + 1
+        """[B, E], right-padded, and how many of it are real."""
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
@@ -202,33 +200,71 @@ class StaticModel(StaticDrafter):
             for i, token in enumerate(last):
                 self.ends[row, i] = token
 
+    def first(self) -> Tensor:
+        """Logits [B, V] after each text."""
+        logits = self.read(self.ends, self.start)
+        return logits.gather(1, (self.counts - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+
+    def read(self, tokens: Tensor, start: Tensor, tree: Draft | None = None) -> Tensor:
+        """Logits [B, n, V] of tokens [B, n] after the first start[b] of each slot; of a tree's, its anchor first."""
+        # the anchor and the rest of a text's end are a chain too; no `Draft.chain`, since a trace leaves sizes open
+        rows = Draft(tokens[:, 1:], tokens[:, 1:], self.counts, branches=False) if tree is None else tree
+        mask, depths = rows.rows()
+        run = self.run.over(self.run.tensors, caches=self.caches)
+        return run.read(tokens, start, mask.contiguous(), depths.contiguous()).logits
+
+    def end(self, slots: StaticSlots, committed: Committed, begin: Tensor) -> None:
+        """From here on the texts' ends begin so many tokens, [B], after their anchors."""
+        is_new, text = committed.counts > 0, torch.cat([slots.anchor[:, None], committed.tokens], 1)
+        at = begin.clamp(min=0)[:, None] + torch.arange(self.ends.shape[1], device=begin.device)
+        self.ends.copy_(torch.where(is_new[:, None], text.gather(1, at), self.ends))
+        self.start.copy_(torch.where(is_new, slots.length + begin, self.start))
+        self.counts.copy_(torch.where(is_new, committed.counts + 1 - begin, self.counts))
+
+
+class StaticModelChain(StaticModel):
+    """After a block that was accepted whole the model has not read the token before the anchor; else it reads it
+    again."""
+
+    def __init__(self, model: TransformersTarget, cache: SlotCache, length: int):
+        super().__init__(model, cache, 2, 1)
+        self.parents = range(-1, length - 1)
+        self.above = above(self.parents, cache.slots, model.device)
+
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        logits = self._read(self.ends, self.start)
-        logits = logits.gather(1, (self.counts - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))
-        tokens, q = list[Tensor](), list[Tensor]()
+        logits, tokens, q = self.first(), list[Tensor](), list[Tensor]()
         for depth in range(len(self.parents)):
             if depth:
-                logits = self._read(tokens[-1][:, None], self.start + self.counts + depth - 1)
-            token, own = rule.drawn(logits[:, 0], slots, depth)
+                logits = self.read(tokens[-1][:, None], self.start + self.counts + depth - 1)[:, 0]
+            token, own = rule.drawn(logits, slots, depth)
             tokens.append(token)
             q.extend([] if own is None else [own])
         sizes = sizes_of(slots, len(self.parents))
         return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
-    def _read(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Logits [B, n, V] of tokens [B, n] after the first start[b] of each slot."""
-        order = torch.arange(tokens.shape[1], device=tokens.device)
-        causal, depths = (order[:, None] >= order).expand(tokens.shape[0], -1, -1), order.expand_as(tokens)
-        run = self.run.over(self.run.tensors, caches=self.caches)
-        return run.read(tokens, start, causal.contiguous(), depths.contiguous()).logits
+    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
+        self.end(slots, committed, committed.counts - 1)
+
+
+class StaticModelTree(Branched, StaticModel):
+    """Nothing of a tree stays in the cache: accepted tokens are read again with the next one."""
+
+    def __init__(self, model: TransformersTarget, cache: SlotCache, branching: Branching, is_greedy: bool):
+        config = branching.config
+        unread = max(2, min(config.length, branching.limit) + 1)
+        super().__init__(model, cache, unread, unread + config.width * (config.length - 1))
+        self.branch(branching, is_greedy, cache.slots, model.device)
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+        first, anchor_at = self.first(), self.start + self.counts - 1
+
+        def expand(tree: Draft, new: int) -> Tensor:
+            return self.read(torch.cat([slots.anchor[:, None], tree.tokens], 1), anchor_at, tree)[:, -new:]
+
+        return self.grown(first, expand, slots, rule)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        counts, text = committed.counts, torch.cat([slots.anchor[:, None], committed.tokens], 1)
-        at = (counts - 1).clamp(min=0)[:, None] + torch.arange(2, device=counts.device)
-        is_new = counts > 0
-        self.ends.copy_(torch.where(is_new[:, None], text.gather(1, at), self.ends))
-        self.start.copy_(torch.where(is_new, slots.length + counts - 1, self.start))
-        self.counts.copy_(torch.where(is_new, 2, self.counts))
+        self.end(slots, committed, torch.ones_like(committed.counts))
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,20 +5,19 @@ B slots, n positions, C unread pairs, D modules, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft, device_rows
+from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, grown, sizes_of
+from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
 from outrider.nn import trees
 from outrider.nn.blocks import attending
 from outrider.nn.serving import Branching
-from outrider.nn.static import Unread
+from outrider.nn.static import Branched, Unread
 from outrider.targets.attention_mask import PassLayout, Tree, additive
 from outrider.targets.static_pass import StaticCache
 
@@ -132,36 +131,18 @@ class StaticChain(StaticRecurrent):
         return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
 
 
-class StaticTree(StaticRecurrent):
-    """Pairs, and a tree after them: the likeliest paths, or drawn siblings of a fixed shape."""
-
-    code = (trees,)
+class StaticTree(Branched, StaticRecurrent):
+    """Pairs, and a tree after them."""
 
     def __init__(self, model: Any, memory: Any, branching: Branching, is_greedy: bool):
-        config, limit = branching.config, branching.limit
-        self.branch, self.most, self.replacement = config.width, limit, config.replacement
-        read = min(config.width, limit) * (config.length - 1) if is_greedy else len({*branching.parents} - {-1})
-        super().__init__(model, memory, config.length, limit + 1, read)
-        self.varies = is_greedy
-        if not is_greedy:
-            self.parents = branching.parents
-            self.above = above(self.parents, len(self.counts), self.counts.device)
-
-    @property
-    def nodes(self) -> int:
-        if not self.varies:
-            return len(self.parents)
-        return trees.number_of_likeliest(self.most, width=self.branch, depth=self.length)
+        config, most = branching.config, branching.limit
+        read = min(config.width, most) * (config.length - 1) if is_greedy else len({*branching.parents} - {-1})
+        super().__init__(model, memory, config.length, most + 1, read)
+        self.branch(branching, is_greedy, len(self.counts), self.counts.device)
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
         known, expand = self.read(), self._expand()
-        first, sizes = self.first(self.outputs[:, None]), sizes_of(slots, self.nodes, known)
-        if self.varies:
-            tokens, parents = trees.likeliest(first, expand, self.most, width=self.branch, depth=self.length)
-            return grown(tokens, parents, sizes, self.length)
-        distribution = functools.partial(rule.distribution, slots=slots)
-        tokens, q = trees.drawn(first, expand, self.parents, distribution, slots.streams, self.replacement)
-        return fixed(tokens, self.parents, self.above, sizes, q)
+        return self.grown(self.first(self.outputs[:, None]), expand, slots, rule, known)
 
     def _expand(self) -> trees.Expand:
         """As `recurrent.Rollout.expand`."""
@@ -171,7 +152,7 @@ class StaticTree(StaticRecurrent):
             level, hidden = len(outputs), torch.cat(outputs, 1)
             above, first = tree.parents[:, -new:, None] + 1, min(level, modules - 1)
             before = hidden.gather(1, above.expand(-1, -1, hidden.shape[-1])).chunk(modules, -1)
-            mask, depths = device_rows(tree.parents, level)
+            mask, depths = tree.rows()
             rows, found = Tree(mask[:, 1:, 1:], depths[:, 1:] - 1), list(before)
             for module in range(first, modules):
                 features = before[module - 1 if level < modules else module]

@@ -95,13 +95,13 @@ def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def _nothing(tokens: Tensor) -> Draft:
     """A tree without nodes, in as many slots as tokens [B, W] has."""
-    return Draft(tokens[:, :0], tokens[:, :0], torch.zeros(tokens.shape[0], dtype=torch.int64))
+    return Draft.grown(tokens[:, :0], tokens[:, :0], torch.zeros(tokens.shape[0], dtype=torch.int64), 0)
 
 
 def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
     """The tree with one more level.  tokens, parents [B, W]."""
     tokens, parents = torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1)
-    return Draft(tokens, parents, torch.full((tokens.shape[0],), tokens.shape[1]))
+    return Draft.grown(tokens, parents, torch.full((tokens.shape[0],), tokens.shape[1]), tree.depth + 1)
 
 
 def _columns(values: Tensor, at: Sequence[int]) -> Tensor:
@@ -268,24 +268,24 @@ class RankTree:
 _cut = functools.lru_cache(256)(RankTree)
 
 
-def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:
-    """Every node is its rank's choice of the logits after its parent; no noise.  first [B, V], logits after the
-    anchor."""
+def ranked(first: Tensor, expand: Expand, tree: RankTree) -> Tensor:
+    """Every node is its rank's choice of the logits after its parent: tokens [B, N], without any noise.  The host reads
+    nothing.  first [B, V], logits after the anchor."""
 
     def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> list[Tensor]:
         ranks = [tree.paths[n][-1] for n in nodes]
         leading = logits.topk(1 + max(ranks), -1).indices
         return [leading[:, w, rank] for w, rank in zip(above, ranks, strict=True)]
 
-    return tree.draft(_grown(first, expand, tree.parents, best), budget)
+    return _grown(first, expand, tree.parents, best)
 
 
 def path(tree: Draft, new: int) -> list[Tensor]:
     """Tokens [B, new] of each depth, from the anchor's child down to each of the last nodes, all of one depth."""
     at = torch.arange(tree.tokens.shape[1] - new, tree.tokens.shape[1], device=tree.tokens.device)
-    at = at.expand(len(tree.tokens), -1)
+    at = at.expand(tree.tokens.shape[0], -1)
     found: list[Tensor] = []
-    while bool((at >= 0).all()):
+    for _ in range(tree.depth):
         found.insert(0, tree.tokens.gather(1, at))
         at = tree.parents.gather(1, at)
     return found

@@ -23,7 +23,7 @@ from outrider.compiled.whole_step import WholeStep
 from outrider.compiled.whole_step_check import wrong
 from outrider.decoding import draft, static
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters.small_model import Config, SmallModel
+from outrider.drafters.small_model import Config, SmallModel, StaticModel
 from outrider.errors import ConfigError
 from outrider.nn import static_rollout
 from outrider.nn.static import Unread
@@ -38,6 +38,8 @@ CASES = [
     Case("dspark"), Case("eagle3"), Case("small_model"), Case("medusa"), Case("mtp"), Case("mtp", {"modules": 1}),
     Case("eagle3", {"width": 3, "nodes": 7}), Case("dflash"), Case("dflash", {"siblings": (2, 1)}), Case("domino"),
     Case("eagle"), Case("mtp", {"width": 2, "nodes": 9}), Case("eagle", {"width": 3, "replacement": True}),
+    Case("medusa", {"sequential": True}), Case("medusa", {"drawn": False}),
+    Case("medusa", {"sequential": True, "drawn": False}), Case("small_model", {"width": 2, "nodes": 9}),
 ]  # fmt: skip
 SAMPLINGS = {
     "greedy": [Sampling()],
@@ -123,8 +125,6 @@ def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_f
     tokens behind a stop, and noise that depends on more than a slot's text.
     """
     drafter, requests, graph = drafter_for(case), requests_of(SAMPLINGS[kind]), Recording()
-    if case.kind == "medusa" and kind != "greedy":
-        drafter.model.config = drafter.model.config.model_copy(update={"drawn": False})
     plain, found = written(small, drafter, requests), written(small, drafter, requests, graph)
     # plain steps draft other trees while all live slots are greedy
     if {*case.choices} & {"siblings", "width"} and kind == "mixed":
@@ -135,12 +135,18 @@ def test_captured_steps_write_what_plain_ones_write(case, kind, small, drafter_f
     assert 1 < graph.recorded < graph.replayed
 
 
-def test_drafts_that_are_right_are_kept(small, workshop):
-    """Catches captured steps that agree with plain ones because nothing is ever accepted."""
-    drafter, requests = SmallModel(small, Config(length=4)), requests_of([Sampling()])
-    found = written(small, drafter, requests, Recording())
-    assert found == written(small, drafter, requests)
+@pytest.mark.parametrize("shape", [{}, {"width": 2}], ids=["chain", "tree"])
+def test_drafts_that_are_right_are_kept(shape, small, monkeypatch):
+    """Catches captured steps that agree with plain ones because nothing is ever accepted.
+
+    Planted: the end of a text is read one token early.
+    """
+    drafter, requests = SmallModel(small, Config(length=4, **shape)), requests_of([Sampling()])
+    plain, found = (written(small, drafter, requests, graph) for graph in (None, Recording()))
+    assert found == plain
     assert sum(accepted for _, _, accepted, _ in found) > sum(len(tokens) for tokens, *_ in found) / 2
+    planted(monkeypatch, StaticModel, "end", "slots.length + begin", "slots.length + begin - 1")
+    assert written(small, drafter, requests, Recording()) != plain
 
 
 def test_captures_serve_the_next_call(small, drafter_for):
