@@ -38,7 +38,7 @@ def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_h
     # odd numbers above 256 have nine bits, and a bfloat16 eight
     weight = weight if is_half else 2 * weight + 501
     assert (kernels.panels(weight).shape[2] * 2 == kernels.panels(weight * 0 + 257).shape[2]) is is_half
-    for rows in (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 25, 70):
+    for rows in (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 25, 70, 150):
         x = torch.randint(-9, 10, (rows, inner), generator=noise).float()
         assert torch.equal(times(x, weight).double(), x.double() @ weight.double().T), rows
 
@@ -57,6 +57,34 @@ def test_a_row_says_the_same_alone_and_among_others() -> None:
         whole = weight.clone()
         whole[-1, -1] = 1 + 2.0**-20
         assert torch.equal(times(x, whole)[:, :-1], alone[:, :-1])
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    kernels.library()  # registers it, where no test before did
+    return torch.ops.outrider.gated(x, torch.cat([kernels.panels(gate), kernels.panels(up)]), len(gate))
+
+
+@here
+@pytest.mark.parametrize("is_half", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
+def test_a_gated_product_says_what_its_plain_twin_says(outputs: int, is_half: bool) -> None:
+    """Catches a panel of the other matrix, an output that is not gated, one that is gated twice or by another thread
+    too early, and a row that hangs on its neighbours."""
+    torch.manual_seed(outputs)
+    gate, up = (weight.bfloat16().float() if is_half else weight for weight in torch.randn(2, outputs, 40))
+    for rows in (1, 2, 8, 13, 70, 150):
+        x = torch.randn(rows, 40)
+        found, (by, times_) = gated(x, gate, up), (F.linear(x.double(), weight.double()) for weight in (gate, up))
+        torch.testing.assert_close(found.double(), F.silu(by) * times_, rtol=1e-5, atol=1e-4)
+        assert torch.equal(found[-1:], gated(x[-1:], gate, up))
+
+
+@here
+def test_what_is_gated_may_be_anything() -> None:
+    """Catches an exponential that overflows, and a NaN that is lost."""
+    by = torch.tensor([-torch.inf, torch.inf, torch.nan, -200.0, -87.5, -1e-30, 0.0, 88.0, 1e30])
+    found = gated(torch.ones(1, 1), by[:, None], torch.full((9, 1), 2.1))[0]
+    torch.testing.assert_close(found, 2.1 * F.silu(by), equal_nan=True, rtol=1e-6, atol=1e-30)
 
 
 @here
@@ -205,6 +233,35 @@ def test_products_of_one_input_become_one_to_the_last_bit() -> None:
     assert rewrite.numbers_of("model.norm.weight") is None
     for found, wanted in zip(module(*given), run(*given), strict=True):
         assert torch.equal(found, wanted)
+
+
+@here
+def test_a_gate_is_multiplied_within_the_product_where_nobody_else_reads_it() -> None:
+    """Catches a part that another reads and that is gone, gate and up in the wrong places, and two that can't be one:
+    of other inputs, sizes or kinds."""
+    torch.manual_seed(4)
+    held = [kernels.panels(weight.bfloat16().float()) for weight in torch.randn(4, 64, 48)]
+    short, single = kernels.panels(torch.randn(40, 48).bfloat16().float()), kernels.panels(torch.randn(64, 48))
+    multiply = torch.ops.outrider.multiply
+
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        gate, up = (multiply(x, own, 64) for own in held[:2])
+        apart, read = (multiply(y, own, 64) for own in held[2:])
+        return (
+            F.silu(gate) * up, up * F.silu(read), read, multiply(x, single, 64) * F.silu(apart),
+            F.silu(multiply(y, short, 40)) * multiply(y, held[0], 64)[:, :40],
+        )  # fmt: skip
+
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        parts = [multiply(x, own, 64) for own in held]
+        return parts[1] * F.silu(parts[0]), F.silu(parts[2]) * parts[3], multiply(x, short, 40)
+
+    given = torch.randn(5, 48), torch.randn(5, 48)
+    left, module = rewritten(run, *given), rewritten(both, given[0])
+    assert "gated.default" not in called(left)
+    assert called(module) == ["gated.default", "gated.default", "multiply.default"]
+    for found, wanted in zip([*left(*given), *module(given[0])], [*run(*given), *both(given[0])], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-5)
 
 
 @here

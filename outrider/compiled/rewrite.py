@@ -1,15 +1,15 @@
-"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, attention is done by our
-kernel, and the cosines and sines of positions are worked out once.
+"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, an MLP's gate is multiplied
+within them, attention is done by our kernel, and the cosines and sines of positions are worked out once.
 
 A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise
-once. Results are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
+once. Products are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def with_kernels(graph: fx.Graph, panels: Mapping[str, int], holds_weights: bool
     is given its panels when it is loaded.
     """
     _attend(graph)
+    _gate(graph, panels, holds_weights)
     _join(graph, panels, holds_weights)
     _hold(graph)
     graph.lint()
@@ -62,25 +63,48 @@ def _attend(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def _gate(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
+    """silu(x G) * (x U) by `outrider::gated`, where nothing else reads the parts."""
+    multiply = torch.ops.outrider.multiply.default
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.mul.Tensor:
+            continue
+        for activated, up in (node.args, node.args[::-1]):
+            if not _is(activated, torch.ops.aten.silu.default):
+                continue
+            gate: Any = activated.args[0]
+            if not (_is(gate, multiply) and _is(up, multiply)) or gate.args[::2] != up.args[::2]:
+                continue
+            weights = [_weight(graph, each) for each in (gate, up)]
+            if weights[0].shape == weights[1].shape:
+                with graph.inserting_before(node):
+                    panels = _joined(graph, [gate, up], weights, numbers, holds_weights)
+                    found = _call(graph, torch.ops.outrider.gated.default, gate.args[0], panels, gate.args[2])
+                node.replace_all_uses_with(found)
+                for each in (node, activated, gate, up):
+                    graph.erase_node(each)
+                break
+
+
+def _is(node: Any, target: Any) -> bool:
+    """Whether this is such a call, and one other reads it."""
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
+
+
 def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
     """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
     multiply = torch.ops.outrider.multiply.default
     found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is multiply:
-            weight = operator.attrgetter(node.args[1].target)(graph.owning_module)
+            weight = _weight(graph, node)
             found[node.args[0], weight.shape[1:]].append((node, weight))  # float32 and bfloat16 differ in shape
     width = kernels.panel_width()
     for (x, _), matmuls in found.items():
-        name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in matmuls)
-        weights, start = [weight for _, weight in matmuls], 0
-        joined = weights[0]
-        if len(weights) > 1:  # a place that is never touched takes no memory
-            rows = sum(map(len, weights))
-            joined = torch.cat(weights) if holds_weights else joined.new_empty(rows, *joined.shape[1:])
-        with graph.inserting_before(matmuls[0][0]):
-            outputs = matmuls[0][0].args[2] if len(matmuls) == 1 else joined.shape[0] * width
-            whole = _call(graph, multiply, x, _constant(graph, name, joined, x.meta["val"].fake_mode), outputs)
+        (nodes, weights), start = zip(*matmuls, strict=True), 0
+        with graph.inserting_before(nodes[0]):
+            outputs = nodes[0].args[2] if len(nodes) == 1 else sum(map(len, weights)) * width
+            whole = _call(graph, multiply, x, _joined(graph, nodes, weights, numbers, holds_weights), outputs)
         for node, weight in matmuls:
             part = whole
             if len(matmuls) > 1:
@@ -89,6 +113,22 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> N
             start += weight.shape[0] * width
             node.replace_all_uses_with(part)
             graph.erase_node(node)
+
+
+def _weight(graph: fx.Graph, product: Any) -> Tensor:
+    found: Tensor = operator.attrgetter(product.args[1].target)(graph.owning_module)
+    return found
+
+
+def _joined(
+    graph: fx.Graph, products: Sequence[Any], weights: Sequence[Tensor], numbers: Mapping[str, int], holds_weights: bool
+) -> fx.Node:  # fmt: skip
+    """The panels of these products as one constant."""
+    name, joined = PREFIX + "_".join(str(numbers[node.args[1].target]) for node in products), weights[0]
+    if len(weights) > 1:  # a place that is never touched takes no memory
+        rows = sum(map(len, weights))
+        joined = torch.cat([*weights]) if holds_weights else joined.new_empty(rows, *joined.shape[1:])
+    return _constant(graph, name, joined, products[0].args[0].meta["val"].fake_mode)
 
 
 def _hold(graph: fx.Graph) -> None:

@@ -1,9 +1,9 @@
 """Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
 compiler.
 
-`multiply`, for weights in panels (see `prepacked`), and `attend`.  Both are operators of torch for eager code; compiled
-packages call them by their C names.  They are written with the compiler's own vectors: its flags say how wide these
-are.
+`multiply` and `gated`, for weights in panels (see `prepacked`), and `attend`.  All are operators of torch for eager
+code; compiled packages call them by their C names.  They are written with the compiler's own vectors: its flags say
+how wide these are.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NATIVE: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native",
 TENSOR = "AtenTensorHandle"
 SHIMS = {
     "multiply": f"AOTITorchError aoti_torch_cpu_multiply({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
+    "gated": f"AOTITorchError aoti_torch_cpu_gated({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
 """Operators, and their names for compiled packages, which call them without torch's dispatcher."""
@@ -65,8 +66,10 @@ def library() -> ctypes.CDLL | None:
 
 def _check() -> None:
     """Compare with torch.  Raises AssertionError where results differ."""
-    x, weight = torch.rand(3, 40), torch.rand(50, 40)
+    x, weight, up = torch.randn(3, 40), torch.rand(50, 40), torch.rand(50, 40)
     torch.testing.assert_close(torch.ops.outrider.multiply(x, panels(weight), 50), F.linear(x, weight))
+    gated = torch.ops.outrider.gated(x, torch.cat([panels(weight), panels(up)]), 50)
+    torch.testing.assert_close(gated, F.silu(F.linear(x, weight)) * F.linear(x, up))
     q, k, v = torch.rand(1, 2, 3, 64), torch.rand(1, 1, 40, 64), torch.rand(1, 1, 40, 64)
     mask = torch.zeros(1, 1, 3, 40).masked_fill(torch.rand(1, 1, 3, 40) < 0.2, -torch.inf)
     found = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -77,7 +80,8 @@ def _check() -> None:
 def _loaded(path: Path) -> ctypes.CDLL:
     # global: compiled packages find the kernels by their names
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    torch.library.register_fake("outrider::multiply")(lambda x, weights, outputs: x.new_empty(*x.shape[:-1], outputs))
+    for name in ("multiply", "gated"):
+        torch.library.register_fake(f"outrider::{name}")(lambda x, _w, outputs: x.new_empty(*x.shape[:-1], outputs))
     torch.library.register_fake("outrider::attend")(_attended)
     return loaded
 

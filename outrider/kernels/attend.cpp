@@ -39,9 +39,6 @@ struct Strided {  // [R, heads, n, d], the last dimension without holes
   const float* at(int64_t r, int64_t h, int64_t i) const { return data + r * row + h * head + i * step; }
 };
 
-inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-inline void store(float* at, Floats value) { *reinterpret_cast<Floats*>(at) = value; }
-
 // A load that stays in a register: GCC reads memory again for each use otherwise.
 inline Floats held_in_register(const float* at) {
   Floats value = load(at);
@@ -84,17 +81,6 @@ inline float highest_of(Floats of) {
   float most = of[0];
   for (int n = 1; n < LANES; ++n) most = std::max(most, of[n]);
   return most;
-}
-
-// e^x for x of 0 or less; 0 below -87.
-inline Floats exponential(Floats x) {
-  const Floats low = Floats{} - 87.f, held = x < low ? low : x, shift = Floats{} + 12582912.f;  // 1.5 * 2^23: rounds what is added
-  const Floats whole = held * 1.44269504f + shift, n = whole - shift;
-  const Floats left = (held - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats sum = Floats{} + 1.f / 5040;
-  for (const float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) sum = sum * left + term;
-  const Words power = reinterpret_cast<Words>(whole) << 23;
-  return x < low ? Floats{} : reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
 }
 
 struct Pass {

@@ -3,6 +3,8 @@
 // y[r, n] = sum over k of x[r, k] * w[n, k], in float32.  A panel holds 2 * LANES outputs; for each k it has their weights side by
 // side, in float32, or as bfloat16 in pairs of lanes that one shift and one mask widen exactly.  Every output is summed in the order
 // of k by fused multiply-adds, whatever else is computed with it: a row's result does not depend on how many rows there are.
+//
+// A gated product is silu(x G) * (x U), the panels of U behind those of G: an MLP's first half in one pass over x.
 
 #include <algorithm>
 #include <vector>
@@ -23,6 +25,7 @@ constexpr int MOST_ROWS = 8, MOST_SUMS = 16, NEAR = 8;
 constexpr int PANEL = 2 * LANES;
 constexpr int64_t FAR = 64;  // of k, by which reading runs ahead into L2; NEAR: from there into L1, 0 leaves that to the processor
 constexpr int64_t LINE = 16;  // words
+constexpr int64_t BUSY = 32;  // rows whose arithmetic takes longer than reading weights in bfloat16
 
 struct Single {  // weights in float32
   static constexpr int WORDS = 2;
@@ -106,25 +109,55 @@ void block(int64_t rows, const float* x, int64_t inner, const uint32_t* weights,
   }
 }
 
-// More rows than registers hold pass in blocks over a group of panels that stays in the cache.  Memory would idle behind the first
-// block, so each block fetches a share of the next group.
+// Panels [first, last) for any number of rows.  More than registers hold pass in blocks over a group of panels that stays in the
+// cache.  Memory would idle behind the first block, so each block fetches a share of the next group.
 template <class Kind>
-void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs) {
-  const int64_t count = (outputs + PANEL - 1) / PANEL;
+void blocks(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
   const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
   const int64_t together = blocks > 1 ? 4 / Kind::WORDS : 4, group = together * inner * LANES * Kind::WORDS;
+  for (int64_t p = first; p < last; p += together)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t row = rows * b / blocks, many = rows * (b + 1) / blocks - row;
+      const bool next = blocks > 1 && p + together < last && p + b > first;  // nobody fetched the first group
+      const Fetched fetched{next ? group + b * group / together / blocks : 0, LANES * Kind::WORDS / blocks};
+      block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + together), fetched);
+    }
+}
+
+// gate = silu(gate) * up, in outputs [first, last).
+void combine(float* gate, const float* up, int64_t rows, int64_t outputs, int64_t first, int64_t last) {
+  const Floats one = Floats{} + 1.f;
+  const auto combined = [&](Floats g, Floats u) {
+    const Floats e = exponential(g < Floats{} ? g : -g);
+    return g * ((g < Floats{} ? e : one) / (one + e)) * u;
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = gate + r * outputs;
+    const float* by = up + r * outputs;
+    int64_t n = first;
+    for (; n + LANES <= last; n += LANES) store(to + n, combined(load(to + n), load(by + n)));
+    for (; n < last; ++n) to[n] = combined(to[n] - Floats{}, by[n] - Floats{})[0];
+  }
+}
+
+// Each thread has panels of its own or, where it has rows enough to be busy while it reads all weights, rows: what it writes then
+// is what it reads next, and is in its own cache.  up: room for the second product of a gated one, or null.
+template <class Kind>
+void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, float* up, int64_t outputs) {
+  const int64_t count = (outputs + PANEL - 1) / PANEL;
   const bool alone = rows * inner * outputs < SMALL;
 #pragma omp parallel if (!alone)
   {
     const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
-    const int64_t first = count * own / threads, last = count * (own + 1) / threads;
-    for (int64_t p = first; p < last; p += together)
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t row = rows * b / blocks, many = rows * (b + 1) / blocks - row;
-        const bool next = blocks > 1 && p + together < last && p + b > first;  // nobody fetched the first group
-        const Fetched fetched{next ? group + b * group / together / blocks : 0, LANES * Kind::WORDS / blocks};
-        block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + together), fetched);
-      }
+    const bool by_rows = rows >= BUSY * Kind::WORDS * threads;
+    const int64_t all = by_rows ? rows : count, begin = all * own / threads, end = all * (own + 1) / threads;
+    const int64_t row = by_rows ? begin : 0, many = by_rows ? end - begin : rows, at = row * outputs;
+    const int64_t first = by_rows ? 0 : begin, last = by_rows ? count : end;
+    blocks<Kind>(x + row * inner, many, inner, weights, y + at, outputs, first, last);
+    if (up) {
+      blocks<Kind>(x + row * inner, many, inner, weights + count * inner * LANES * Kind::WORDS, up + at, outputs, first, last);
+      combine(y + at, up + at, many, outputs, first * PANEL, std::min(outputs, last * PANEL));
+    }
   }
 }
 
@@ -132,10 +165,12 @@ void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weigh
 
 extern "C" int outrider_panel() { return PANEL; }
 
-// x [..., inner] float32 and contiguous, weights [panels, inner, LANES * Kind::WORDS] int32; result [..., outputs].
-extern "C" AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle x, AtenTensorHandle weights, int64_t outputs, AtenTensorHandle* result) {
+namespace {
+
+AOTITorchError product(AtenTensorHandle x, AtenTensorHandle weights, int64_t outputs, bool is_gated, AtenTensorHandle* result) {
   int64_t dims = 0, *sizes = nullptr, *words = nullptr;
-  void *from = nullptr, *by = nullptr, *to = nullptr;
+  void *from = nullptr, *by = nullptr, *to = nullptr, *second = nullptr;
+  AtenTensorHandle up = nullptr;
   sure(aoti_torch_get_dim(x, &dims));
   sure(aoti_torch_get_sizes(x, &sizes));
   sure(aoti_torch_get_sizes(weights, &words));
@@ -149,21 +184,40 @@ extern "C" AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle x, AtenTensor
   sure(aoti_torch_get_data_ptr(x, &from));
   sure(aoti_torch_get_data_ptr(weights, &by));
   sure(aoti_torch_get_data_ptr(*result, &to));
+  if (is_gated) {
+    sure(aoti_torch_empty_strided(dims, shape.data(), strides.data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &up));
+    sure(aoti_torch_get_data_ptr(up, &second));
+  }
   const auto multiply_by = words[2] == LANES ? multiply<Half> : multiply<Single>;
-  multiply_by(static_cast<float*>(from), rows, inner, static_cast<uint32_t*>(by), static_cast<float*>(to), outputs);
+  multiply_by(static_cast<float*>(from), rows, inner, static_cast<uint32_t*>(by), static_cast<float*>(to), static_cast<float*>(second), outputs);
+  if (up) sure(aoti_torch_delete_tensor_object(up));
   return AOTI_TORCH_SUCCESS;
+}
+
+}  // namespace
+
+// x [..., inner] float32 and contiguous, weights [panels, inner, LANES * Kind::WORDS] int32; result [..., outputs].
+extern "C" AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle x, AtenTensorHandle weights, int64_t outputs, AtenTensorHandle* result) {
+  return product(x, weights, outputs, false, result);
+}
+
+// The same of twice as many panels: half of them G's, then U's.
+extern "C" AOTITorchError aoti_torch_cpu_gated(AtenTensorHandle x, AtenTensorHandle weights, int64_t outputs, AtenTensorHandle* result) {
+  return product(x, weights, outputs, true, result);
 }
 
 namespace {
 
+template <AOTITorchError called(AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)>
 void boxed(uint64_t* stack, uint64_t, uint64_t) {
   AtenTensorHandle x = reinterpret_cast<AtenTensorHandle>(stack[0]), weights = reinterpret_cast<AtenTensorHandle>(stack[1]), result;
-  aoti_torch_cpu_multiply(x, weights, static_cast<int64_t>(stack[2]), &result);
+  called(x, weights, static_cast<int64_t>(stack[2]), &result);
   sure(aoti_torch_delete_tensor_object(x));
   sure(aoti_torch_delete_tensor_object(weights));
   stack[0] = reinterpret_cast<uint64_t>(result);
 }
 
-const Operator multiplies("multiply", "multiply(Tensor x, Tensor weights, int outputs) -> Tensor", boxed);
+const Operator multiplies("multiply", "multiply(Tensor x, Tensor weights, int outputs) -> Tensor", boxed<aoti_torch_cpu_multiply>);
+const Operator gates("gated", "gated(Tensor x, Tensor weights, int outputs) -> Tensor", boxed<aoti_torch_cpu_gated>);
 
 }  // namespace

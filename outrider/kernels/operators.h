@@ -1,7 +1,9 @@
-// Shared by our kernels: vectors as wide as compiler flags say (AVX-512, AVX2, NEON), threads, and the registration of operators.
+// Shared by our kernels: vectors as wide as compiler flags say (AVX-512, AVX2, NEON) and e^x of them, threads, and the registration
+// of operators.
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 
 #ifdef _OPENMP
@@ -26,6 +28,20 @@ constexpr int LANES = BYTES / 4;
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(BYTES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(4)));
+
+inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
+inline void store(float* at, Floats value) { *reinterpret_cast<Floats*>(at) = value; }
+
+// e^x for x of 0 or less; 0 below -87.
+inline Floats exponential(Floats x) {
+  const Floats low = Floats{} - 87.f, held = x < low ? low : x, shift = Floats{} + 12582912.f;  // 1.5 * 2^23: rounds what is added
+  const Floats whole = held * 1.44269504f + shift, n = whole - shift;
+  const Floats left = (held - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats sum = Floats{} + 1.f / 5040;
+  for (const float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) sum = sum * left + term;
+  const Words power = reinterpret_cast<Words>(whole) << 23;
+  return x < low ? Floats{} : reinterpret_cast<Floats>(reinterpret_cast<Words>(sum) + power);
+}
 
 constexpr int64_t SMALL = 1 << 16;  // multiply-adds below which a second thread costs more than it saves
 
