@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MADE = {"dspark": CHECKPOINT, "dflash": ROOT / "runs" / "demo-dflash" / "checkpoint"}
 TRAINED = ("domino", "deer", "eagle", "eagle3", "confu", "peagle", "specblock", "medusa", "hydra", "mtp")
 UNTRAINED = ("ngram", "suffix", "recycle", "jacobi", "graft", "mix", "small_model", "layer_skip")
-ONE_CALL = ("dspark", "dflash", "medusa", "eagle", "eagle3", "mtp")
+ONE_CALL = ("dspark", "small_model", "eagle", "eagle3", "medusa", "hydra", "mtp")
 WANTED = 0.95
 
 
