@@ -263,12 +263,14 @@ def bounds(found: dict[str, Any]) -> str:
         ]  # fmt: skip
         rows = f"{both[0]['rows']:.1f}" if "rows" in both[0] else ""
         cells += [""] * (8 - len(cells))
+        cells += [step_of_models(own, name, way, temperature) for temperature in (0.0, 1.0)]
         lines.append([name, way, rows, both[0].get("set_by", ""), *(parts or ["", ""]), *cells])
     heads = ["drafter", "steps of", "rows", "set by", "draft, ms", "verify, ms"]
     heads += [
         f"{head} at {temperature}" for temperature in (0, 1)
         for head in ("tokens per step", "over plain", "bound", "of it")
     ]  # fmt: skip
+    heads += ["a step over models at 0", "a step over models at 1"]
     speeds = f"reads {found['read_gb_s']:.0f} GB/s, multiplies {found['peak_gflop_s']:.0f} GFLOP/s"
     plain = "; ".join(
         f"{way}, temperature {temperature:g}: {row['ms_per_step']:.2f} ms, {100 * row['overhead']:.0f} % of it the loop"
@@ -277,7 +279,13 @@ def bounds(found: dict[str, Any]) -> str:
     short = [one for one in found["promises"] if not one["holds"]]
     said = f"{_machine(found)} The machine {speeds}. A plain step of {plain}."
     held = f"{len(found['promises']) - len(short)} of {len(found['promises'])} reach what was wanted."
-    return "\n\n".join([said, _table(heads, lines, slice(4, 14)), held])
+    return "\n\n".join([said, _table(heads, lines, slice(4, 16)), held])
+
+
+def step_of_models(own: dict[Any, dict[str, Any]], name: str, way: str, temperature: float) -> str:
+    """A step's time over that within the models' calls, where these are several."""
+    step, models = own.get((name, way, temperature)), own.get((name, "several calls", temperature))
+    return f"{step['ms_per_step'] / models['model_ms_per_step']:.2f}" if step and models else ""
 
 
 def one_call(found: dict[str, Any]) -> str:
@@ -1116,7 +1124,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "machines": machines, "families": families, "every_family": every_family, "loading": loading,
     "soak": soak, "soak_compiled": soak,
     "kills": kills, "distributed": distributed, "plan": plan,
-    "versus_transformers": versus_transformers, "bounds": bounds, "bounds_trees": bounds, "overhead": overhead,
+    "versus_transformers": versus_transformers, "bounds": bounds, "overhead": overhead,
     "overhead_avx2": overhead, "one_call": one_call, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
