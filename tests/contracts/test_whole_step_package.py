@@ -15,6 +15,7 @@ from test_whole_step import SAMPLINGS, V, requests_of, written
 from outrider import generation
 from outrider.compiled.step_package import CompiledWholeStep, StepPackage
 from outrider.decoding.protocols import Drafter
+from outrider.sampling.settings import Sampling
 from outrider.targets import stacks
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
@@ -61,6 +62,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a package, what it would be made of."""
+
+    def take(self: CompiledWholeStep, build: bool) -> None:
+        self.example()  # opens the caches of what is traced
+        self.graph = SimpleNamespace(forward=torch.inference_mode()(self.traced))
+
+    monkeypatch.setattr(CompiledWholeStep, "get", take)
+
+
 def compare(case: Case, kind: str, target: Any, workshop: Workshop, launched: list[list[int]]) -> None:
     """Uneven prompts, slots that are used again and slots between which none is live, ends by token, length and the
     host's stop, caches that grow.  A second batch begins with nothing of the first."""
@@ -101,16 +113,25 @@ def test_packaged_trees_are_those_of_plain_steps(fast, workshop, launched, monke
 
 
 @pytest.mark.parametrize(("case", "kind"), ALL, ids=[f"{case}-{kind}" for case, kind in ALL])
-def test_what_is_compiled_writes_what_plain_steps_write(case, kind, fast, workshop, launched, monkeypatch):
+def test_what_is_compiled_writes_what_plain_steps_write(case, kind, fast, workshop, launched, not_compiled):
     """The same of what would be compiled, for more drafters than there is time to compile: catches tensors of slots
     that are not side by side which are written back too late, over those of the next request."""
-
-    def not_compiled(self: CompiledWholeStep, build: bool) -> None:
-        self.example()  # opens the caches of what is traced
-        self.graph = SimpleNamespace(forward=torch.inference_mode()(self.traced))
-
-    monkeypatch.setattr(CompiledWholeStep, "get", not_compiled)
     compare(case, kind, fast, workshop, launched)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "small_model"])
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_trees_of_other_shapes_are_other_packages(kind, is_greedy, fast, workshop, not_compiled):
+    """Catches a package on disk that is taken for one of another width, depth or number of nodes."""
+    shapes: list[dict[str, int]] = [{"width": 2}, {"width": 3}, {"width": 2, "nodes": 5}, {"width": 2, "length": 2}]
+    asked = Sampling(temperature=0.0 if is_greedy else 0.8)
+    keys = set()
+    for shape in shapes:
+        drafter = workshop.build(Case(kind, shape), fast)
+        written(fast, drafter, requests_of([asked])[:1], packages=True)
+        [made] = vars(drafter)["whole_steps"].values()
+        keys.add(repr(made.settings()))
+    assert len(keys) == len(shapes)
 
 
 @pytest.mark.slow
