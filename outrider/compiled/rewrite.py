@@ -115,20 +115,20 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> N
             graph.erase_node(node)
 
 
-def _weight(graph: fx.Graph, product: Any) -> Tensor:
-    found: Tensor = operator.attrgetter(product.args[1].target)(graph.owning_module)
+def _weight(graph: fx.Graph, matmul: Any) -> Tensor:
+    found: Tensor = operator.attrgetter(matmul.args[1].target)(graph.owning_module)
     return found
 
 
 def _joined(
-    graph: fx.Graph, products: Sequence[Any], weights: Sequence[Tensor], numbers: Mapping[str, int], holds_weights: bool
+    graph: fx.Graph, matmuls: Sequence[Any], weights: Sequence[Tensor], numbers: Mapping[str, int], holds_weights: bool
 ) -> fx.Node:  # fmt: skip
     """The panels of these products as one constant."""
-    name, joined = PREFIX + "_".join(str(numbers[node.args[1].target]) for node in products), weights[0]
+    name, joined = PREFIX + "_".join(str(numbers[node.args[1].target]) for node in matmuls), weights[0]
     if len(weights) > 1:  # a place that is never touched takes no memory
         rows = sum(map(len, weights))
         joined = torch.cat([*weights]) if holds_weights else joined.new_empty(rows, *joined.shape[1:])
-    return _constant(graph, name, joined, products[0].args[0].meta["val"].fake_mode)
+    return _constant(graph, name, joined, matmuls[0].args[0].meta["val"].fake_mode)
 
 
 def _hold(graph: fx.Graph) -> None:
