@@ -147,10 +147,10 @@ def test_the_short_way_drafts_what_the_long_way_does(target):
     for nodes in range(1, len(BUSHY) + 1):
         tree, budget = drafter.tree.first(nodes), torch.tensor([nodes, 1])
         with torch.no_grad():
-            step = medusa._Step(model, hidden, state, 3)
+            step = medusa._Step(model, hidden, state.anchor, 3)
             short, long = (
                 tree.draft(tree.choices(step.all), budget),
-                trees.ranked(step.first(), step.expand, budget, tree),
+                tree.draft(trees.ranked(step.first(), step.expand, tree), budget),
             )
         for one, other in ((short.tokens, long.tokens), (short.parents, long.parents), (short.sizes, long.sizes)):
             assert torch.equal(one, other)
