@@ -248,7 +248,8 @@ def test_a_gate_is_multiplied_within_the_product_where_nobody_else_reads_it() ->
         gate, up = (multiply(x, own, 64) for own in held[:2])
         apart, read = (multiply(y, own, 64) for own in held[2:])
         return (
-            F.silu(gate) * up, up * F.silu(read), read, multiply(x, single, 64) * F.silu(apart),
+            F.silu(gate) * up, up * F.silu(read), read, multiply(y, single, 64) * F.silu(apart),
+            F.silu(multiply(x, held[2], 64)) * multiply(y, held[3], 64),
             F.silu(multiply(y, short, 40)) * multiply(y, held[0], 64)[:, :40],
         )  # fmt: skip
 

@@ -47,10 +47,8 @@ class CompiledWholeStep(Compiled):
         names = sorted({each.__module__ for each in kinds if each.__module__.startswith("outrider.")})
         rest = compiled, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
         sizes = [(name, each) for name, each in vars(drafter).items() if isinstance(each, int)]
-        tree, drawn = (
-            getattr(getattr(drafter, "tree", None), "paths", None),
-            (self.is_greedy, self.parts.slots.has_seeded),
-        )
+        tree = getattr(getattr(drafter, "tree", None), "paths", None)
+        drawn = self.is_greedy, self.parts.slots.has_seeded
         configs = [repr(getattr(its, "config", None)) for its in (drafter.model, getattr(drafter, "branching", None))]
         shape = [*drafter.parents], drafter.varies, target.taps, drawn, sizes, tree, configs
         called = *rest, *drafter.code, *(sys.modules[name] for name in names)

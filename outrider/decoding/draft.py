@@ -187,13 +187,18 @@ class Draft:
         if self.branches:
             is_known = "tree" in vars(self) or "depth" not in vars(self)
             return _rows(self.tree, self.tokens.device) if is_known else self._device_rows
-        order = torch.arange(nodes + 1, device=self.tokens.device)
-        return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
+        return chain_rows(slots, nodes + 1, self.tokens.device)
 
     @functools.cached_property
     def _device_rows(self) -> tuple[Tensor, Tensor]:
         """`rows` of trees of which the host knows the depth alone; see `grown`."""
         return device_rows(self.parents, self.depth)
+
+
+def chain_rows(slots: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """As `Draft.rows`, of chains of so many rows, the first included."""
+    order = torch.arange(rows, device=device)
+    return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
 
 
 def device_rows(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:

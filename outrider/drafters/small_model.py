@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, chain_rows
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import (
@@ -207,9 +207,7 @@ class StaticModel(StaticDrafter):
 
     def read(self, tokens: Tensor, start: Tensor, tree: Draft | None = None) -> Tensor:
         """Logits [B, n, V] of tokens [B, n] after the first start[b] of each slot; of a tree's, its anchor first."""
-        # the anchor and the rest of a text's end are a chain too; no `Draft.chain`, since a trace leaves sizes open
-        rows = Draft(tokens[:, 1:], tokens[:, 1:], self.counts, branches=False) if tree is None else tree
-        mask, depths = rows.rows()
+        mask, depths = chain_rows(tokens.shape[0], tokens.shape[1], tokens.device) if tree is None else tree.rows()
         run = self.run.over(self.run.tensors, caches=self.caches)
         return run.read(tokens, start, mask.contiguous(), depths.contiguous()).logits
 

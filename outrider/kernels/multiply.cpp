@@ -112,7 +112,7 @@ void block(int64_t rows, const float* x, int64_t inner, const uint32_t* weights,
 // Panels [first, last) for any number of rows.  More than registers hold pass in blocks over a group of panels that stays in the
 // cache.  Memory would idle behind the first block, so each block fetches a share of the next group.
 template <class Kind>
-void blocks(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
+void in_blocks(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
   const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
   const int64_t together = blocks > 1 ? 4 / Kind::WORDS : 4, group = together * inner * LANES * Kind::WORDS;
   for (int64_t p = first; p < last; p += together)
@@ -153,9 +153,9 @@ void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weigh
     const int64_t all = by_rows ? rows : count, begin = all * own / threads, end = all * (own + 1) / threads;
     const int64_t row = by_rows ? begin : 0, many = by_rows ? end - begin : rows, at = row * outputs;
     const int64_t first = by_rows ? 0 : begin, last = by_rows ? count : end;
-    blocks<Kind>(x + row * inner, many, inner, weights, y + at, outputs, first, last);
+    in_blocks<Kind>(x + row * inner, many, inner, weights, y + at, outputs, first, last);
     if (up) {
-      blocks<Kind>(x + row * inner, many, inner, weights + count * inner * LANES * Kind::WORDS, up + at, outputs, first, last);
+      in_blocks<Kind>(x + row * inner, many, inner, weights + count * inner * LANES * Kind::WORDS, up + at, outputs, first, last);
       combine(y + at, up + at, many, outputs, first * PANEL, std::min(outputs, last * PANEL));
     }
   }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, chain_rows
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
 from outrider.nn import trees
@@ -83,8 +83,7 @@ class StaticRecurrent(Unread):
         from there on, over its last n."""
         model, [cache], width = self.model, self.caches, tokens.shape[1]
         if tree is None:
-            order = torch.arange(width, device=start.device)
-            tree = Tree((order[:, None] >= order).expand(tokens.shape[0], -1, -1), order[None])
+            tree = Tree(*chain_rows(tokens.shape[0], width, start.device))
         nodes, limit = tree.mask.shape[-1], model.limits[module]
         layout = PassLayout(start, cache.columns, nodes)
         at = layout.positions(tree.depths[:, -width:])
