@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SITE := build/site-venv
 
-.PHONY: demo demo-short test test-all lint audit wheel site install kernels clean
+.PHONY: demo demo-short test test-all faults lint audit wheel site install kernels clean
 
 demo: install  ## train a drafter for the demo target and prove it
 	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
@@ -18,11 +18,20 @@ demo-short: install  ## the same road for CI: fewer answers, steps and prompts
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
 		'evaluate.baselines=[ngram, small_model]'
 
-test: install kernels lint  ## everything that fits into 10 minutes
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-test-all: install kernels lint  ## and what does not; at most an hour
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+test: install kernels  ## the cheapest tests that catch every known fault: five minutes on two cores
+	$(PYTEST) -m "not slow"
+
+test-all: install kernels  ## all tests: half an hour on two cores; SEED=N repeats a run's random samples
+	$(PYTEST) $(if $(SEED),--seed $(SEED))
+
+RECORDING := build/recording
+
+faults: install kernels  ## plant every known fault, and see that make test notices each: at most 90 minutes
+	rm -rf $(RECORDING)
+	$(BIN)/python scripts/recording.py $(RECORDING) -n auto --maxprocesses 4 --dist worksteal -m "not slow"
+	$(BIN)/python scripts/faults.py $(RECORDING) --json build/faults.json
 
 lint: install
 	$(BIN)/ruff check .

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
+import re
 import typing
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,7 @@ if os.environ.setdefault("OUTRIDER_TEST_DEVICE", "cpu") == "cpu":
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 from transformers import (
     Gemma4AssistantConfig,
@@ -88,6 +92,53 @@ def scaled(model: PreTrainedModel, by: float = 2.0) -> PreTrainedModel:
             if weight.dim() > 1:
                 weight *= by
     return model
+
+
+# ── which tests run, and what is said of it ──────────────────────────────────────────────────────────────────────────
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="of the cases that `sampled` draws")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # set before test files are imported, whose parameters are drawn then; workers of xdist are given the same options
+    os.environ["OUTRIDER_TEST_SEED"] = str(config.getoption("--seed"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"sampled cases: --seed {config.getoption('--seed')}"
+
+
+MAY_BE_MISSING = re.compile("vLLM|browser|CUDA|Python 3")
+"""What a test may be skipped for; all else is installed by `make test`."""
+
+
+def _skipped(config: pytest.Config) -> Counter[str]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", []) if reporter else []
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in sorted(_skipped(config).items()):
+        allowed = "" if MAY_BE_MISSING.search(reason) else "  <- no reason to skip a test"
+        terminalreporter.write_line(f"skipped {count:4} x {reason}{allowed}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that is skipped for another reason protects nobody, so the run fails."""
+    if session.exitstatus == 0 and not all(map(MAY_BE_MISSING.search, _skipped(session.config))):
+        session.exitstatus = 1
+
+
+def sampled(values: Iterable[Any], count: int, corners: Iterable[Any] = ()) -> list[Any]:
+    """`count` of a large grid's cells, drawn by `--seed`, and the corners that have failed before."""
+    values, corners = list(values), list(corners)
+    rest = [value for value in values if value not in corners]
+    drawn = random.Random(int(os.environ.get("OUTRIDER_TEST_SEED", "0"))).sample(rest, min(count, len(rest)))
+    return [value for value in values if value in corners or value in drawn]
 
 
 PAYS, SHIPPED = compiled.Compiled._pays, named.DEFAULT
@@ -251,6 +302,8 @@ class Workshop:
     """Builds small drafters for any target."""
 
     folder: Path
+    shared: Path
+    """Of all workers of the run."""
 
     def config(self, case: Case, target: Target) -> object:
         schema = drafters.find(case.kind).Config
@@ -318,7 +371,10 @@ class Workshop:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("models"))
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained"
+    shared.mkdir(exist_ok=True)
+    return Workshop(tmp_path_factory.mktemp("models"), shared)
 
 
 def batch_of(target: Target, taps: tuple[int, ...], tokens: torch.Tensor) -> Batch:
@@ -360,15 +416,21 @@ def drafter_of(
 def trained_drafters(
     workshop: Workshop, target: Any, prompts: list[list[int]], plain: Plain
 ) -> Callable[[Case], Drafter]:
-    """Drafters for a target; those that learn are trained on its texts, each once."""
+    """Drafters for a target; those that learn are trained on its texts, each once for all workers."""
 
     @functools.cache
     def made(case: Case) -> Drafter:
         if not case.trains:
             return workshop.build(case, target)
         model = workshop.model(case, target)
-        texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts], device=target.device)
-        train(model, batch_of(target, model.taps, texts), 60)
+        weights = workshop.shared / f"{target.spec.name}-{target.spec.vocabulary}-{target.spec.hidden}-{case}.pt"
+        with FileLock(f"{weights}.lock"):
+            if weights.exists():
+                model.load_state_dict(torch.load(weights))
+            else:
+                texts = [(prompt + plain(target, prompt, 48))[:40] for prompt in prompts]
+                train(model, batch_of(target, model.taps, torch.tensor(texts, device=target.device)), 60)
+                torch.save(model.state_dict(), weights)
         return model.eval().drafter()
 
     return made

@@ -1,0 +1,1075 @@
+"""Faults that were made and found, or nearly made: each must be noticed by a test of `make test`.
+
+An edit names the function, class or constant it changes, wherever in the package that is, the text that stands there and
+the text that was, or could be, wrong.  `faults.py` plants them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planting import Edit
+
+
+class Fault(NamedTuple):
+    name: str
+    """What a user would see."""
+    edits: tuple[Edit, ...]
+
+
+def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
+    return Fault(name, tuple(Edit(*edit) for edit in edits))
+
+
+FAULTS = [
+    # decoding
+    fault(
+        "the residual is not carried to the next sibling, which is tested against what its elder was",
+        ("walk", "residual(left, q), left)", "residual(p[torch.arange(slots), at + 1], q), left)"),
+    ),
+    fault(
+        "all nodes throw the same acceptance coin",
+        ("walk", "streams.uniform(depth, Purpose.ACCEPT, salt=n)", "streams.uniform(0, Purpose.ACCEPT)"),
+        ("coins", "uniform(n, Purpose.ACCEPT, salt=n)", "uniform(0 * n, Purpose.ACCEPT)"),
+    ),
+    fault(
+        "a draft's id outside the vocabulary is not counted as a rejection",
+        ("walk", "went = tested & known[:, n] & passed", "went = tested & passed"),
+    ),
+    fault(
+        "the bonus token comes from the wrong row",
+        ("walk", "went[:, None], p[:, n + 1], left", "went[:, None], p[:, n], left"),
+        ("accept_greedy", "following.append(wanted[at + 1])", "following.append(wanted[max(at, 0)])"),
+        ("Chain.accepted", "left = self.p[slots, counts]", "left = self.p[slots, (counts - 1).clamp(min=0)]"),
+    ),
+    fault(
+        "the tree mask is one column wide: a node sees its sibling",
+        (
+            "_ancestry",
+            "sees[n + 1] |= sees[parent + 1]",
+            "sees[n + 1] |= sees[parent + 1]\n        sees[n + 1, n] = True",
+        ),
+    ),
+    fault(
+        "the position id of a drafted node is one off",
+        ("_rows", "[[0, *(depth + 1 for depth in own)]", "[[0, *(depth + 2 for depth in own)]"),
+    ),
+    fault(
+        "a slot that was cut inside a block keeps its last token in the cache",
+        ("step", "path if following >= 0 else path[:-1] for path, following", "path for path, following"),
+    ),
+    fault(
+        "the noise of a rejected draft is used again at the next step",
+        ("Streams._hash", "counter = counter + _mix(self.index + 1)", "pass"),
+    ),
+    fault(
+        "every stage reads from the position of the oldest token in flight",
+        ("cycles", "own.states, anchor_at + after)", "own.states, anchor_at)"),
+    ),
+    fault(
+        "q is not the distribution drawn from: the temperature is left out of it",
+        ("Judge.drawn", "return q, streams.draw(q, depth,", "return logits.softmax(-1), streams.draw(q, depth,"),
+    ),
+    fault(
+        "an end token inside an accepted block does not end the text there",
+        ("DecodeState.push", "if token in self.ends), None)", "if token in self.ends and i == count - 1), None)"),
+    ),
+    fault(
+        "requests swap their seeds when slots change places",
+        (
+            "DecodeState._select",
+            "sent([self.seeds[row] for row in self.rows], self.device)",
+            "sent([self.seeds[row] for row in sorted(self.rows)], self.device)",
+        ),
+    ),
+    # sampling
+    fault(
+        "the greedy path accepts a node whose parent was rejected",
+        (
+            "accept_greedy",
+            "if parents[n] == at and tokens[n] == wanted[at + 1]:",
+            "if tokens[n] == wanted[parents[n] + 1]:",
+        ),
+    ),
+    fault(
+        "a grammar compiled for other end tokens is reused after the ends were changed",
+        (
+            "Grammar.compiled",
+            "        if target.ends not in compilers:\n            compilers[target.ends] = _compiler(target)\n        return compilers[target.ends](self)",
+            "        if not compilers:\n            compilers[target.ends] = _compiler(target)\n        return next(iter(compilers.values()))(self)",
+        ),
+    ),
+    fault(
+        "a text's last piece is given to the next request in its slot",
+        ("SamplingJudge.free", "        self._texts.pop(row, None)", "        pass"),
+    ),
+    fault(
+        "NaN logits in the second slot of a batch are decoded as token 0",
+        (
+            "SamplingJudge._wrong_numbers",
+            "for row in best.tolist() for value in row)",
+            "for row in best.tolist()[:1] for value in row)",
+        ),
+    ),
+    fault(
+        "a sampled token that the target can't emit is pruned instead of kept as the last of its branch",
+        ("pruned", "if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))", "if stays"),
+    ),
+    fault(
+        "penalties ignore the tokens drafted before a node on its path",
+        ("_penalise", "for token, more in Counter(path).items()", "for token, more in Counter(path[:0]).items()"),
+    ),
+    fault(
+        "a grammar's state is not advanced by committed tokens", ("Prefix.push", "self.automaton.push(tokens)", "pass")
+    ),
+    fault(
+        "min_new_tokens counts from the beginning of the prompt",
+        ("Prefix.forbidden", "if len(self.tokens) - self.start + len(path) <", "if len(self.tokens) + len(path) <"),
+    ),
+    fault(
+        "a stop string that spans two steps is missed",
+        (
+            "TextStream.take",
+            "len(self._held) - max((len(begin) for begin",
+            "len(self._held) - 0 * max((len(begin) for begin",
+        ),
+    ),
+    fault(
+        "a streamed text loses characters when old tokens leave the decoding window",
+        ("TextStream._forget", "context, len(context), len(final)", "context, len(context), self._final_length"),
+    ),
+    # policies
+    fault(
+        "adaptive drafting is judged by the acceptance of the previous request for hundreds of tokens",
+        ("Acceptance.meet", "if self.serving.get(row) is not state.requests[row]]", "if row not in self.serving]"),
+    ),
+    fault(
+        "a later confidence decides about an earlier token: a policy cuts by the least of all",
+        (
+            "ByConfidence.keep",
+            "confidence.cumprod(-1) >= self.min_confidence",
+            "confidence.amin(-1, True).expand_as(confidence) >= self.min_confidence",
+        ),
+    ),
+    fault(
+        "by_load ignores a request's own limit on drafts",
+        ("ByLoad.budget", "[max(0, min(self.asking, own)) for own in room]", "[self.asking for own in room]"),
+    ),
+    fault(
+        "what changes with swapped words is preferred",
+        ("Counterfactual._scores", "scores - self.beta * divergences", "scores + self.beta * divergences"),
+    ),
+    fault(
+        "the reported distance of a lossy rule counts tokens after the end of the text",
+        ("LossyJudge.observe", "self._last[b, :count].sum()", "self._last[b].sum()"),
+    ),
+    fault(
+        "allow_lossy: 'no' allows a lossy verification",
+        ("check_verification", "if allow_lossy is not True:", "if not allow_lossy:"),
+    ),
+    fault(
+        "a relay hands over one token late", ("Segments.after", "since >= self.min_tokens", "since > self.min_tokens")
+    ),
+    fault(
+        "the target adds a token of its own to a relayed segment",
+        ("Relay.__call__", "return ending_in_draft(draft, accepted, is_whole)", "return accepted"),
+    ),
+    # retrieval
+    fault(
+        "matches in a corpus run across the border of two documents",
+        ("_write_tokens", ".tobytes() + separator)", ".tobytes())"),
+    ),
+    fault(
+        "building a corpus deletes the files of another build that is still running",
+        (
+            "_part_folder",
+            "with contextlib.suppress(OSError), held(left, BlockingIOError(), 0):",
+            "with contextlib.suppress(OSError):",
+        ),
+    ),
+    fault(
+        "in a merged proposal a child can come before its parent when both have the same share",
+        ("merged", "(-node[1], len(node[0]))", "(-node[1], -len(node[0]))"),
+    ),
+    fault(
+        "a corpus made with another tokenizer proposes its token ids anyway",
+        ("Corpus.open", "not in (None, tokenizer_hash):", "is None:"),
+    ),
+    fault(
+        "an n-gram memory shared within a tenant shows one tenant's text in another tenant's drafts",
+        ("Tries.of", 'self.by_tenant.of(tenant if self.shared == "tenant" else "")', 'self.by_tenant.of("")'),
+    ),
+    # nn
+    fault(
+        "a member of a mix is shown the taps of another member",
+        ("Ensemble._tapped", "[self.taps.index(layer) for layer in drafter.taps]", "[*range(len(drafter.taps))]"),
+    ),
+    fault(
+        "a drafter with a reduced vocabulary proposes other tokens than its head meant",
+        ("ReducedHead.begin", "self.d2t.copy_(ids - torch.arange(size, device=ids.device))", "self.d2t.copy_(ids)"),
+    ),
+    fault(
+        "a tap is read one row off",
+        ("FeatureBuffer.observe", "(features[b], accepted.rows(b))", "(features[b], [0, *accepted.rows(b)[:-1]])"),
+    ),
+    fault(
+        "a slot given to a new request keeps a drafter's memory of the old one",
+        ("FeatureDrafter.free", "        memory.kv_cache.free(rows)\n", ""),
+    ),
+    fault(
+        "medusa drafts a new request from the hidden state of the request before it",
+        ("StateDrafter.free", "            memory.known[row] = False", "            pass"),
+    ),
+    fault(
+        "features of a finished request are read for the next request in its slot",
+        ("FeatureBuffer.free", "        self._flush()\n", ""),
+    ),
+    fault(
+        "a block of tidar's masks sees the blocks before it",
+        ("rows_after", "own = of[:, None] == of", "own = of[:, None] >= of"),
+    ),
+    fault(
+        "a place of jacobi_denoising's window sees the ones after it",
+        ("rows_after", "(place[:, None] >= place)", "(place[:, None] <= place)"),
+    ),
+    fault(
+        "a sibling's q is not renormalised after its elder sibling was rejected",
+        ("_left", "left = rest / mass.clamp(min=1e-30)", "left = rest"),
+    ),
+    # compiled
+    fault(
+        "a compiled package from before a code change is loaded as if it were current",
+        ("fingerprint", "repr((machine.identity(), linear, more))", "repr((machine.identity(), linear))"),
+    ),
+    fault(
+        "garbage collection of a compiled package during an export adds an operator to the exported graph",
+        (
+            "Package.__init__",
+            "library.outrider_close_package, ctypes.c_int64(self._loaded)",
+            "self._operators.describe_package, self._loaded",
+        ),
+    ),
+    fault(
+        "a compiled step writes a slot's state back over that of the slot's next request",
+        ("GraphBatch.leave", "self.step.write_back()", "pass"),
+        (
+            "GraphBatch.enter",
+            "        self.step.parts.drafter.enter(rows, state)",
+            "        self.step.write_back()\n        self.step.parts.drafter.enter(rows, state)",
+        ),
+    ),
+    fault(
+        "steps captured for greedy requests serve a later call at another temperature",
+        ("GraphBatch.taken", "before.wish == wish", "before.wish.slots == wish.slots"),
+    ),
+    fault(
+        "compiled steps of small_model's trees of different shapes share one file on disk",
+        ("CompiledWholeStep.settings", "sizes, tree, configs", "sizes, tree"),
+    ),
+    fault(
+        "tokens that a captured step produced after a stop string go to the next request in that slot",
+        ("WholeStep._read", "if serving.get(row) != number:", "if row not in serving:"),
+    ),
+    # prepacked
+    fault(
+        "a model decodes with its old weights after an optimizer step",
+        ("_stamp", "layer.weight.data_ptr(), layer.weight._version", "layer.weight.data_ptr(), 0"),
+    ),
+    # machine
+    fault(
+        "timings taken while other programs were running are stored for good",
+        ("_write", "if is_busy():", "if is_busy() and not ms:"),
+    ),
+    fault(
+        "free memory is the machine's instead of the container's",
+        ("free_memory", "free = min(free, limit - used)", "free = max(free, limit - used)"),
+    ),
+    # targets
+    fault(
+        "a patch's latent is there a byte before the patch ends",
+        ("Known.ends", "words, run % size == 0", "words, run % size == size - 1"),
+    ),
+    fault(
+        "a rejected token's key stays in the target's cache",
+        ("SlotCache.keep", "[len(path) + 1 for path in paths]", "[min(len(path) + 2, self.width) for path in paths]"),
+    ),
+    fault(
+        "a slot displaced by a move shares its cache row with the slot that displaced it",
+        (
+            "SlotCache.gather",
+            "self._put(wanted | dict(zip(others, sorted(set(current) - taken), strict=True)))",
+            "self._put(wanted)",
+        ),
+    ),
+    fault(
+        "a cache that grows keeps only as many columns as its shortest text has",
+        ("SlotCache.reserve", "max(self.lengths)", "min(self.lengths)"),
+    ),
+    fault(
+        "a compiled step keeps writing into the old buffers after the cache has grown",
+        (
+            "SlotCache._take",
+            'self._layers, self._views = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}, {}',
+            'self._layers = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}',
+        ),
+    ),
+    fault(
+        "a CUDA graph captured for one cache writes into a cache of another shape at the same address",
+        (
+            "_layout",
+            "buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype",
+            "buffer.data_ptr(), (), (), buffer.dtype",
+        ),
+    ),
+    fault(
+        "only the first member of an ensemble forgets a rejected draft",
+        ("EnsembleCache.keep", "for part in self.parts:", "for part in self.parts[:1]:"),
+    ),
+    fault(
+        "a node's n-grams are of the columns before it, whatever branch they are of",
+        ("attended", ".where(mask, -1)", ".where(mask.long().cumsum(-1) > 0, -1)"),
+    ),
+    fault(
+        "n-grams of a target reach over an end token",
+        ("stopped", "is_over = is_over | (before == end)", "is_over = is_over | (before == end) & False"),
+    ),
+    fault(
+        "rejected tokens stay in the cache of a model with a cache class of its own",
+        ("OwnCache.given", "copy.deepcopy(self._pasts[row])", "self._pasts[row]"),
+    ),
+    fault(
+        "padding in a tokenizer's output is read as part of the prompt",
+        ("_unpadded", "if is_real]", "if is_real is not None]"),
+    ),
+    fault(
+        "sparse attention picks a different one of two keys with equal scores depending on the batch",
+        ("earliest", "input.sort(dim=dim, descending=True, stable=True)", "input.topk(input.shape[dim], dim)"),
+    ),
+    fault(
+        "a stage's cache is not rolled back after a rejection",
+        ("LayerRange.begin", "        self.kv_cache.lengths[0] = start  #", "        #"),
+    ),
+    fault(
+        "bytes that stale_latent drafts end patches, so that the global model runs for each",
+        ("reading_on", "with byte_patches.held(), target", "with byte_patches.held(0), target"),
+    ),
+    fault(
+        "a probe behind a text in training sees keys that saw another text",
+        ("TransformersTarget.read_probe", "(texts.mT == texts)", "(texts.mT >= texts)"),
+    ),
+    fault(
+        "a model is trusted by the self-test result of another config",
+        ("_place", "[repr(asked).encode(), settings, *sources]", "[repr(asked).encode(), *sources]"),
+    ),
+    # drafters
+    fault(
+        "confu remembers the soft prompt's state for the contemplate token's",
+        ("Confu.observe", "[-1] * each + each - 1 for", "[-1] * each for"),
+    ),
+    fault(
+        "a slot's next request is drafted for in the text of the one before when vocabularies differ",
+        (
+            "CrossVocabulary.free",
+            "            memory.slots[row] = self._blank()",
+            "            memory.slots[row].skipped = 0",
+        ),
+    ),
+    fault(
+        "a place of jacobi_denoising's window is predicted by the row after the one before it",
+        ("JacobiDenoising.observe", "[b, count + 1 : drafted + 1]", "[b, count + 2 : drafted + 2]"),
+    ),
+    fault(
+        "jacobi_denoising is trained on guesses of one place further",
+        ("TargetModel._guesses", "at[..., None].expand(-1, -1, states", "(at[..., None] + 1).expand(-1, -1, states"),
+    ),
+    fault(
+        "mix carries the counts of a finished request over to the next one in its slot",
+        ("Mix.free", "            memory.shares[row] = self._new_shares()\n", ""),
+    ),
+    fault(
+        "ngram_embedding drafts a tree's nodes after the anchor's text in place of their branch",
+        ("NgramDrafter.propose.expand", "[branch, before], -1", "[branch[..., :1], before], -1"),
+    ),
+    fault(
+        "ngram_embedding is trained on n-grams that begin in the text before",
+        ("Model.read", "self.config.order, documents)", "self.config.order)"),
+    ),
+    fault(
+        "masks of patch_diffusion see only those before them",
+        (
+            "PatchDiffusion._filled",
+            "torch.ones(1, width, width, dtype=torch.bool, device=device)",
+            "torch.ones(1, width, width, dtype=torch.bool, device=device).tril()",
+        ),
+    ),
+    fault(
+        "rows of a block in training know the latent of patches that end among them",
+        ("TargetModel.read", "byte_patches.held(width * at.shape[1])", "byte_patches.held(0)"),
+    ),
+    fault(
+        "pipeline's tokens in flight are one stage further in training",
+        ("Model.kind", "stages = back + 1", "stages = back + 2"),
+    ),
+    fault(
+        "recycle learns from a rejected token over the accepted one",
+        (
+            "Recycle.observe",
+            "[-1, *(n for n in range(size) if n not in path), *path]",
+            "[-1, *path, *(n for n in range(size) if n not in path)]",
+        ),
+    ),
+    fault(
+        "a small model keeps the last rejected token in its cache",
+        ("SmallModel.observe", "- (accepted.next_tokens[b] >= 0)", ""),
+    ),
+    # checkpoint
+    fault(
+        "a crash while a checkpoint is replaced leaves no readable checkpoint",
+        (
+            "_instead_of",
+            "                discard(old)\n                folder.rename(old)",
+            "                discard(folder)",
+        ),
+    ),
+    fault(
+        "a drafter trained for a target with the same shape but other weights is accepted",
+        (
+            "check_binding",
+            'if "" in (mine["weights_hash"], theirs.get("weights_hash")):',
+            'if quantised or "" in (mine["weights_hash"], theirs.get("weights_hash")):',
+        ),
+    ),
+    fault(
+        "a crash while a checkpoint is replaced leaves neither the old nor the new one",
+        ("_instead_of", "                folder.rename(old)\n", "                discard(folder)\n"),
+    ),
+    fault(
+        "optimizer moments that the disk corrupted are trained on",
+        ("_checksums", "for name in (WEIGHTS, TRAINING):", "for name in (WEIGHTS,):"),
+    ),
+    fault(
+        "a checkpoint that was trained for another target is loaded",
+        (
+            "check_binding",
+            'if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):',
+            "if quantised:",
+        ),
+    ),
+    fault(
+        "amended weights keep the checksum of the old ones, so a training can't go on from them",
+        ("amend", '        manifest["checksums"] = _checksums(part)\n', ""),
+    ),
+    fault(
+        "a checkpoint is renamed into place before it is on the disk: a power cut leaves an empty one",
+        ("_instead_of", '            for path in (*part.rglob("*"), part):\n                sync(path)\n', ""),
+    ),
+    # hub
+    fault(
+        "a misspelled path under runs/ is looked up on the Hugging Face hub",
+        ("is_local", 'or name.endswith(FILES) or owner == "runs"', "or name.endswith(FILES)"),
+    ),
+    # loading
+    fault(
+        "settings given for a trained drafter are silently ignored",
+        ("load_drafter", "    if config:\n", "    if config and quantize is not None:\n"),
+    ),
+    # generation
+    fault(
+        "two threads replay one CUDA graph at a time when a batch is decoded in halves",
+        ("_refuse_halves", "if whole_step or isinstance(", "if whole_step and isinstance("),
+    ),
+    fault(
+        "decoding in halves returns the answers in the wrong order",
+        ("generate", "[found[i % 2][i // 2] for i in range(len(asked))]", "[*found[0], *found[1]]"),
+    ),
+    # config
+    fault(
+        "applying an override changes the original settings",
+        ("override", "merged = copy.deepcopy(values)", "merged = dict(values)"),
+    ),
+    fault(
+        "a setting that is in a JSON file twice silently takes the last value",
+        ("_once", "if name in found:", "if name in found and found[name] is value:"),
+    ),
+    # data
+    fault(
+        "a drafter whose training texts are unknown counts as clean of the evaluation's prompts",
+        ("Found.overlaps", "sure = not self.unknown", "sure = True"),
+    ),
+    fault(
+        "cached features of other weights are trained on as if they were the target's",
+        (
+            "differences",
+            'for key in mine.target if key != "name"}',
+            'for key in mine.target if key not in ("name", "weights_hash")}',
+        ),
+    ),
+    fault(
+        "an answer that was lost in a crash after its entry in the ledger is never generated again",
+        (
+            "Ledger.reconcile",
+            "\"WHERE status != 'open' AND (status != 'answered' OR prompt_hash NOT IN (SELECT prompt_hash FROM written))\"",
+            "\"WHERE status NOT IN ('open', 'answered')\"",
+        ),
+    ),
+    fault(
+        "decontamination misses a prompt that is quoted at the end of a text",
+        (
+            "hashes",
+            "np.arange(max(0, count - WORDS + 1)), np.arange(WORDS, count + 1)",
+            "np.arange(max(0, count - WORDS)), np.arange(WORDS, count)",
+        ),
+    ),
+    fault(
+        "a packed batch is larger than its token budget",
+        ("packed", "most = max(1, budget // width)", "most = max(1, -(-budget // width))"),
+    ),
+    fault(
+        "the loss mask of an answer begins one token late",
+        ("_by_prompts", "learn.append((len(prompt), len(answered)))", "learn.append((len(prompt) + 1, len(answered)))"),
+    ),
+    fault(
+        "answers from servers train without their end token, so drafts never end",
+        ("Server.reply", "tokens = [*tokens, end]", "tokens = [*tokens]"),
+    ),
+    fault(
+        "the prompt in flight is lost when its server fails",
+        ("_Run._fail", "            self._give_back(talk)", "            self._leave()"),
+    ),
+    fault(
+        "after a kill, answers that were already merged are written to the file a second time",
+        ("take_in", "known = {_prompt_hash(line) for _, line in whole_lines(path)}", "known = set[str]()"),
+    ),
+    fault(
+        "held-out prompts are trained on: the held-out source is not removed from the training sources",
+        ("select", "        leave_out_held_out(training, part)", "        pass"),
+    ),
+    fault(
+        "a conversation that is held out trains in its longer form",
+        ("held_out", "np.unique(openings, return_inverse", "np.unique(hashes, return_inverse"),
+    ),
+    fault(
+        "of prompts with the same text only one is answered, the others are dropped silently",
+        ("iterate_asked", "hash_of_repeat(content, counts[number])", "hash_of_repeat(content, 1)"),
+    ),
+    fault(
+        "texts packed into one row attend to each other",
+        (
+            "Texts.tensors",
+            "documents[b, begin : begin + len(text.tokens)] = number",
+            "documents[b, begin : begin + len(text.tokens)] = 1",
+        ),
+    ),
+    fault(
+        "texts that do not fill a batch are never trained on",
+        ("Texts._shuffled", "return found + rest", "return found"),
+    ),
+    # training
+    fault(
+        "the end of a text counts as a rejection when confidences are calibrated",
+        ("watch", "(at < drafted) & (survived | ~ended)", "at < drafted"),
+    ),
+    fault(
+        "measuring the model during training changes the training",
+        ("Probes.look", "        torch.set_rng_state(state)\n", ""),
+    ),
+    fault(
+        "cue words are calibrated on the margins of the token before",
+        ("margins", "max(0, start - first - 1) : -1]", "max(0, start - first - 2) : -2]"),
+    ),
+    fault(
+        "probability of tokens outside the draft vocabulary costs nothing: the loss renormalises the target",
+        ("_forward", "return inside.sum(-1) + (probs * beyond).sum(-1)", "return inside.sum(-1)"),
+    ),
+    fault(
+        "after a resume, metrics.jsonl has the steps since the last checkpoint twice",
+        ("Metrics.__init__", ' and row["step"] <= step]', "]"),
+    ),
+    fault(
+        "a resumed training draws noise that it has used already",
+        ("unpack", '    torch.set_rng_state(state["rng"])\n', ""),
+    ),
+    fault(
+        "--force continues a training with another optimizer's moments",
+        (
+            "changes",
+            "if found and (not force or any(change.key in FIXED for change in found)):",
+            "if found and not force:",
+        ),
+    ),
+    fault(
+        "a selection by a reference model trains on the rows that the drafter already does best",
+        ("most_learnable", "gains = together((mine - theirs)[learnt])", "gains = together((theirs - mine)[learnt])"),
+        (
+            "most_learnable",
+            "return learnt & (mine - theirs >= threshold)",
+            "return learnt & (theirs - mine >= threshold)",
+        ),
+    ),
+    fault(
+        "gradient accumulation weighs a batch of few tokens as much as one of many",
+        ("Sums.scale", "return float(self.first / self.weight)", "return 1.0"),
+    ),
+    fault(
+        "a resumed training starts with empty optimizer state",
+        ("_Loop.begin", "        resume_moments(self.place, model, self.optimizer, layout)\n", ""),
+    ),
+    fault(
+        "texts that were trained on before a resume are forgotten by the contamination check",
+        ("_name_texts", "[*before, {key: value for", "[{key: value for"),
+    ),
+    # processes
+    fault(
+        "fewer processes than train.sequence_parallel asks for train on a part of each text",
+        ("check_parts", "if count % parts:", "if count > parts and count % parts:"),
+    ),
+    # export
+    fault(
+        "the layers that an exported draft reads are named in the wrong order",
+        (
+            "common",
+            '"target_layer_ids": list(source.model.taps)}',
+            '"target_layer_ids": list(source.model.taps)[::-1]}',
+        ),
+    ),
+    fault(
+        "an index of weights may name files outside the draft's folder",
+        (
+            "_files",
+            'if Path(name).name != name or not name.endswith(".safetensors")]',
+            'if not name.endswith(".safetensors")]',
+        ),
+    ),
+    fault(
+        "the draft's token ids in a GGUF file are offsets: llama.cpp drafts other tokens",
+        (
+            "tensors",
+            'found["d2t"] = found["d2t"] + torch.arange(len(found["d2t"]), device=found["d2t"].device)',
+            'found["d2t"] = found["d2t"].clone()',
+        ),
+    ),
+    fault(
+        "an engine is told to draft one token more than the block has",
+        ("length", "return int(size) - (not anchor_predicts(kind, format, config))", "return int(size)"),
+    ),
+    fault(
+        "weights that an imported folder lacks stay random without a message",
+        (
+            "fill",
+            "if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):",
+            "if random := sorted(set(unmapped) - own.keys()):",
+        ),
+    ),
+    fault(
+        "a draft that was trained with its own output layer is imported with the target's",
+        (
+            "_is_copy",
+            "return torch.equal(weight.to(coarser), theirs.to(coarser))",
+            "return weight.shape == theirs.shape",
+        ),
+    ),
+    fault(
+        "a draft with partial rotary embeddings is served with full ones: transformers lets rope_scaling replace them",
+        ("written", '"rope_scaling": shape.rope_scaling, **partial,', '"rope_scaling": shape.rope_scaling,'),
+    ),
+    fault(
+        "a key of the exported config is renamed, so SGLang does not know which layers to read",
+        (
+            "eagle3",
+            '"eagle_config": {"eagle_aux_hidden_state_layer_ids": list',
+            '"eagle_config": {"eagle_aux_hidden_layer_ids": list',
+        ),
+    ),
+    fault(
+        "vLLM reads the layer before each one that the draft was trained on",
+        ("fused", "[tap + SHIFT for tap in source.model.taps]", "list(source.model.taps)"),
+    ),
+    fault(
+        "the settings for TensorRT-LLM name a temporary folder that is gone",
+        ("files", 'folder.with_name(folder.name.removesuffix(".part")).absolute()', "folder.absolute()"),
+    ),
+    # measure
+    fault(
+        "tracing a prompt teaches the policy that is being timed",
+        ("trace", "policy = copy.deepcopy(measured.chosen)", "policy = measured.chosen"),
+    ),
+    fault(
+        "of several processes the one that ends first writes the report without the others' prompts",
+        ("first", "            return found, False\n", "            continue\n"),
+    ),
+    fault(
+        "measurements of edited prompts are used for the new prompts",
+        ("is_of", "index < len(prompts) and digest(prompts[index]) == own", "index < len(prompts)"),
+    ),
+    fault("a text that ended too early counts as exact", ("first_difference", "min(len(mine), len(theirs)))", "None)")),
+    fault(
+        "the interval of tokens per step is computed over steps, not over prompts",
+        (
+            "acceptance",
+            "bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])",
+            "bootstrap.ratio_of_totals([a + 1 for a in accepted], [1] * len(accepted))",
+        ),
+    ),
+    fault(
+        "prompts that could not be looked up count as not trained on",
+        ("_clean", "if prompt.contaminated is False]", "if not prompt.contaminated]"),
+    ),
+    fault(
+        "prompts that are left out are dropped silently: the report does not name them",
+        ("_summarise", "    found.left_out += lost\n", ""),
+    ),
+    fault(
+        "only plain decoding is timed with a cold start: the target alone looks slower than it is",
+        ("_warm_up", "        timing.run_batch(target, batch(temperature), ends=False)\n", "        pass\n"),
+    ),
+    fault(
+        "code of an answer sees the environment, with all secrets in it",
+        ("run", 'env={"PATH": os.defpath}', "env=dict(os.environ)"),
+    ),
+    fault(
+        "an answer is scored by the first number in it, not by the last",
+        ("final_answer", "numbers[-1] if numbers", "numbers[0] if numbers"),
+    ),
+    fault(
+        "the time of a batch is counted once for each of its prompts",
+        ("run_batch", "whole_s * len(run.tokens) / tokens", "whole_s"),
+    ),
+    # report
+    fault(
+        "intervals of few prompts are too narrow, so noise becomes a verdict",
+        ("estimate_of", "expansion = math.sqrt(prompts / freedom)", "expansion = 1.0"),
+    ),
+    fault(
+        "a family of tests raises more false alarms than its level allows: a test after a failed one gets a larger share",
+        ("holm", "at = at if has_failed else tail / (len(chances) - rank)", "at = tail / (len(chances) - rank)"),
+    ),
+    fault(
+        "a comparison calls more milliseconds per token better",
+        ("Change.outcome", "(self.ratio > 1) == self.more_is_better", "self.ratio > 1"),
+    ),
+    fault(
+        "a figure that is not finite is reported as 0",
+        ("finite", "return value if math.isfinite(value) else None", "return value if math.isfinite(value) else 0.0"),
+    ),
+    fault(
+        "the fastest drafter leads the report although its text differs from the target's",
+        (
+            "Report.lead",
+            "(0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)",
+            "(row.speedup or -1.0, row.exact is True)",
+        ),
+    ),
+    fault(
+        "a prompt whose text differs raises no alarm where the row says exact",
+        ("Row.is_inexact", "self.exact is False or bool(self.different)", "self.exact is False"),
+    ),
+    fault(
+        "a failed save leaves half a report in place of the old one",
+        ("write_whole", "stack.enter_context(replacing(path)).write_text(text", "path.write_text(text"),
+    ),
+    # gate
+    fault(
+        'a few equal scores are enough for the verdict "equivalent"',
+        ("equivalence", "np.concatenate([gained, [span, -span] * IMAGINED])", "gained"),
+    ),
+    fault(
+        "the p99 rule stops a draft because the whole machine was slower",
+        ("slowest", "                logs[:, 0] -= drift.mean()\n", ""),
+    ),
+    fault(
+        "speeds are compared on prompts whose texts have different lengths",
+        (
+            "_shared",
+            "same = tuple((a, b) for a, b in pairs if not (a.exact and b.exact and a.tokens != b.tokens))",
+            "same = pairs",
+        ),
+    ),
+    fault(
+        "an answer that ended too early counts as a rounding tie",
+        ("_largest", "math.inf if value is None else value", "0.0 if value is None else value"),
+    ),
+    fault(
+        "a candidate passes the gate although the texts of one task were not compared",
+        ("exactness", "is_hole=row.temperature == 0", "is_hole=False"),
+    ),
+    fault(
+        "tests of sampled texts are not corrected for their number, so equal distributions are called different",
+        ("two_samples", "holm(chances, alpha)", "[alpha] * len(chances)"),
+    ),
+    fault(
+        "a candidate passes the gate although one task was not measured",
+        ("_together", '    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_asked(f)]\n', ""),
+    ),
+    # traffic
+    fault(
+        "the password in a server's address is printed by a replay",
+        ("Address.shown", "://{self._bracketed}:{self.port}", "://{self.basic or ''}{self._bracketed}:{self.port}"),
+    ),
+    fault(
+        "TPOT divides by all tokens, although the first one is not part of the time",
+        ("Answer.tpot_s", "(self.tokens - 1)", "self.tokens"),
+    ),
+    fault(
+        "after a restart of the server, counts of the period are negative",
+        (
+            "Counters.since",
+            "Acceptance() if before is None or restarted else before.total",
+            "Acceptance() if before is None else before.total",
+        ),
+    ),
+    fault(
+        "a replay with --speed 2 takes twice as long instead of half",
+        ("dues", "(call.at_s or 0.0) / plan.speed", "(call.at_s or 0.0) * plan.speed"),
+    ),
+    fault(
+        "a redacted log contains session names in plain text",
+        ("redacted", "None if call.session is None else keyed(call.session, key)", "call.session"),
+    ),
+    fault(
+        "the calls of one session are spread over several servers",
+        ("_Run._bodies", "(number if session is None else zlib.crc32(session)) % count", "number % count"),
+    ),
+    fault(
+        "recorded calls are replayed in file order instead of by time",
+        ("read", 'order = np.argsort(times, kind="stable")', "order = np.arange(len(times))"),
+    ),
+    fault(
+        "each reading of a watch counts the previous period again",
+        (
+            "Watch.add",
+            "self.counters, self._read_at_s = counters, at_s",
+            "self.counters, self._read_at_s = self.counters if self._parts else counters, at_s",
+        ),
+    ),
+    # serve
+    fault(
+        "a prompt with several answers is billed once per answer",
+        ("usage", "{id(call.request.prompt): call for call in calls}.values()", "list(calls)"),
+    ),
+    fault(
+        "a stop string is split into characters, and an answer is cut at the first of them",
+        (
+            "Reader.requests",
+            "(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())",
+            "tuple(body.stop or ())",
+        ),
+    ),
+    fault("a server with API keys keeps one prefix cache for all of them", ("Reader.requests", "tenant=owner, ", "")),
+    fault(
+        "a resumed batch answers every request again",
+        ("run", "for line in lines_of(given) if line.custom_id not in before", "for line in lines_of(given)"),
+    ),
+    fault(
+        "one API key's long queue starves the requests of all other keys",
+        ("WaitingCalls.pop", "self._by_owner[owner] = calls", "self._by_owner = {owner: calls, **self._by_owner}"),
+    ),
+    fault(
+        "a deadline that passes while a request is running is ignored",
+        (
+            "over_by_now",
+            "for call in calls if (call.deadline or now + 1) <= now",
+            "for call in calls if call.slot is None and (call.deadline or now + 1) <= now",
+        ),
+    ),
+    fault(
+        "a key may run one request more than its limit",
+        ("Door._admitted", "self._of_key[key.name] >= most", "self._of_key[key.name] > most"),
+    ),
+    fault(
+        "slots are never freed in the drafter's memory",
+        ("Engine._free", "        self.drafter.free(self.memory, [row])  # last, since it may not return\n", ""),
+    ),
+    fault(
+        "a cancelled request keeps its slot until its text would have ended",
+        ("Engine._end", "if call.slot is not None:", 'if call.slot is not None and reason != "cancelled":'),
+    ),
+    fault(
+        "a slot whose prompt is still being read is given to a second request",
+        ("Engine._admit", "if row not in self._serving]", "if row not in self.state.rows]"),
+    ),
+    fault(
+        "hits of the prefix cache are counted again whenever a slot takes over more of a prompt",
+        ("Engine._unread", "self.telemetry.cached(taken)", "self.telemetry.cached(call.cached)"),
+    ),
+    fault(
+        "a drafter that returns after it was given up goes on decoding beside the new thread",
+        ("GuardedDrafter._ask", "            if self.is_off:\n                raise Abandoned\n", ""),
+    ),
+    fault(
+        "after the key file becomes unreadable, the old keys are still accepted",
+        ("KeyRing._look", "self._keys = ()  # what", "pass  # what"),
+    ),
+    fault(
+        "a request's prompt tokens and time to first token are counted again in every step",
+        ("Telemetry._first_tokens", "            del self._unwritten[call]\n", ""),
+    ),
+    fault(
+        "when several steps are sent together, only the tokens of the last one arrive",
+        ("Outbox.send", "            found += [(call, output) for output in earlier]\n", ""),
+    ),
+    fault(
+        "cached prompt prefixes are shared across tenants",
+        ("PrefixStore._key", '"" if self.is_shared else request.tenant', '""'),
+    ),
+    fault(
+        "a request takes over the prefix of the one that was cancelled in its slot",
+        (
+            "PrefixStore._known",
+            "if read is not request or (keys and keys[-1] not in self._blocks):",
+            "if keys and keys[-1] not in self._blocks:",
+        ),
+    ),
+    fault(
+        "without consent to log prompts, an unknown role of a message is logged verbatim",
+        ("_hidden_message", 'role if role in ROLES else "user"', 'role or "user"'),
+    ),
+    fault(
+        "an API key in a request body is written to the request log",
+        ("_shown", "{name: value for name, value in body.items() if name.lower() not in SECRETS}", "dict(body)"),
+    ),
+    fault(
+        "a client can exceed the server's request timeout",
+        ("Service.start", "seconds = min(limit", "seconds = max(limit"),
+    ),
+    # client
+    fault(
+        "requests in flight do not count towards the budget, so it is exceeded",
+        ("Account.reserve", "self._spent + self._reserved + most > self.budget", "self._spent + most > self.budget"),
+    ),
+    fault(
+        "attempts that broke off do not count towards the budget, although the server may charge for them",
+        ("Account.doubt", "        self.totals.uncertain_cost += most\n", ""),
+    ),
+    fault(
+        "a stream of several answers that broke off after the first one counts as complete",
+        ("Reading.is_whole", "(bool(self._ended) and self._open <= self._ended)", "bool(self._ended)"),
+    ),
+    fault(
+        "after a prompt was edited, a resumed run keeps the old answer",
+        (
+            "left_of",
+            "before.get(prompt.id, prompt.request) != prompt.request",
+            "not before.get(prompt.id, prompt.request)",
+        ),
+    ),
+    fault(
+        "a request is retried after its answer began, and may be charged twice",
+        ("AsyncClient._read", "if not self._retries.torn or call.attempts", "if call.attempts"),
+    ),
+    fault(
+        "retries get new idempotency keys, so the server generates and charges the answer twice",
+        ("Attempt._request", 'key = f"outrider-{call.id}"', 'key = f"outrider-{call.id}-{call.attempts}"'),
+    ),
+    fault(
+        "a request is sent again before the Retry-After of the server has passed",
+        ("pause_s", "wanted * (1 + noise.uniform(0, JITTER))", "wanted * (1 - noise.uniform(0, JITTER))"),
+    ),
+    fault(
+        "the budget ignores that rejected tokens of a prediction are charged",
+        ("highest_cost", 'size if body.get("prediction") else 0', "0"),
+    ),
+    fault(
+        "the prompt of a request that failed is written to the log",
+        ("Sender.open", 'failed: status %s", call.id', 'failed: status %s", call.body'),
+    ),
+    # plan
+    fault(
+        "a plan enables a drafter whose speed-up may not pay",
+        ("decide", "(row.speedup.low or 0) > PAYS]", "(row.speedup.center or 0) > PAYS]"),
+    ),
+    fault(
+        "a plan accepts traffic that the machine can't serve",
+        ("at_once", "if busy(most) > most:", "if busy(most) > most * most:"),
+    ),
+    fault(
+        "of two drafters in a plan with stored features ... epochs",
+        ("once", "passes = 1.0 if training.token_bytes else training.epochs", "passes = training.epochs"),
+    ),
+    fault(
+        "a probe leaves out a looping answer for one method only, so methods are compared on different requests",
+        ("counted", "if record.number not in loops]", "if not record.loops]"),
+    ),
+    fault(
+        "the roofline reads a text's cache once per drafted row",
+        ("pass_of", "batch * model.cache_bytes(context)", "every * model.cache_bytes(context)"),
+    ),
+    fault(
+        "a probe replays sampled requests greedily",
+        ("_sampling", '**{"temperature": 0.0, **given, "seed": seed}', '**{**given, "temperature": 0.0, "seed": seed}'),
+    ),
+    # engines
+    fault(
+        "a translated vLLM command switches drafting off one request too late",
+        ("_vllm_load", "[[1, batch - 1, tokens], [batch, ", "[[1, batch, tokens], [batch + 1, "),
+    ),
+    fault(
+        "a container's command names models by their path on the host",
+        ("inside", "target=mounted or draft.target", "target=draft.target"),
+    ),
+    fault(
+        "a resumed sweep takes measurements of another log for its own",
+        ("_begun", "if header.get(key) != about.get(key))", "if key not in header)"),
+    ),
+    fault(
+        "tune writes a schedule that drafts although the gain is only noise",
+        (
+            "_Table.price",
+            "return max(math.log1p(self.margin), -student(tail, self.freedom) * error)",
+            "return math.log1p(self.margin)",
+        ),
+    ),
+    fault(
+        "an SGLang command asks for a larger tree than it drafts candidates for, and the server does not start",
+        ("_sglang", "min(4 * wish.width, candidates(tokens, wish.width) + 1)", "4 * wish.width"),
+    ),
+    # runs
+    fault(
+        "held-out prompts train when their file is gone",
+        (
+            "_asked",
+            "        if settings.prepare.held_out is not None:  # or what is held out would train\n            raise\n",
+            "",
+        ),
+    ),
+    fault(
+        "a run trains on all answers in its folder, not on those to its prompts",
+        ("Inputs.chosen", "return answers.to_prompts(self.asked.prompt_hashes)", "return answers"),
+    ),
+    fault(
+        "a report of more temperatures is overwritten by a smaller evaluation",
+        (
+            "refuse_fuller",
+            "for row in old.rows if row.temperature not in config.temperatures}):",
+            "for row in old.rows if row.temperature not in config.temperatures and row.temperature > 1}):",
+        ),
+    ),
+    fault(
+        "the roll-out list calls a check of older weights done",
+        ("check_weights", "if found != run.weights:", "if found is None:"),
+    ),
+    fault(
+        "measuring the memory of a training changes the weights that it starts with",
+        (
+            "costs",
+            "model = copy.deepcopy(model, {id(model.target): model.target}).float().train()",
+            "model = model.float().train()",
+        ),
+    ),
+    # cli
+    fault(
+        "outrider ask ignores --seed",
+        ("ask", '"temperature": temperature, "seed": seed}', '"temperature": temperature}'),
+    ),
+    fault(
+        "a gate with too few prompts for a verdict exits with 0", ("gate", "if outcome.exit_code:", "if outcome.stops:")
+    ),
+    fault(
+        "outrider replay --redact writes answers in plain text",
+        ("replay", "retries, timeout, seed, redact,", "retries, timeout, seed,"),
+    ),
+    fault("outrider serve --log-prompts logs no prompts", ("_service", ", log_prompts=config.log_prompts)", ")")),
+    fault(
+        "a server started with --keys answers requests without a key",
+        ("_answer_clients", "Door(app, config, keys, telemetry)", "Door(app, config, None, telemetry)"),
+    ),
+]
