@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from contracts.chances import keeps_the_distribution
 from contracts.parties import TableTarget
+from drafters.proposals import exact
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.decoding.state import Request
 from outrider.drafters import deer
 from outrider.errors import ConfigError, DrafterError
-from outrider.generation import batch, generate
-from outrider.nn import diffusion_lm
+from outrider.generation import batch
 from outrider.nn.diffusion_lm import DiffusionLM
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
@@ -42,7 +43,7 @@ def published(tmp_path_factory):
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(150):
+    for _ in range(120):
         begins, length = torch.randint(VOCABULARY, (16, 1)), int(torch.randint(2, 20, ()))
         text = (begins + torch.arange(length + BLOCK)) % VOCABULARY
         shown = text.clone()
@@ -74,34 +75,15 @@ def drafter_of(folder, target, block=BLOCK):
     return deer.build(deer.Config(pretrained=str(folder), block=block), target)
 
 
-# ── what it drafts ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def accepted_by(folder) -> float:
-    target = counting()
-    found = generate(target, [[3, 4, 5], [0, 1, 2, 3, 4, 5, 6], [7, 0]], drafter_of(folder, target), max_new_tokens=49,
-                     slots=2, policy=Fixed(BLOCK))  # fmt: skip
-    wanted = generate(target, [[3, 4, 5], [0, 1, 2, 3, 4, 5, 6], [7, 0]], max_new_tokens=49)
-    assert [one.tokens for one in found] == [one.tokens for one in wanted]
-    return sum(len(one.tokens) for one in found) / sum(one.steps for one in found)
-
-
 def test_what_a_published_model_has_learnt_is_accepted(published):
     """Catches weights under other names, masks at the wrong place, and rows that are read late."""
-    assert accepted_by(published) > 4
-
-
-def test_rows_that_are_read_one_late_are_seen(published, monkeypatch):
-    """Planted fault: the row of a mask is taken for that mask's own token."""
-    logits = DiffusionLM.logits
-    late = lambda self, texts, masks: logits(self, texts, masks + 1)[:, 1:]
-    monkeypatch.setattr(DiffusionLM, "logits", late)
-    assert accepted_by(published) < 2
+    target, prompts = counting(), [[3, 4, 5], [0, 1, 2, 3, 4, 5, 6], [7, 0]]
+    found = exact(target, prompts, drafter_of(published, target), Fixed(BLOCK), max_new_tokens=49, slots=2)
+    assert sum(len(one.tokens) for one in found) > 4 * sum(one.steps for one in found)
 
 
 def test_its_pass_is_the_whole_models_in_both_directions(published):
-    """Catches a causal mask, and a shorter text that sees its padding: each text alone, in a pass of another library's
-    making, has the same logits."""
+    """Catches a causal mask, and a shorter text that sees its padding."""
     model, texts = DiffusionLM(str(published), counting()), [[3, 4, 5, 6, 7, 0, 1], [2, 3], [5]]
     found = model.logits(texts, 4)
     twin = Qwen2ForCausalLM.from_pretrained(published, config=model.model.config).double()
@@ -117,7 +99,7 @@ def test_its_pass_is_the_whole_models_in_both_directions(published):
 def test_the_distribution_is_kept(published):
     """Catches a q that is not what was drawn from.  False alarm 1e-6."""
     target = counting(2.0)
-    assert keeps_the_distribution(target, drafter_of(published, target, 3), slots=2000, prompt=[0, 1, 2])
+    assert keeps_the_distribution(target, drafter_of(published, target, 3), slots=1500, prompt=[0, 1, 2])
 
 
 def test_of_a_long_text_the_end_is_read(published):
@@ -132,46 +114,28 @@ def test_of_a_long_text_the_end_is_read(published):
     assert read == [([text[-58:]], BLOCK)]
 
 
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def copied(published, tmp_path, **changes):
-    for file in published.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    write(tmp_path, **changes)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_is_no_such_model_is_refused(published, tmp_path):
+    """Catches another model's weights in these layers, a mask that is a token of the text."""
+    shutil.copytree(published, tmp_path, dirs_exist_ok=True)
+    for changes, said in (
         ({"model_type": "llama"}, "model_type 'llama'.*Dream, qwen2"),
-        ({"mask_token_id": None}, "mask token None.*set mask_token_id"),
+        ({"model_type": "Dream", "mask_token_id": None}, "mask token None.*set mask_token_id"),
         ({"mask_token_id": 10}, "mask token 10, of 10 tokens"),
-    ],
-    ids=["layout", "no mask", "mask outside"],
-)
-def test_what_is_no_such_model_is_refused(changes, said, published, tmp_path):
-    """Catches another model's weights in these layers, and a mask that is a token of the text."""
-    with pytest.raises(DrafterError, match=said):
-        DiffusionLM(str(copied(published, tmp_path, **changes)), counting())
-
-
-def test_weights_that_are_missing_are_refused(published, tmp_path):
-    """Catches a layer that is made up at random where its file has none."""
-    folder = copied(published, tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.down_proj.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DrafterError, match="lacks 1 weights, such as model.layers.1.mlp.down_proj.weight"):
-        DiffusionLM(str(folder), counting())
+        ({"mask_token_id": MASK}, "lacks 1 weights, such as model.layers.1.mlp.down_proj.weight"),
+    ):
+        write(tmp_path, **changes)
+        if changes == {"mask_token_id": MASK}:
+            weights = load_file(tmp_path / "model.safetensors")
+            del weights["model.layers.1.mlp.down_proj.weight"]
+            save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DrafterError, match=said):
+            DiffusionLM(str(tmp_path), counting())
     with pytest.raises(DrafterError, match="can't read the config of"):
-        DiffusionLM(str(folder / "none"), counting())
+        DiffusionLM(str(tmp_path / "none"), counting())
 
 
 def test_sizes_that_do_not_fit_are_refused(published, caplog):
-    """Catches tokens that the model does not know, no room for a text, training of what is not trained, and settings
-    without effect."""
+    """Catches tokens that the model does not know, no room for a text, training of what is not trained."""
     with pytest.raises(DrafterError, match="vocabulary of 10, and the target 'table' one of 12"):
         DiffusionLM(str(published), TableTarget.random(12))
     with pytest.raises(ConfigError, match="context of 64; lower it"):
@@ -180,4 +144,3 @@ def test_sizes_that_do_not_fit_are_refused(published, caplog):
         deer.Model(deer.Config(pretrained=str(published)), counting())
     deer.build(deer.Config(pretrained=str(published), layers=2), counting())
     assert "deer.layers has no effect on a pretrained model" in caplog.text
-    assert diffusion_lm.LAYOUTS == ("Dream", "qwen2")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from conftest import batch_of, tiny_model, train
-from contracts.chances import TOKENS, emitted, follows
 from tiny import randomise
 
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import ngram_embedding
-from outrider.generation import generate
-from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets.load import load_target
 
 ENDS = (9, 3)
 TEXTS = [[5], [40, 9], [11, 12, 9, 13, 14, 15], [3, 8, 7]]
@@ -105,43 +98,3 @@ def test_the_ends_of_training_stay_those_of_serving(target, monkeypatch):
     model = ngram_embedding.Model(ngram_embedding.Config(), target)
     assert model.config.boundaries == (2, 7)
     assert made(target).config.boundaries == (3, 9)
-
-
-@pytest.fixture(scope="module")
-def learnt(target, prompts, plain):
-    model = ngram_embedding.Model(ngram_embedding.Config(dim=8), target).double()
-    texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
-    train(model, batch_of(target, (), texts), 60)
-    return model.eval()
-
-
-def test_training_makes_drafts_that_are_accepted(target, learnt, prompts, plain):
-    """Catches tables that training does not reach: before it next to nothing is accepted."""
-    new = ngram_embedding.build(learnt.config, target)
-    accepted = []
-    for drafter in (new, learnt.drafter()):
-        found = generate(target, prompts, drafter, max_new_tokens=40, slots=3)
-        assert [one.tokens for one in found] == [plain(target, prompt, 40) for prompt in prompts]
-        accepted.append(sum(sum(one.accepted) for one in found))
-    assert accepted[1] > 3 * accepted[0] + 20
-
-
-@pytest.mark.parametrize("shape", [{}, {"width": 2, "nodes": 6}], ids=["chain", "tree"])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
-def test_a_trained_drafter_leaves_the_distribution_as_it_is(sampling, shape):
-    """Catches a q that is not what was drawn from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
-    small = load_target(tiny_model(vocab_size=5))
-    torch.manual_seed(1)
-    model = ngram_embedding.Model(ngram_embedding.Config(dim=8, length=3, **shape), small).double()
-    texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
-    train(model, batch_of(small, (), texts), 60)
-    prompt = [0, 1, 2, 0, 1]
-    tokens, _, accepted = emitted(small, model.eval().drafter(), prompt=prompt, slots=1500, sampling=sampling)
-    assert accepted > 300
-    joint, settings = torch.ones(()), Settings.of([Sampling(**sampling)])
-    for count in range(TOKENS):
-        heads = torch.tensor(list(itertools.product(range(5), repeat=count)), dtype=torch.int64).view(5**count, count)
-        given = torch.cat([torch.tensor(prompt).expand(len(heads), -1), heads], 1)
-        p = distribution(small.model(given).logits[None, :, -1].detach(), settings)[0]
-        joint = joint[..., None] * p.view(*[5] * count, 5)
-    assert follows(tokens, joint)

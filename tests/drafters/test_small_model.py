@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +26,6 @@ from transformers import (
 
 from outrider import checkpoint, drafters, load_drafter
 from outrider.config import build
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
-from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate
 from outrider.nn.draft_model import Batch
@@ -37,8 +33,6 @@ from outrider.targets import causal_lm
 from outrider.targets.ngram_embedding import grown
 from outrider.targets.quantised import is_quantised
 from outrider.training import losses
-from outrider.training.config import Config as Training
-from outrider.training.trainer import train
 
 __all__ = ["folder", "talker"]
 MODULE = drafters.find("small_model")
@@ -87,13 +81,9 @@ def logits_of(rows) -> torch.Tensor:
     return torch.cat([draft for draft, _, _ in rows.chunks(7)])
 
 
-# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_the_language_models_own_logits(family, made, target, texts, monkeypatch):
-    """Catches a head without the family's scale or cap, rows beside the place they are labelled with, and padding
-    read."""
+    """Catches a head without the family's scale or cap, rows beside the place they are labelled with."""
     torch.manual_seed(1)
     lm = FAMILIES[family]().float()
     model = made(lm)
@@ -143,89 +133,32 @@ def test_a_text_longer_than_the_models_context_is_refused(made, target, texts):
     assert len(model.predict(halves).labels) == 3 * 16
 
 
-# ── what is learnt ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def distilled(model, batch: Batch, steps: int, shift: int = 0) -> None:
-    """Forward KL against the target's distribution at every place, or at one `shift` places off."""
+def distilled(model, batch: Batch, steps: int) -> None:
+    """Forward KL against the target's distribution at every place."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         optimiser.zero_grad()
         rows = model.predict(batch)
         for draft, own, part in rows.chunks(10**9):
-            losses.kl(draft, own.roll(shift, 0), rows.labels[part]).mean().backward()
+            losses.kl(draft, own, rows.labels[part]).mean().backward()
         rows.backward()
         optimiser.step()
 
 
-@torch.no_grad()
-def acceptance(model, batch: Batch) -> float:
-    [(draft, own, _)] = model.predict(batch).chunks(10**9)
-    return float(overlap(own.softmax(-1), draft.softmax(-1)).mean())
-
-
-def test_distillation_raises_the_expected_acceptance_on_other_texts(workshop, made, target):
-    """Catches a gradient that does not reach the model, and a target's distribution that stands one place off (the
-    planted fault).
-
-    All is seeded; from 0.55 it rises by 0.1, and falls with the fault.
-    """
-    noise = torch.Generator().manual_seed(9)
-    batch, other = (batch_of(target, (), torch.randint(64, (8, 24), generator=noise)) for _ in range(2))
-    config = MODULE.Config(model=workshop._model_folder(target))
-    before = acceptance(MODULE.Model(config, target).double(), other)
-    right, wrong = (MODULE.Model(config, target).double() for _ in range(2))
-    distilled(right, batch, 40)
-    distilled(wrong, batch, 40, shift=1)
-    assert acceptance(right, other) > before + 0.05
-    assert acceptance(wrong, other) < before
-
-
-def answers() -> list[Answer]:
-    noise = torch.Generator().manual_seed(4)
-    return [
-        Answer(f"a{i}", torch.randint(256, (10 + 2 * i,), generator=noise).tolist(), [(4, 10 + 2 * i)])
-        for i in range(5)
-    ]
-
-
-def trained(place: Path, target, steps: int, dtype: str = "float32", stop: int | None = None, **config) -> MODULE.Model:
-    torch.manual_seed(1)
-    model = MODULE.Model(build(MODULE.Config, config), target)
-    source = LiveFeatures(target, answers(), model.taps, batch=2, length=32, dtype=dtype)
-
-    def interrupt(step, _found):
-        if step == stop:
-            raise KeyError
-
-    settings = Training(steps=steps, batch=2, lr=1e-2, loss={"kl": 1.0}, dtype=dtype, save_every=2, log_every=1)
-    train(model, source, settings, place, on_step=interrupt)
-    return model
-
-
-def test_training_that_was_stopped_goes_on_bit_for_bit(folder, talker, tmp_path):
-    """Catches moments of tied weights that are lost, and a model that is not found again under its own settings."""
-    whole = trained(tmp_path / "whole", talker, 4, model=str(folder))
-    with pytest.raises(KeyError):
-        trained(tmp_path / "parts", talker, 4, stop=3, model=str(folder))
-    parts = trained(tmp_path / "parts", talker, 4, model=str(folder))
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(weight, parts.state_dict()[name]), name
-
-
-def test_autocast_to_bfloat16_trains(talker, tmp_path):
+def test_autocast_to_bfloat16_trains(target, texts):
     """Catches states and weights of two types in the head or on the way back."""
-    model = trained(tmp_path, talker, 2, "bfloat16", new=NEW)
-    assert all(weight.dtype == torch.float32 and weight.grad is not None for weight in model.parameters())
-
-
-# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    model = MODULE.Model(MODULE.Config(new=NEW), target).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = model.predict(batch_of(target, (), texts))
+        for draft, _, part in rows.chunks(30):
+            torch.nn.functional.cross_entropy(draft.float(), rows.labels[part]).backward()
+    rows.backward()
+    assert all(weight.dtype == torch.float32 and bool(weight.grad.any()) for weight in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_checkpoint_needs_no_folder_and_drafts_as_the_model_did(tied, talker, tmp_path, target, prompts):
-    """Catches weights or a shape that are read from the folder again, and tied weights that are saved twice or come
-    apart."""
+    """Catches weights or a shape that are read from the folder again."""
     place = tmp_path / "lm"
     tiny_model(seed=3, num_hidden_layers=2, tie_word_embeddings=tied).save_pretrained(place)
     model = MODULE.Model(MODULE.Config(model=str(place), length=3), target)
@@ -248,19 +181,12 @@ def test_a_checkpoint_needs_no_folder_and_drafts_as_the_model_did(tied, talker, 
 
 def test_a_trained_model_is_served_in_the_precision_its_settings_name(talker, tmp_path, target):
     """Catches `quantize` that is saved with the checkpoint and not obeyed where it is loaded."""
-    pytest.importorskip("torchao")
     checkpoint.save(tmp_path, MODULE.Model(build(MODULE.Config, {"new": NEW, "quantize": "int8"}), target))
     served = load_drafter(tmp_path, target).model.model
     linear = [
         part for part in served.modules() if type(part) is nn.Linear and part is not served.get_output_embeddings()
     ]
     assert linear and all(is_quantised(part.weight) for part in linear)
-
-
-def test_a_checkpoint_whose_folder_is_gone_and_whose_shape_is_unknown_is_refused(tmp_path, target):
-    """The fault that the test above is there for: without its shape a checkpoint hangs on the folder."""
-    with pytest.raises(DrafterError, match=r"can't load small_model.model '.*gone'.*small_model.new"):
-        MODULE.Model(MODULE.Config(model=str(tmp_path / "gone")), target)
 
 
 def test_a_fresh_model_has_the_sizes_asked_for_and_the_targets_vocabulary(target, tmp_path, prompts):
@@ -285,6 +211,8 @@ def test_what_cannot_be_trained_is_said(target, talker, folder, tmp_path, caplog
     tiny_model(vocab_size=48).save_pretrained(tmp_path / "less")
     with pytest.raises(DrafterError, match=r"a vocabulary of 48, the target .* one of 64; .* can't be trained"):
         MODULE.Model(MODULE.Config(model=str(tmp_path / "less")), target)
+    with pytest.raises(DrafterError, match=r"can't load small_model.model '.*gone'.*small_model.new"):
+        MODULE.Model(MODULE.Config(model=str(tmp_path / "gone")), target)
     tiny_model(vocab_size=261).save_pretrained(tmp_path / "mute")
     with pytest.raises(DrafterError, match=r"has the tokenizer None, the target .* can't be trained"):
         MODULE.Model(MODULE.Config(model=str(tmp_path / "mute")), talker)
@@ -295,12 +223,8 @@ def test_what_cannot_be_trained_is_said(target, talker, folder, tmp_path, caplog
             MODULE.Model(MODULE.Config(new=NEW | wrong), target)
 
 
-# ── serving beside training ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_drafter_leaves_the_model_in_training_and_drafts_with_its_weights(workshop, target, texts):
-    """Catches weights frozen by the probe, hooks left on the model, and packed copies of weights that have changed
-    since."""
+    """Catches weights frozen by the probe, hooks left on the model."""
     model = MODULE.Model(MODULE.Config(model=workshop._model_folder(target)), target).train()
     drafter = model.drafter()
     assert model.lm.training and all(weight.requires_grad for weight in model.parameters())

@@ -47,11 +47,11 @@ def test_a_draft_runs_no_global_model_and_a_step_one_whole_pass(own, prompts):
     assert counts["local"] == reads + found.steps + 1
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 3}], ids=str)
-def test_it_keeps_the_targets_distribution(sampling):
+def test_it_keeps_the_targets_distribution():
     """Catches a q that is not what was drawn from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
     small = load_target(byte_model(vocab_size=5, patch_size=2))
     drafter, prompt = stale_latent.build(stale_latent.Config(length=3), small), [0, 1, 2, 0, 1]
+    sampling = {"temperature": 0.7, "top_k": 3}
     tokens, _, accepted = emitted(small, drafter, prompt=prompt, slots=1500, sampling=sampling)
     assert accepted > 100
     assert follows(tokens, exactly(small, prompt, Settings.of([Sampling(**sampling)])))

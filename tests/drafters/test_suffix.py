@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,18 +51,13 @@ def test_what_followed_the_longest_suffix_comes_first():
 
 
 def test_the_more_matches_the_more_is_proposed():
-    """Catches a length that does not hang on the match."""
+    """Catches a length that does not hang on the match, and a `min_confidence` that is not looked at."""
     drafter = made(factor=2.0, min_confidence=0.0)
     sizes = [len(proposed(drafter, [[*range(20, 60), 99, *range(20, 20 + n)]], 16)[0]) for n in (1, 2, 4, 6)]
     assert sizes == [2, 4, 8, 12]
-
-
-def test_what_is_hardly_likely_is_not_proposed():
-    """Catches a `least` that is not looked at."""
     text = [1, 2, 7, 1, 3, 7, 1, 4, 7, 1, 5, 7, 1]
-    assert len(proposed(made(min_confidence=0.0, factor=16), [text])[0]) > len(
-        proposed(made(min_confidence=0.3, factor=16), [text])[0]
-    )
+    all_of_it, sure = (proposed(made(min_confidence=least, factor=16), [text])[0] for least in (0.0, 0.3))
+    assert len(all_of_it) > len(sure)
 
 
 @pytest.mark.parametrize("shared", [False, "tenant", "all"])
@@ -101,13 +97,9 @@ def test_corpora_are_opened_by_name_for_this_tokenizer_alone(tmp_path, monkeypat
     assert len(suffix.build(suffix.Config(corpora=("own",)), target).sources) == 1
     with pytest.raises(DataError, match="none"):
         suffix.build(suffix.Config(corpora=("none",)), target)
-    told = type("Target", (), {"spec": target.spec.__class__(**{**vars_of(target.spec), "tokenizer_hash": "f" * 16})})
+    told = type("Target", (), {"spec": replace(target.spec, tokenizer_hash="f" * 16)})
     with pytest.raises(DataError, match="0123456789abcdef"):
         suffix.build(suffix.Config(corpora=("other",)), told)
-
-
-def vars_of(spec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in spec.__slots__}
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -22,6 +22,10 @@ from outrider.sampling.settings import Sampling
 THERE = torch.device("meta")
 
 
+def places(*tensors: torch.Tensor | None) -> set[str]:
+    return {tensor.device.type for tensor in tensors if tensor is not None}
+
+
 class Traveller(Drafter):
     """Notes where all that it is given stands."""
 
@@ -30,66 +34,47 @@ class Traveller(Drafter):
     def __init__(self) -> None:
         self.found: set[str] = set()
 
-    def note(self, *tensors: torch.Tensor | None) -> None:
-        self.found |= {tensor.device.type for tensor in tensors if tensor is not None}
+    def note(self, memory: Any, *given: Any) -> Any:
+        for x in given:
+            if isinstance(x, DecodeState):
+                self.found |= places(x.anchor, x.seeded, x.streams.seeds, x.streams.index, x.streams.seeded)
+                if isinstance(x.judge, SamplingJudge):
+                    self.found |= places(x.judge.temperature, *x.judge.settings)
+                else:
+                    self.found |= places(x.judge.distribution(torch.zeros(2, 5, device=x.device)))
+            elif isinstance(x, Scores):
+                self.found |= places(x.taps, x.probe)
+            elif isinstance(x, Draft):
+                self.found |= places(x.tokens, x.parents, x.q, x.confidence, x.origin)
+        return Draft.empty(2)
 
-    def state(self, state: DecodeState) -> None:
-        streams, judge = state.streams, state.judge
-        self.note(
-            state.anchor,
-            state.seeded,
-            streams.seeds,
-            streams.index,
-            streams.seeded,
-            torch.empty(0, device=state.device),
-        )
-        if isinstance(judge, SamplingJudge):
-            self.note(judge.temperature, *judge.settings)
-        else:
-            self.note(judge.distribution(torch.zeros(2, 5, device=state.device)))
+    admit = propose = observe = note
 
-    def admit(self, memory: Any, rows: Any, state: DecodeState, scores: Scores, lengths: Any) -> None:
-        self.state(state)
-        self.note(scores.taps)
-
-    def propose(self, memory: Any, state: DecodeState, budget: torch.Tensor) -> Draft:
-        self.state(state)
-        return Draft.empty(len(state.rows))
-
-    def probe(self, memory: Any, state: DecodeState, draft: Draft) -> None:
-        self.state(state)
-        self.note(draft.tokens, draft.parents)
-
-    def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        self.state(state)
-        self.note(scores.taps, scores.probe, draft.tokens, draft.parents, draft.q, draft.confidence, draft.origin)
+    def probe(self, *given: Any) -> None:
+        self.note(*given)
 
 
 @pytest.mark.parametrize("judge", [Judge, SamplingJudge])
 def test_all_that_a_drafter_reads_crosses(judge):
     """Catches a tensor left behind: the anchor, a setting, a seed, the noise's place, taps, the draft as it was
     verified."""
-    inner = Traveller()
+    inner, ones = Traveller(), torch.ones(2, 1)
     drafter, state = RemoteDrafter(inner, THERE), DecodeState(2, 100, judge=judge())
     for row in range(2):
         state.admit(row, Request([1, 2], 20, Sampling(0.7, top_k=4, top_p=0.9, min_p=0.1, typical_p=0.9, seed=row)))
     scores = Scores(torch.zeros(2, 2, 5), torch.zeros(2, 2, 3), torch.zeros(2, 2, 1, 3), probe=torch.zeros(2, 2, 3))
-    draft = Draft.chain(
-        torch.ones(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64), torch.ones(2, 1, 5), torch.ones(2, 1)
-    )
+    draft = Draft.chain(ones.long(), ones[:, 0].long(), torch.ones(2, 1, 5), ones)
     draft = replace(draft, origin=numbers(draft))
     drafter.admit(None, [0, 1], state, scores, [2, 2])
     assert drafter.propose(None, state, torch.tensor([1, 1])).tokens.device == state.device
     assert drafter.probe(None, state, draft) is None
     drafter.observe(None, state, draft, Accepted([[0], []], [1, 1], [0, 0]), scores)
     assert inner.found == {"meta"}
-    assert state.anchor.device == draft.tokens.device == scores.logits.device == torch.device("cpu")
-    assert state.judge.temperature.device == state.streams.seeds.device == torch.device("cpu")
+    assert places(state.anchor, draft.tokens, scores.logits, state.judge.temperature, state.streams.seeds) == {"cpu"}
 
 
 def test_a_draft_and_a_probe_come_back():
-    """Catches a part of them that stays where the target does not look; here the target is the one that is
-    elsewhere."""
+    """Catches a part of them that stays where the target does not look."""
     ones, here = torch.ones(2, 2, dtype=torch.int64), torch.device("cpu")
 
     class Whole(Drafter):
@@ -109,8 +94,7 @@ def test_a_draft_and_a_probe_come_back():
 
 
 def test_a_remote_drafter_promises_what_its_drafter_does():
-    """Catches an attribute that falls back to a drafter's default: confidences that are hidden, a cache without
-    room."""
+    """Catches an attribute that falls back to a drafter's default."""
 
     class Odd(Drafter):
         taps, limit, hidden, confidence_before_draw, probe_rows, watches = (3, 4), 5, 6, True, 7, True
@@ -129,21 +113,13 @@ def test_embedding_and_head_are_copied(target):
     assert target.embed(tokens).device.type == "cpu"
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_drafter_is_made_where_its_config_says(kind, target):
-    """Catches a device that is read and not used.  Fresh weights can't be drawn on `meta`, so the home device stands
-    for it."""
-    assert not isinstance(load_drafter(kind, target, device="cpu", layers=1), RemoteDrafter)
-    with pytest.raises(RuntimeError, match="meta|nowhere"):
-        load_drafter(kind, target, layers=1, init_from_layers=[0], heads=1, kv_heads=1, head_dim=2, device="nowhere")
-
-
 def test_a_drafter_abroad_drafts_what_it_drafts_at_home(target, workshop, prompts):
     """Catches a step that is lost on the way: here both places are the same device."""
-    texts = []
-    for abroad in (False, True):
-        drafter = workshop.build(Case("dspark"), target)
-        texts.append(
-            generate(target, prompts, RemoteDrafter(drafter, target.device) if abroad else drafter, max_new_tokens=12)
-        )
+    home, abroad = (workshop.build(Case("dspark"), target) for _ in range(2))
+    texts = [
+        generate(target, prompts[:4], drafter, max_new_tokens=12)
+        for drafter in (home, RemoteDrafter(abroad, target.device))
+    ]
     assert texts[0] == texts[1]
+    with pytest.raises(RuntimeError, match="meta|nowhere"):
+        load_drafter("dflash", target, layers=1, heads=1, kv_heads=1, head_dim=2, device="nowhere")
