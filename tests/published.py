@@ -61,11 +61,8 @@ class Sizes:
 
     def layer(self, name: str, width: int | None = None, qk_norm: bool = False, input_norm: bool = True) -> Weights:
         """width: of what its attention reads; EAGLE-3's reads two states."""
-        sizes = {
-            "gate": (INTERMEDIATE, self.hidden),
-            "up": (INTERMEDIATE, self.hidden),
-            "down": (self.hidden, INTERMEDIATE),
-        }
+        wide, down = (INTERMEDIATE, self.hidden), (self.hidden, INTERMEDIATE)
+        sizes = {"gate": wide, "up": wide, "down": down}
         found = {f"{name}.mlp.{part}_proj.weight": self.random(*size) for part, size in sizes.items()}
         found[f"{name}.post_attention_layernorm.weight"] = self.norm(self.hidden)
         if input_norm:
@@ -85,11 +82,8 @@ class Sizes:
         chosen = torch.randperm(self.vocabulary, generator=self.noise)[:DRAFTED].sort().values
         allowed = torch.zeros(self.vocabulary, dtype=torch.bool)
         allowed[chosen] = True
-        return {
-            "d2t": chosen - torch.arange(DRAFTED),
-            "t2d": allowed,
-            "lm_head.weight": self.random(DRAFTED, self.hidden),
-        }
+        head = self.random(DRAFTED, self.hidden)
+        return {"d2t": chosen - torch.arange(DRAFTED), "t2d": allowed, "lm_head.weight": head}
 
     def fused(self, layer: str, taps: int, qk_norm: bool = False) -> Weights:
         """EAGLE-3 but for its head."""
@@ -132,15 +126,20 @@ class Sizes:
             "accept_tolerance": 0.0,
         }
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        verifier = {"name_or_path": "org/target", "architectures": ["Qwen3ForCausalLM"]}
         return {
             "architectures": [names[kind]], "speculators_model_type": kind, "speculators_version": "0.7.0",
-            "dtype": "bfloat16", "tie_word_embeddings": False, "transformer_layer_config": self.shape(layers, family,
-            **rope),
-            "speculators_config": {
-                "algorithm": kind, "proposal_methods": [method], "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": "org/target", "architectures": ["Qwen3ForCausalLM"]},
-            }, **more,
+            "dtype": "bfloat16", "tie_word_embeddings": False,
+            "transformer_layer_config": self.shape(layers, family, **rope),
+            "speculators_config": {"algorithm": kind, "proposal_methods": [method], "default_proposal_method": "greedy",
+                                   "verifier": verifier}, **more,
         }  # fmt: skip
+
+
+CONFIDENCE = {
+    "markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
 
 
 def speculators_eagle3(sizes: Sizes) -> Published:
@@ -165,34 +164,19 @@ def speculators_peagle(sizes: Sizes) -> Published:
 
 
 def _speculators_block(sizes: Sizes, kind: str, **more: Any) -> dict[str, Any]:
-    return sizes.speculators(
-        kind,
-        2,
-        "qwen3",
-        3,
-        draft_vocab_size=sizes.vocabulary,
-        aux_hidden_state_layer_ids=[2, 6],
-        mask_token_id=MASK,
-        **more,
-    )
+    own = {"draft_vocab_size": sizes.vocabulary, "aux_hidden_state_layer_ids": [2, 6], "mask_token_id": MASK}
+    return sizes.speculators(kind, 2, "qwen3", 3, **own, **more)
 
 
 def speculators_dflash(sizes: Sizes) -> Published:
-    config = _speculators_block(
-        sizes, "dflash", block_size=4, sliding_window_non_causal=False, sample_from_anchor=False
-    )
+    own = {"block_size": 4, "sliding_window_non_causal": False, "sample_from_anchor": False}
+    config = _speculators_block(sizes, "dflash", **own)
     return Published("dflash", "speculators", config, sizes.block(2) | sizes.copies())
 
 
 def speculators_dspark(sizes: Sizes) -> Published:
-    heads = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
-    heads |= {"confidence_head_with_markov": True, "sample_from_anchor": True, "block_size": 3}
-    return Published(
-        "dspark",
-        "speculators",
-        _speculators_block(sizes, "dspark", **heads),
-        sizes.block(2) | sizes.markov() | sizes.copies(),
-    )
+    config = _speculators_block(sizes, "dspark", **CONFIDENCE, sample_from_anchor=True, block_size=3)
+    return Published("dspark", "speculators", config, sizes.block(2) | sizes.markov() | sizes.copies())
 
 
 def speculators_mtp(sizes: Sizes) -> Published:
@@ -214,14 +198,8 @@ def safeailab_eagle(sizes: Sizes) -> Published:
 
 def safeailab_eagle3(sizes: Sizes) -> Published:
     """Names no taps."""
-    config = sizes.shape(
-        1,
-        "llama",
-        architectures=["LlamaForCausalLMEagle3"],
-        draft_vocab_size=DRAFTED,
-        rope_scaling=None,
-        rope_theta=1e4,
-    )
+    own = {"draft_vocab_size": DRAFTED, "rope_scaling": None, "rope_theta": 1e4}
+    config = sizes.shape(1, "llama", architectures=["LlamaForCausalLMEagle3"], **own)
     return Published("eagle3", "eagle", config, sizes.fused("midlayer", 3) | sizes.reduced())
 
 
@@ -249,13 +227,8 @@ def zlab_dflash(sizes: Sizes) -> Published:
 
 
 def specforge_domino(sizes: Sizes) -> Published:
-    own = {
-        "projector_type": "domino",
-        "emb_dim": RANK,
-        "gru_hidden_dim": 8,
-        "pure_draft_prefix_len": 1,
-        "shift_label": True,
-    }
+    own = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": 8, "pure_draft_prefix_len": 1}
+    own |= {"shift_label": True}
     weights = sizes.block(2) | {
         "prefix_gru.weight_ih_l0": sizes.random(24, sizes.hidden), "prefix_gru.weight_hh_l0": sizes.random(24, 8),
         "embed_proj.0.weight": sizes.random(RANK, sizes.hidden + 8),
@@ -265,9 +238,7 @@ def specforge_domino(sizes: Sizes) -> Published:
 
 
 def sglang_dspark(sizes: Sizes) -> Published:
-    heads = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
-    heads["confidence_head_with_markov"] = True
-    config = _zlab_block(sizes, "Qwen3DSparkModel", 3, projector_type="dspark", **heads) | heads
+    config = _zlab_block(sizes, "Qwen3DSparkModel", 3, projector_type="dspark", **CONFIDENCE) | CONFIDENCE
     return Published("dspark", "sglang", config, sizes.block(2) | sizes.markov())
 
 
@@ -280,32 +251,21 @@ def _deepspec(sizes: Sizes, architecture: str, layers: int, ids: list[int], **mo
 
 
 def deepspec_dspark(sizes: Sizes) -> Published:
-    heads = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
-    more = {"block_size": 3, "mask_token_id": MASK, "num_anchors": 512, "confidence_head_with_markov": True, **heads}
+    more = {"block_size": 3, "mask_token_id": MASK, "num_anchors": 512, **CONFIDENCE}
     config = _deepspec(sizes, "Qwen3DSparkModel", 2, [1, 5], **more)
     return Published("dspark", "deepspec", config, sizes.block(2) | sizes.markov() | sizes.copies())
 
 
 def deepspec_dflash(sizes: Sizes) -> Published:
-    more = {
-        "block_size": 3,
-        "mask_token_id": MASK,
-        "num_anchors": 512,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-    }
+    more = {"block_size": 3, "mask_token_id": MASK, "num_anchors": 512}
+    more |= {"markov_rank": 0, "enable_confidence_head": False}
     config = _deepspec(sizes, "Qwen3DSparkModel", 2, [1, 5], **more)
     return Published("dflash", "deepspec", config, sizes.block(2) | sizes.copies())
 
 
 def deepspec_eagle3(sizes: Sizes) -> Published:
-    more = {
-        "target_model_name_or_path": "org/target",
-        "ttt_length": 7,
-        "step_loss_decay": 0.8,
-        "draft_num_hidden_layers": 1,
-    }
-    config = _deepspec(sizes, "Qwen3Eagle3Model", 1, [0, 1, 3, 4, 6], **more)
+    more = {"target_model_name_or_path": "org/target", "ttt_length": 7, "step_loss_decay": 0.8}
+    config = _deepspec(sizes, "Qwen3Eagle3Model", 1, [0, 1, 3, 4, 6], draft_num_hidden_layers=1, **more)
     return Published("eagle3", "deepspec", config, sizes.fused("layers.0", 5, True) | sizes.copies())
 
 
@@ -323,9 +283,7 @@ def medusa_heads(sizes: Sizes) -> Published:
 LAYOUTS: dict[str, Callable[[Sizes], Published]] = {
     make.__name__: make for make in (
         speculators_eagle3, speculators_peagle, speculators_dflash, speculators_dspark, speculators_mtp,
-        safeailab_eagle,
-        safeailab_eagle3, specforge_eagle3, zlab_dflash, specforge_domino, sglang_dspark, deepspec_dspark,
-        deepspec_dflash,
-        deepspec_eagle3, medusa_heads,
+        safeailab_eagle, safeailab_eagle3, specforge_eagle3, zlab_dflash, specforge_domino, sglang_dspark,
+        deepspec_dspark, deepspec_dflash, deepspec_eagle3, medusa_heads,
     )
 }  # fmt: skip

@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from benchmarks import machines
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
@@ -46,36 +45,22 @@ def given(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(machine, "matmul_times", lambda: machine.MatmulTimes(TABLES[kind]))
 
 
-@pytest.mark.parametrize("way", ["environment", "switch"])
-def test_without_bfloat16_units_training_is_in_float32(way: str, tmp_path: Path) -> None:
-    """Catches a choice by name or flag: both ways of taking the units away leave the processor's name as it is.
-
-    The naive products that this brings are twenty to fifty times as slow, so that a busy machine does not matter.
-    """
+def test_without_bfloat16_units_training_is_in_float32(tmp_path: Path) -> None:
+    """Catches a choice by the processor's name or flags, which taking the units away leaves as they are."""
     program = (
         "import json, torch; torch.set_num_threads(1)\n"
-        f"torch.backends.mkldnn.enabled = {way == 'environment'}\n"
         "from outrider import machine\n"
         "found = machine.matmul_times()\n"
-        "print(json.dumps([machine.training_dtype(), found.slowdown('bfloat16', 'training')]))"
+        "print(json.dumps([machine.training_dtype(), found.slowdown('bfloat16', 'training'), found.ms]))"
     )
-    environment = {**os.environ, "OUTRIDER_CACHE": str(tmp_path), "ATEN_CPU_CAPABILITY": "avx2"}
-    environment |= SLOW if way == "environment" else {}
+    environment = {**os.environ, "OUTRIDER_CACHE": str(tmp_path), **SLOW}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    chosen, factor = json.loads(done.stdout)
+    chosen, factor, table = json.loads(done.stdout)
     assert chosen == "float32"
     assert factor > 3, "the naive products were not brought about"
-
-
-@pytest.mark.slow
-def test_without_bfloat16_units_the_demo_trains_a_third_as_fast_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a training that goes on in the slow type, or an optimiser that multiplies in it: a hundredth of the
-    steps."""
-    ways = {way: one for way, one in machines.WAYS.items() if one[1] == "auto"}
-    monkeypatch.setattr(machines, "WAYS", ways)
-    native, emulated = machines.compare(rounds=1)["ways"].values()
-    assert emulated["turns"][0]["dtype"] == "float32"
-    assert emulated["steps_per_s"] >= native["steps_per_s"] / 3
+    for name in machine.TYPES:
+        assert set(table[name]) == {"1", "8", "64", "training"}
+        assert all(0 < ms < 60_000 for ms in table[name].values())
 
 
 @pytest.mark.parametrize(("kind", "chosen"), [("with bfloat16 units", "bfloat16"), ("without", "float32")])
@@ -89,18 +74,26 @@ def test_what_was_measured_decides(kind: str, chosen: str, monkeypatch: pytest.M
 
 
 def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a table that every process times anew, and one that another number of threads takes over."""
+    """Catches a table that every process times anew, one that another number of threads takes over."""
     calls: list[int] = []
     monkeypatch.setattr(machine, "_time_matmuls", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    assert machine.matmul_times().ms == TABLES["without"]
+    assert not machine._place("products").exists()
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    machine._memory.clear()  # as in another process
     for _ in range(2):
         assert machine.matmul_times().ms == TABLES["without"]
-        machine._memory.clear()  # as in another process
+        machine._memory.clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert machine.matmul_times().ms == TABLES["without"]
-    assert calls == [1, 3]
+    assert calls == [1, 1, 3]
     machine.forget()
     machine.matmul_times()
-    assert calls == [1, 3, 3]
+    assert calls == [1, 1, 3, 3]
+    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
+    machine._memory.clear()
+    assert machine.matmul_times().ms == TABLES["without"]
 
 
 @pytest.mark.parametrize(
@@ -114,29 +107,6 @@ def test_a_damaged_file_is_measured_again(text: str, place: Path, monkeypatch: p
     path.write_text(text)
     assert machine.matmul_times().ms == TABLES["without"]
     assert json.loads(path.read_text())["ms"] == TABLES["without"]
-
-
-def test_what_is_timed_on_a_busy_machine_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a choice made beside a compiler that holds for ever."""
-    monkeypatch.setattr(machine, "is_busy", lambda: True)
-    monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
-    assert machine.matmul_times().ms == TABLES["without"]
-    assert not machine._place("products").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a read-only home that stops every command."""
-    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
-    assert machine.matmul_times().ms == TABLES["without"]
-
-
-def test_the_table_has_every_type_and_column() -> None:
-    """Catches a type that is passed over, and a time that is none."""
-    found = machine.matmul_times().ms
-    for name in machine.TYPES:
-        assert set(found[name]) == {"1", "8", "64", "training"}
-        assert all(0 < ms < 60_000 for ms in found[name].values())
 
 
 def test_the_quickest_way_is_taken_and_asked_for_once(place: Path) -> None:
@@ -168,10 +138,7 @@ def test_no_more_threads_than_the_containers_share(place: Path, monkeypatch: pyt
     assert machine.set_up_threads() == 8 and threads == [8]
 
 
-# ── who asks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_auto_is_the_checkpoints_own_type_where_that_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_checkpoints_own_type_where_that_is_fast(tmp_path, monkeypatch, caplog):
     """Catches a bfloat16 target whose verification takes six times as long as in float32."""
     folder = tmp_path / "target"
     tiny_model().bfloat16().save_pretrained(folder)
@@ -180,13 +147,7 @@ def test_auto_is_the_checkpoints_own_type_where_that_is_fast(tmp_path: Path, mon
         assert load_target(tiny_model().bfloat16(), dtype="auto", compile=False).spec.dtype == dtype
         assert load_target(folder, dtype="auto", compile=False).spec.dtype == dtype
     assert load_target(folder, compile=False).spec.dtype == "float32"
-
-
-def test_a_slow_type_is_taken_as_asked_and_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches hours of naive products without a word; the factor is said, and what to do."""
-    given(monkeypatch, "without")
+    # a slow type is taken as asked and warned of, with the factor and what to do
     with caplog.at_level(logging.WARNING):
         assert load_target(tiny_model(), dtype="bfloat16", compile=False).spec.dtype == "bfloat16"
     assert "takes 3.0 times as long" in caplog.text and "dtype=float32" in caplog.text
@@ -201,36 +162,28 @@ def test_muon_in_bfloat16_is_torchs_own(shape: tuple[int, int]) -> None:
     """Catches any difference from the published optimiser: weights after three steps are equal bit for bit."""
     noise = torch.Generator().manual_seed(3)
     start, gradients = torch.randn(shape, generator=noise), torch.randn(3, *shape, generator=noise)
-    made = []
-    for kind in (
-        lambda weight: Muon([weight], 0.1, torch.bfloat16, Whole()),
-        lambda weight: torch.optim.Muon([weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-    ):
-        weight = torch.nn.Parameter(start.clone())
-        optimizer = kind(weight)
-        for gradient in gradients:
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    ours = Muon(weights[:1], 0.1, torch.bfloat16, Whole())
+    theirs = torch.optim.Muon(weights[1:], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients:
+        for weight, optimizer in zip(weights, (ours, theirs), strict=True):
             weight.grad = gradient.clone()
             optimizer.param_groups[0]["lr"] = 0.02
             optimizer.step()
-        made.append((weight.detach(), optimizer.state[weight]["momentum_buffer"]))
-    for ours, theirs in zip(*made, strict=True):
-        assert torch.equal(ours, theirs)
+    assert torch.equal(*weights)
+    assert torch.equal(ours.state[weights[0]]["momentum_buffer"], theirs.state[weights[1]]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
 def test_muons_iterations_are_the_same_in_float32(shape: tuple[int, int]) -> None:
-    """Catches iterations that lose the matrix: singular vectors stay, values come near 1, bfloat16 agrees to its
-    rounding."""
+    """Catches iterations that lose the matrix: singular vectors stay, values come near 1."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = orthogonal(matrix, torch.float32)
+    result = orthogonal(matrix, torch.float32)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    inner = u.T @ found @ v.T
+    inner = u.T @ result @ v.T
     assert (inner - inner.diag().diag()).abs().max() < 1e-4
     assert inner.diag().min() > 0.6 and inner.diag().max() < 1.3
-    assert (found - orthogonal(matrix, torch.bfloat16).float()).abs().max() < 0.05
-
-
-# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    assert (result - orthogonal(matrix, torch.bfloat16).float()).abs().max() < 0.05
 
 
 @pytest.fixture
@@ -251,15 +204,25 @@ def said(forecast: Forecast, clock: list[float], taken: list[float], done: int =
     return lines
 
 
-def test_how_long_a_stage_takes_is_said_after_its_first_steps(clock: list[float]) -> None:
-    """Catches a forecast by the first step, which reads features too, and one that is said at every step."""
-    [(step, line)] = said(Forecast("steps", 640, 0, True, None), clock, [9.0, *[0.5] * 60])
-    assert step == 24 and line == "about 5 min for 640 steps, 0.5 s each"
+FORECASTS = {
+    # a forecast by the first step, which reads features too, and one that is said at every step
+    "first steps": (("steps", 640, 0, True), [9.0, *[0.5] * 60], 0, 24, "about 5 min for 640 steps, 0.5 s each"),
+    # steps of an earlier run that are taken for steps of no time
+    "resumed": (("steps", 640, 0, True), [1.0] * 30, 600, None, "about 40 s for 40 steps, 1 s each"),
+    # a forecast by the time between two answers that were written side by side
+    "in bursts": (("answers", 100, 0, False), [20.0, *[0.0] * 30], 0, None, "about 7 min for 100 answers, 4 s each"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "taken", "done", "at", "text"), FORECASTS.values(), ids=FORECASTS)
+def test_how_long_a_stage_takes_is_said_after_its_first_steps(given, taken, done, at, text, clock):
+    [(step, line)] = said(Forecast(*given, None), clock, taken, done)
+    assert line == text and at in (None, step)
+    assert [lasting(seconds) for seconds in (0.2134, 9.9, 100, 7265)] == ["0.21 s", "9.9 s", "2 min", "2 h 1 min"]
 
 
 def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word; the cause stands with
-    it."""
+    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word."""
     given(monkeypatch, "without")
     monkeypatch.setattr(machine, "is_busy", lambda: False)
     [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
@@ -272,18 +235,6 @@ def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: p
     assert "usual" not in line
 
 
-def test_a_resumed_stage_counts_what_is_left(clock: list[float]) -> None:
-    """Catches steps of an earlier run that are taken for steps of no time."""
-    [(_, line)] = said(Forecast("steps", 640, 0, True, None), clock, [1.0] * 30, done=600)
-    assert line == "about 40 s for 40 steps, 1 s each"
-
-
-def test_answers_that_end_in_bursts_are_counted_by_their_share(clock: list[float]) -> None:
-    """Catches a forecast by the time between two answers that were written side by side."""
-    [(_, line)] = said(Forecast("answers", 100, 0, False, None), clock, [20.0, *[0.0] * 30])
-    assert line == "about 7 min for 100 answers, 4 s each"
-
-
 def test_the_first_answers_of_a_slow_batch_tell_nothing(clock: list[float]) -> None:
     """Catches `2 of 544 answers, 2 h 16 min left` of what takes six minutes, of which a batch's start is half one."""
     forecast = Forecast("answers", 544, 0, False, None)
@@ -294,14 +245,7 @@ def test_the_first_answers_of_a_slow_batch_tell_nothing(clock: list[float]) -> N
     assert str(forecast.line("")).endswith("left")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2134, "0.21 s"), (9.9, "9.9 s"), (89, "89 s"), (100, "2 min"), (7265, "2 h 1 min")]
-)
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
-    """Catches a rounding that says 0 min."""
-    assert lasting(seconds) == text
-
-
+@pytest.mark.slow
 def test_freed_memory_is_kept_and_can_be_released() -> None:
     """Catches a page fault for every page of every step, and a peak that counts what was freed before."""
     program = """

@@ -14,15 +14,13 @@ from outrider import machine, prepacked
 from outrider.prepacked import Way
 
 OURS = [way for way in prepacked.ways() if way != "plain"]
-pytestmark = pytest.mark.skipif(not OURS, reason="neither torch nor a compiler has another way here")
 
 
 @pytest.fixture(params=OURS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     """As on a machine where this way was measured to be the fastest."""
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: request.param)
-    chosen: Way = request.param
-    return chosen
+    return request.param
 
 
 @pytest.fixture
@@ -60,8 +58,7 @@ def test_it_is_used_only_while_open(layer: nn.Linear, monkeypatch: pytest.Monkey
 
 
 def test_a_changed_weight_is_not_forgotten(layer: nn.Linear) -> None:
-    """Catches the packed copy of an old weight: after a step of the optimiser, after loading, after a copy of the
-    model."""
+    """Catches the packed copy of an old weight."""
     other = copy.deepcopy(layer)
     x = torch.randn(2, 48)
     for changed in (layer, other):
@@ -88,10 +85,7 @@ def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.Monk
 
 
 def test_layers_are_packed_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a copy of all weights for nothing; all ways are really run, on the layers' own shapes.
-
-    One layer is tied to a weight that is wider than it says, as in some families.
-    """
+    """Catches a copy of all weights for nothing; all ways are really run, on the layers' own shapes."""
     asked: list[str] = []
 
     def plain_wins(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:

@@ -35,8 +35,7 @@ def plainly(target: Any) -> dict[str, list[list[int]]]:
 
 
 def drafted(target: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """The same by eagle3, which taps layers and borrows embedding and head; and greedily by a tree that hides the
-    text, so that what stays of a pass does not lie side by side."""
+    """The same by eagle3, which taps layers and borrows embedding and head."""
     tree = Oracle(
         [prompt + text for prompt, text in zip(PROMPTS, texts["greedy"], strict=True)], target.spec.vocabulary
     )

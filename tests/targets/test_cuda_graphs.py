@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from targets.test_step import COUNTS, Guesses, agree, prompts_of, written
+from targets.test_step import Guesses, agree, written
 from tiny import tiny_model
 
 from outrider.compiled import NotCompiled
@@ -67,30 +67,9 @@ def fast(tape) -> TransformersTarget:
 
 
 def test_cuda_graphs_passes_say_what_plain_ones_say(fast, slow, tape):
-    """Catches padding that is seen, columns that are cut, another replay's rows, and results that the next one writes
-    over."""
+    """Catches padding that is seen, columns that are cut, another replay's rows."""
     agree(fast, slow)
     assert 0 < tape.count["cuda_graphs"] < tape.count["replayed"] / 4
-
-
-real_capture = CudaGraphs._recorded
-
-
-@pytest.mark.parametrize("fault", ["mask", "given", "columns"])
-def test_a_fault_in_the_padding_is_found_out(fault, fast, slow, monkeypatch):
-    """The test above: with padding that all rows see, replays that read nothing new, columns that end too early."""
-    if fault == "mask":
-        real = cuda_graphs._wide_mask
-        monkeypatch.setattr(cuda_graphs, "_wide_mask", lambda mask, wide: real(mask, wide) | (wide > mask.shape[-1]))
-    if fault == "given":
-        monkeypatch.setattr(Tape, "is_stuck", True)
-    if fault == "columns":
-        monkeypatch.setattr(cuda_graphs, "COLUMNS", 1)
-        monkeypatch.setattr(
-            CudaGraphs, "_recorded", lambda self, given, end, buffers: real_capture(self, given, end - 3, buffers)
-        )
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        agree(fast, slow)
 
 
 def test_a_pass_that_has_no_room_for_its_padding_stays_plain(fast):
@@ -128,20 +107,10 @@ def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape
         return tokens + buffers[0][:, 1, columns].sum(), tokens, tokens, tokens
 
     passes, ones = CudaGraphs(add_up, tape), torch.ones(1, 2, dtype=torch.int64)
-    given = (
-        ones,
-        ones,
-        torch.ones(1, 2, 2, dtype=torch.bool),
-        torch.zeros(1, dtype=torch.int64),
-        torch.arange(4),
-        ones[0, :1],
-        ones,
-    )
-    for shape, dtype in (
-        ((1, 2, 32, 8), torch.float64),
-        ((2, 2, 16, 8), torch.float64),
-        ((1, 2, 64, 8), torch.float32),
-    ) * 2:
+    tree, starts = torch.ones(1, 2, 2, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    given = ones, ones, tree, starts, torch.arange(4), ones[0, :1], ones
+    shapes = ((1, 2, 32, 8), torch.float64), ((2, 2, 16, 8), torch.float64), ((1, 2, 64, 8), torch.float32)
+    for shape, dtype in shapes * 2:
         buffer = arena.zeros(shape, dtype)
         buffer[0, 1] = 1  # of the first slot the second head, which lies elsewhere in each
         logits, *_ = passes.forward(*given, [buffer[:1], buffer[:1]])
@@ -184,17 +153,11 @@ def test_graphs_of_a_gpu_say_what_plain_passes_say(dtype):
     assert fast.step.graph.captures
 
 
-def test_another_device_says_why_it_stays_plain(slow, monkeypatch):
-    """Catches a step that is captured where nothing can be."""
-    step = CompiledStep(slow)
-    with pytest.raises(NotCompiled, match="CUDA"):
-        step.cuda_graphs()
-    assert len(COUNTS) == len(prompts_of(slow.spec.vocabulary))
-
-
 def test_nothing_is_captured_unasked(slow, monkeypatch):
     """Catches a target on a GPU that is captured because packages of a CPU lie on disk."""
     step = CompiledStep(slow)
+    with pytest.raises(NotCompiled, match="CUDA"):
+        step.cuda_graphs()
     monkeypatch.setattr(step, "model", lambda: torch.nn.Linear(2, 2, device="meta"))
     with pytest.raises(NotCompiled, match="where the target is loaded"):
         step.get(build=False)

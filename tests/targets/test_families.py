@@ -1,5 +1,4 @@
-"""Every family, with both ways of attention, says what `model.generate` says; taps and hidden states are the model's
-own."""
+"""Every family says what `model.generate` says; taps and hidden states are the model's own."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from outrider.targets.states import RecurrentStates
 from outrider.targets.transformers import TransformersTarget
 
 V = 128
+NEW = 14
 RECURRENT = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2"}
-ATTENTION = [name for name in SMALL if name not in RECURRENT]
 FAST = [
     "qwen3",
     "mistral-window",
@@ -44,49 +43,22 @@ FAST = [
 """One of every way that a family can differ in; `make test-all` takes all of them."""
 OTHERS = [name for name in SMALL if name not in FAST]
 ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-BOTH = pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        pytest.param(family, attention, marks=[pytest.mark.slow] if family in OTHERS or attention == "eager" else [])
-        for family in SMALL
-        for attention in ("sdpa", "eager")
-    ],
-)
+EAGER = {"gemma2", "gpt-oss", "bloom", "mamba2"}
+"""Families that have no other attention."""
 
 
 @functools.cache
-def target_of(family: str, attention: str = "sdpa") -> TransformersTarget:
-    try:
-        return load_target(tiny(family, attention))
-    except ValueError:
-        if attention == "eager":
-            raise
-        pytest.skip("sdpa")
-
-
-@functools.cache
-def eager_of(family: str) -> TransformersTarget:
-    """With the attention that every family has."""
-    return target_of(family, "eager")
+def target_of(family: str) -> TransformersTarget:
+    return load_target(tiny(family, "eager" if family in EAGER else "sdpa"))
 
 
 @functools.cache
 def texts_of(family: str) -> list[list[int]]:
-    """Prompts of unequal length, one beyond every window, with 30 greedy tokens behind each."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(V, (length,), generator=generator) for length in (6, 1, 31, 3, 9)]
-    return [
-        eager_of(family)
-        .model.generate(
-            prompt[None],
-            attention_mask=torch.ones_like(prompt[None]),
-            max_new_tokens=30,
-            do_sample=False,
-            pad_token_id=0,
-        )[0]
-        .tolist()
-        for prompt in prompts
-    ]
+    """Prompts of unequal length, one beyond every window, with NEW greedy tokens after each."""
+    noise, model = torch.Generator().manual_seed(1), target_of(family).model
+    prompts = [torch.randint(V, (1, length), generator=noise) for length in (6, 1, 31, 3, 9)]
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return [model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist() for ids in prompts]
 
 
 class Guesses(Proposer):
@@ -99,46 +71,32 @@ class Guesses(Proposer):
         return Draft(tokens, parents, torch.minimum(budget, torch.tensor([1 + row % 4 for row in state.rows])))
 
 
-def continued(family, attention, drafter, slots) -> None:
+def continued(family, drafter, slots) -> None:
     texts = texts_of(family)
-    counts = [30, 17, 23, 9, 30]
-    requests = [Request(text[:-30], count, Sampling()) for text, count in zip(texts, counts, strict=True)]
-    found, kept = [[] for _ in requests], [0]
-    for progress in serve(target_of(family, attention), requests, drafter, slots=slots):
-        found[progress.request] += progress.tokens
-        kept.append(progress.accepted)
-    for text, tokens, count in zip(texts, found, counts, strict=True):
-        assert tokens == text[len(text) - 30 :][:count]
+    counts = [NEW, 9, 12, 5, NEW]
+    requests = [Request(text[:-NEW], count, Sampling()) for text, count in zip(texts, counts, strict=True)]
+    outputs, accepted = [[] for _ in requests], [0]
+    for progress in serve(target_of(family), requests, drafter, slots=slots):
+        outputs[progress.request] += progress.tokens
+        accepted.append(progress.accepted)
+    for text, tokens, count in zip(texts, outputs, counts, strict=True):
+        assert tokens == text[len(text) - NEW :][:count]
     if isinstance(drafter, Oracle):
-        assert max(kept) == drafter.depth
+        assert max(accepted) == drafter.depth
 
 
-@BOTH
-def test_the_self_test_finds_what_a_family_can_do(family, attention):
-    """Catches a family that lost its mode: trees for attention, chains where a state or ALiBi follows one path."""
-    target = target_of(family, attention)
+@pytest.mark.parametrize("family", ALL)
+def test_plain_and_drafted_text_is_the_models_own(family):
+    """Catches positions, masks, caches or states that one family reads otherwise."""
+    target = target_of(family)
     assert target.spec.mode == target.selftest.mode == ("chain" if family in {*RECURRENT, "bloom"} else "tree")
     assert target.family.is_recurrent == (family in RECURRENT)
     if family in RECURRENT:
         assert "recurrent" in target.selftest.failed
-
-
-@BOTH
-def test_plain_and_drafted_text_is_the_models_own(family, attention):
-    """Catches positions, masks, caches or states that one family reads otherwise; slots are ragged and used again."""
-    continued(family, attention, None, 2)
-    continued(family, attention, Guesses(), 3)
-
-
-@BOTH
-def test_deep_paths_are_the_models_own(family, attention):
-    """Catches keys that keep the position of another branch: paths are three deep and never a prefix of the tree."""
-    drafter = Oracle(texts_of(family), V, true_is_eldest=target_of(family, attention).spec.mode == "chain")
-    continued(family, attention, drafter, 3)
-    continued(family, attention, drafter, 1)
-
-
-# ── planted faults: what the self-test must find ──────────────────────────────────────────────────────────────────────
+    continued(family, None, 2)
+    continued(family, Guesses(), 3)
+    drafter = Oracle(texts_of(family), V, true_is_eldest=target.spec.mode == "chain")
+    continued(family, drafter, 3)
 
 
 @pytest.fixture
@@ -213,21 +171,13 @@ def test_a_target_that_is_off_or_a_chain_is_never_given_more():
         widths.clear()
 
 
-# ── what drafters see of a target ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_a_slot_at_the_end_of_the_context_stands_beside_others(family):
     """Catches padding whose position lies outside the model's table: gpt2 looks positions up."""
     torch.manual_seed(0)
-    gpt2 = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=16, bos_token_id=None, eos_token_id=None
-    )
-    model = (
-        tiny_model(max_position_embeddings=16)
-        if family == "qwen3"
-        else scaled(GPT2LMHeadModel(gpt2).double().eval(), 1.5)
-    )
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16}
+    gpt2 = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    model = tiny_model(max_position_embeddings=16) if family == "qwen3" else scaled(GPT2LMHeadModel(gpt2).double(), 1.5)
     target = load_target(model)
     prompts = [[5] * 14, [3, 4], [7] * 15, [9, 1, 2]]
     alone = [generate(target, prompt, max_new_tokens=40)[0] for prompt in prompts]
@@ -241,12 +191,23 @@ def test_a_slot_at_the_end_of_the_context_stands_beside_others(family):
 @pytest.mark.parametrize("family", ALL)
 def test_taps_are_the_outputs_of_the_layers(family):
     """Catches a tap that is off by one layer, or taken before the residual is added."""
-    target = eager_of(family)
+    target, heads, embedded = target_of(family), [], []
     tokens = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         out = target.model(tokens, output_hidden_states=True)
+    hooks = [
+        target.layer(0).register_forward_pre_hook(
+            lambda _, args, kwargs: embedded.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        ),
+        target.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0])),
+    ]
     hidden, taps = target.read(tokens, (0, 1))
-    first = 0 if family == "mamba2" else 1  # its list begins behind the first layer
+    chain = Draft.chain(torch.tensor([[1], [2]]), torch.tensor([1, 1]))
+    heads.clear()
+    scores = target.verify(target.allocate(2, 8), [0, 1], torch.tensor([3, 4]), chain)
+    for hook in hooks:
+        hook.remove()
+    first = 0 if family == "mamba2" else 1  # its list begins after the first layer
     torch.testing.assert_close(taps, torch.stack(out.hidden_states[first : first + 2], 2), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(hidden, out.hidden_states[-1], rtol=1e-9, atol=1e-9)
     # some families make their logits float32
@@ -258,12 +219,18 @@ def test_taps_are_the_outputs_of_the_layers(family):
     _, again = target.read(tokens, (1,))
     assert torch.equal(again[:, :, 0], taps[:, :, 1])
     assert target.read(tokens)[1] is None
+    assert torch.equal(scores.hidden, torch.cat(heads) if len(heads) > 1 else heads[0])
+    torch.testing.assert_close(target.head(scores.hidden), scores.logits, rtol=1e-6, atol=1e-6, check_dtype=False)
+    if family not in {"gpt2", "opt", "bloom"}:  # positions are added to it, or a norm applied
+        torch.testing.assert_close(target.embed(tokens), embedded[0], rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(target.embed(tokens), target.model.get_input_embeddings()(tokens))
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_passes_of_the_loop_see_what_reading_at_once_sees(family):
     """Catches states, taps and logits that hang on how a text was cut into prefill and verification."""
-    target = eager_of(family)
+    target = target_of(family)
     text = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(3))
     hidden, taps = target.read(text, (1, 2))
     cache = target.allocate(1, 20)
@@ -279,34 +246,3 @@ def test_passes_of_the_loop_see_what_reading_at_once_sees(family):
     close(scores.hidden, hidden[:, 7:])
     close(scores.taps, taps[:, 7:])
     close(scores.logits, target.head(hidden[:, 7:]))
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_hidden_is_what_the_head_was_given(family):
-    """Catches a hidden state from before the final norm, or a head without the family's scale or soft cap."""
-    target, given = eager_of(family), []
-    handle = target.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
-    cache = target.allocate(2, 8)
-    scores = target.verify(
-        cache, [0, 1], torch.tensor([3, 4]), Draft.chain(torch.tensor([[1], [2]]), torch.tensor([1, 1]))
-    )
-    handle.remove()
-    assert torch.equal(scores.hidden, torch.cat(given) if len(given) > 1 else given[0])
-    torch.testing.assert_close(target.head(scores.hidden), scores.logits, rtol=1e-6, atol=1e-6, check_dtype=False)
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_embedding_is_what_the_first_layer_is_given(family):
-    """Catches a borrowed embedding without its family's scale."""
-    target, given = eager_of(family), []
-    tokens = torch.tensor([[0, 59], [7, 7]])
-    layer = target.layer(0)
-    handle = layer.register_forward_pre_hook(
-        lambda _, args, kwargs: given.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-    )
-    target.read(tokens)
-    handle.remove()
-    if family not in {"gpt2", "opt", "bloom"}:  # positions are added to it, or a norm applied
-        torch.testing.assert_close(target.embed(tokens), given[0], rtol=1e-6, atol=1e-6)
-    else:
-        assert torch.equal(target.embed(tokens), target.model.get_input_embeddings()(tokens))

@@ -1,13 +1,9 @@
-"""Families that keep what slots can't hold: their own cache is copied for every pass, and their text is `generate`'s
-own."""
+"""Families that store what slots can't hold: their own cache is copied for every pass."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,16 +39,15 @@ def texts_of(kind: str) -> list[list[int]]:
     return [continued(model_of(kind), prompt, COUNT) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("kind", first(FAMILIES, 2))
-def test_plain_and_drafted_text_is_the_models_own(kind, slots):
+@pytest.mark.parametrize("kind", first(FAMILIES))
+def test_plain_and_drafted_text_is_the_models_own(kind):
     """Catches a past that a rejected token has entered, and tokens that are kept and never read."""
     target = load_target(model_of(kind))
     assert (target.spec.mode, target.family.past is not None) == ("chain", True)
     target.ends = frozenset()
-    for right in (0.0, 0.7, 1.0):
+    for right in (0.0, 0.7):
         drafter = Replay(texts_of(kind), target.spec.vocabulary, right=right, eldest=True)
-        found = generate(target, PROMPTS, drafter, max_new_tokens=COUNT, slots=slots)
+        found = generate(target, PROMPTS, drafter, max_new_tokens=COUNT, slots=3)
         assert [prompt + one.tokens for prompt, one in zip(PROMPTS, found, strict=True)] == texts_of(kind)
 
 
@@ -64,10 +59,8 @@ def filled(kind: str = "rwkv") -> tuple[OwnCache, object]:
 
 
 def logits(target, cache, row: int, tokens: list[int]) -> torch.Tensor:
-    given = torch.tensor([tokens])
-    return target.verify(cache, [row], given[:, 0], Draft.chain(given[:, 1:], torch.tensor([len(tokens) - 1]))).logits[
-        0
-    ]
+    ids = torch.tensor([tokens])
+    return target.verify(cache, [row], ids[:, 0], Draft.chain(ids[:, 1:], torch.tensor([len(tokens) - 1]))).logits[0]
 
 
 def test_what_is_not_kept_never_happened(monkeypatch):
@@ -105,16 +98,3 @@ def test_it_says_that_it_is_slow_and_what_it_can_not(kind, caplog):
     assert "every pass copies its own cache" in caplog.text
     with pytest.raises(DrafterError, match="none of its sublayers can be left out"):
         layer_skip.build(layer_skip.Config(), target)
-
-
-REASONS = "not causal|random|it has no cache|with its own cache differ|its own `generate` writes another text"
-
-
-def test_every_family_that_was_refused_is_refused_for_a_property():
-    """The table of all forms: none wrong, four fifths exact, and no refusal for what our cache can't do."""
-    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "every_family.json").read_text())["rows"]
-    outcomes = [row["outcome"] for row in rows]
-    refused = {row["family"]: row["reason"] for row in rows if row["outcome"] == "refused"}
-    assert "wrong" not in outcomes
-    assert outcomes.count("exact") >= 0.8 * (len(rows) - outcomes.count("not built"))
-    assert [family for family, reason in refused.items() if not re.search(REASONS, reason)] == []

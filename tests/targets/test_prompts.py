@@ -19,19 +19,11 @@ from outrider.targets.prompts import listed, single
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 IDS, PAIR = [3, 1, 2], [[3, 1, 2], [4, 5, 6]]
 TAKEN = {
-    "text": ("a", ["a"]),
-    "texts": (("a", "b"), ["a", "b"]),
-    "a generator": ((text for text in "ab"), ["a", "b"]),
-    "nothing": ([], []),
-    "ids": (IDS, [IDS]),
-    "a tuple of ids": (tuple(IDS), [IDS]),
-    "a range": (range(3), [[0, 1, 2]]),
-    "numpy's ids": (list(np.array(IDS)), [IDS]),
-    "a tensor": (torch.tensor(IDS), [IDS]),
-    "an array": (np.array(IDS, dtype=np.uint8), [IDS]),
-    "a tensor of two": (torch.tensor(PAIR), PAIR),
-    "an array of two": (np.array(PAIR), PAIR),
-    "tensors": ([torch.tensor(IDS), torch.tensor([7])], [IDS, [7]]),
+    "text": ("a", ["a"]), "texts": (("a", "b"), ["a", "b"]), "a generator": ((text for text in "ab"), ["a", "b"]),
+    "nothing": ([], []), "ids": (IDS, [IDS]), "a tuple of ids": (tuple(IDS), [IDS]), "a range": (range(3), [[0, 1, 2]]),
+    "numpy's ids": (list(np.array(IDS)), [IDS]), "a tensor": (torch.tensor(IDS), [IDS]),
+    "an array": (np.array(IDS, dtype=np.uint8), [IDS]), "a tensor of two": (torch.tensor(PAIR), PAIR),
+    "an array of two": (np.array(PAIR), PAIR), "tensors": ([torch.tensor(IDS), torch.tensor([7])], [IDS, [7]]),
     "tensors of a row": ([torch.tensor([IDS]), torch.tensor([[7]])], [IDS, [7]]),
     "tensors of no dimension": ([torch.tensor(3), torch.tensor(1)], [[3, 1]]),
     "a tokenized text": (BatchEncoding({"input_ids": IDS, "attention_mask": [1, 1, 1]}), [IDS]),
@@ -41,11 +33,9 @@ TAKEN = {
     ),
     "tokenized, no mask": ({"input_ids": np.array(PAIR)}, PAIR),
     "a list of tokenized": ([{"input_ids": IDS}, {"input_ids": [[7]]}], [IDS, [7]]),
-    "a message": (CHAT[0], [CHAT[:1]]),
-    "a chat": (CHAT, [CHAT]),
-    "chats": ([CHAT, CHAT[:1]], [CHAT, CHAT[:1]]),
+    "a message": (CHAT[0], [CHAT[:1]]), "a chat": (CHAT, [CHAT]), "chats": ([CHAT, CHAT[:1]], [CHAT, CHAT[:1]]),
     "a mixture": (["a", IDS, CHAT], ["a", IDS, CHAT]),
-}
+}  # fmt: skip
 REFUSED = {
     "None": None, "a number": 5, "a float": 1.5, "a bool": True, "bytes": b"ab", "another mapping": {"prompt": "a"},
     "None among": ["a", None], "floats": [1.0, 2.0], "bools": [True, False], "a tensor of floats": torch.tensor([1.0]),
@@ -58,8 +48,7 @@ TABLE = TableTarget.random(6)
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_prompt_is_taken_as_what_it_is(name):
-    """Catches a tokenizer's output of which the keys are continued, a chat that is taken for many, padding that is
-    read."""
+    """Catches a tokenizer's output of which the keys are continued."""
     given, wanted = TAKEN[name]
     found = listed(given)
     assert found == wanted
@@ -138,19 +127,12 @@ def test_a_count_of_a_sampling_is_a_whole_number(name, value):
 
 @pytest.mark.parametrize(
     "wrong", [{"logit_bias": {1.5: 2.0}}, {"logit_bias": {1: "2"}}, {"logit_bias": {1: 1e39}}, {"bad_words": [[1.5]]},
-              {"bad_words": [["a"]]}, {"bad_words": [5]}, {"processors": 5}], ids=str,
+              {"bad_words": [["a"]]}, {"bad_words": [5]}, {"processors": 5}, {"logit_bias": 5}], ids=str,
 )  # fmt: skip
 def test_tokens_and_biases_are_not_rounded(wrong):
     """Catches token 1.5 that becomes token 1."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)
-
-
-@pytest.mark.parametrize("name", ["logit_bias", "bad_words", "processors"])
-def test_a_setting_of_another_form_is_refused_by_its_own_name(name):
-    """Catches a message that names three settings where one is wrong."""
-    with pytest.raises(ConfigError, match=f"^{name} must be a .*, got 5$"):
-        Sampling(**{name: 5})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -163,14 +145,10 @@ def test_logits_that_are_no_numbers_are_an_error_that_names_them(value, sampling
     table[1, 2] = value
     with pytest.raises(TargetError, match=f"logits are {value}"):
         generate(TableTarget(table), [[1, 1], [1, 2]], max_new_tokens=3, sampling=sampling)
-
-
-def test_one_nan_among_numbers_is_found():
-    """Catches a check of the first logit alone."""
     table = TABLE.table.clone()
-    table[1, 2, 4] = float("nan")
-    for sampling in (Sampling(), Sampling(1.0)):
-        with pytest.raises(TargetError, match="nan"):
+    table[1, 2, 4] = value  # one among numbers
+    if value != -float("inf"):
+        with pytest.raises(TargetError, match="nan|inf"):
             generate(TableTarget(table), [1, 2], max_new_tokens=3, sampling=sampling)
 
 

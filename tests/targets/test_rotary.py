@@ -1,5 +1,4 @@
-"""Rotary factors that look at the length of a text: each text has its own, alone and beside others, as in
-`generate`."""
+"""Rotary factors that look at the length of a text: each text has its own, as in `generate`."""
 
 from __future__ import annotations
 
@@ -29,18 +28,10 @@ LONGROPE = {
     "original_max_position_embeddings": 24,
 }  # fmt: skip
 FAMILIES = {
-    "longrope, read again": (
-        "phi3",
-        {"max_position_embeddings": 128, "original_max_position_embeddings": 24},
-        LONGROPE,
-    ),
+    "longrope, reread": ("phi3", {"max_position_embeddings": 128, "original_max_position_embeddings": 24}, LONGROPE),
     "longrope": ("llama", {"max_position_embeddings": 128}, LONGROPE),
-    "dynamic": (
-        "llama",
-        {"max_position_embeddings": 24},
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-    ),
-}
+    "dynamic": ("llama", {"max_position_embeddings": 24}, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
+}  # fmt: skip
 PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(40)], [9, 3, 5], [(5 * n) % 60 + 2 for n in range(24)]]
 """Before the limit and crossing it, beyond, too short to reach it, and ending at it."""
 COUNTS = 24
@@ -56,21 +47,16 @@ def model_of(name: str):
 @functools.cache
 def texts_of(name: str) -> list[list[int]]:
     """Each by a model of its own: factors of a long text stay in it."""
-    return [
-        model_of(name)
-        .generate(
-            torch.tensor([prompt]), max_new_tokens=COUNTS, do_sample=False, attention_mask=torch.ones(1, len(prompt))
-        )[0]
-        .tolist()
-        for prompt in PROMPTS
-    ]
+    settings = {"max_new_tokens": COUNTS, "do_sample": False}
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+    return [model_of(name).generate(own, attention_mask=torch.ones_like(own), **settings)[0].tolist() for own in ids]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 512), (4, 512), (4, 7)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_text_that_crosses_the_limit_is_the_models_own(name, slots):
-    """Catches factors of the longest row given to all, and keys that were made with others than `generate` made them
-    with."""
+def test_text_that_crosses_the_limit_is_the_models_own(name, slots, chunk, monkeypatch):
+    """Catches factors of the longest row given to all."""
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", chunk)  # a chunk that goes by its own end has a shorter text's keys
     target = load_target(model_of(name))
     assert target.spec.mode == "tree"
     for drafter in (None, Oracle(texts_of(name), SIZES["vocab_size"], true_is_eldest=False)):
@@ -79,44 +65,27 @@ def test_text_that_crosses_the_limit_is_the_models_own(name, slots):
             assert generation.tokens == text[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_prompt_read_in_parts_has_the_factors_of_the_whole(name, monkeypatch):
-    """Catches a chunk that goes by its own end: its keys would be those of a shorter text."""
-    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 7)
-    found = generate(load_target(model_of(name)), PROMPTS, max_new_tokens=COUNTS, slots=4)
-    assert [generation.tokens for generation in found] == [
-        text[len(prompt) :] for prompt, text in zip(PROMPTS, texts_of(name), strict=True)
-    ]
-
-
-def test_whether_generate_reads_again_is_asked_of_the_family():
-    """Catches a list of names."""
+def test_whether_generate_reads_again_is_asked_of_the_family(target):
+    """Catches a list of names, and a detour that a model with fixed factors pays for."""
+    assert target.family.rotary is None
     found = {name: rotary.learn_rotary(model_of(name)) for name in FAMILIES}
     assert {name: (own.original, own.rereads) for name, own in found.items()} == {
-        "longrope, read again": (24, True), "longrope": (24, False), "dynamic": (24, False),
+        "longrope, reread": (24, True), "longrope": (24, False), "dynamic": (24, False),
     }  # fmt: skip
 
 
-def test_a_family_with_fixed_factors_is_left_alone(target):
-    """Catches a detour that every model pays for."""
-    assert target.family.rotary is None
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_threads_that_share_a_target_keep_their_own_factors(name):
+def test_threads_that_share_a_target_keep_their_own_factors():
     """Catches factors that another thread's pass left in the module: it holds those that were used last."""
-    target = load_target(model_of(name))
+    target = load_target(model_of("dynamic"))
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as pool:
-            asked = [PROMPTS[n % len(PROMPTS)] for n in range(8)]
-            found = list(pool.map(lambda prompt: generate(target, prompt, max_new_tokens=COUNTS)[0].tokens, asked))
+            texts = list(
+                pool.map(lambda prompt: generate(target, prompt, max_new_tokens=COUNTS)[0].tokens, PROMPTS * 2)
+            )
     finally:
         sys.setswitchinterval(5e-3)
-    wanted = dict(zip(map(tuple, PROMPTS), texts_of(name), strict=True))
-    assert [prompt + tokens for prompt, tokens in zip(asked, found, strict=True)] == [
-        wanted[tuple(one)] for one in asked
-    ]
+    assert [prompt + tokens for prompt, tokens in zip(PROMPTS * 2, texts, strict=True)] == texts_of("dynamic") * 2
 
 
 def test_a_copy_of_a_loaded_model_calls_its_own_modules():

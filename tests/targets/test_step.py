@@ -1,15 +1,9 @@
-"""The compiled step says what the plain step says, is found again on disk, and is refused where it is not to be
-trusted."""
+"""The compiled step says what the plain step says, and is refused where it is not to be trusted."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import os
 import shutil
-import subprocess
-import sys
-import threading
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -23,7 +17,6 @@ import torch
 from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.families import tiny
 from outrider import compiled, machine, prepacked
@@ -42,7 +35,6 @@ from outrider.targets.transformers import TransformersTarget
 TEMPLATES = compiled.build.BUILDS["templates"]
 V = 64
 COUNTS = (30, 17, 23, 9, 30)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def model_of(**sizes: object):
@@ -68,27 +60,22 @@ def slow(fast: TransformersTarget) -> TransformersTarget:
 @pytest.fixture
 def package(fast: TransformersTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of this test's own that holds the graph."""
-    path = fast.step.path
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     compiled.folder().mkdir(parents=True)
-    return Path(shutil.copy(path, compiled.folder()))
+    return Path(shutil.copy(fast.step.path, compiled.folder()))
 
 
 @contextmanager
 def counted(target: TransformersTarget) -> Iterator[list[bool]]:
     """For every pass through the graph, whether it had several rows."""
-    found: list[bool] = []
+    calls: list[bool] = []
     graph = target.step.graph
-    forward = None if graph is None else graph.forward
-
-    def watched(tokens: torch.Tensor, *more: object) -> Any:
-        found.append(len(tokens) > 1)
-        return forward(tokens, *more)
-
-    with pytest.MonkeyPatch.context() as patched:
-        if graph is not None:
-            patched.setattr(graph, "forward", watched)
-        yield found
+    if graph is None:
+        yield calls
+        return
+    forward = graph.forward
+    with patch.object(graph, "forward", lambda tokens, *more: calls.append(len(tokens) > 1) or forward(tokens, *more)):
+        yield calls
 
 
 class Guesses(Proposer):
@@ -99,10 +86,9 @@ class Guesses(Proposer):
 
     def propose(self, memory, state, budget):
         shape = (len(state.rows), 4)
-        tokens = torch.randint(self.vocabulary, shape, generator=memory)
-        sizes = torch.tensor([1 + row % 4 for row in state.rows])
-        parents = self.parents.expand(shape)
-        return Draft(tokens.to(state.device), parents.to(state.device), torch.minimum(budget, sizes))
+        tokens = torch.randint(self.vocabulary, shape, generator=memory).to(state.device)
+        sizes = torch.minimum(budget, torch.tensor([1 + row % 4 for row in state.rows]))
+        return Draft(tokens, self.parents.expand(shape).to(state.device), sizes)
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
@@ -114,28 +100,28 @@ def prompts_of(vocabulary: int) -> list[list[int]]:
 def written(target: TransformersTarget, drafter, slots: int) -> list[list[int]]:
     """Continuations of these prompts; more of them than slots, so that slots are used again."""
     prompts = prompts_of(target.spec.vocabulary)
-    found: list[list[int]] = [[] for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
     requests = [Request(prompt, count, Sampling()) for prompt, count in zip(prompts, COUNTS, strict=True)]
     for progress in serve(target, requests, drafter, slots=slots):
-        found[progress.request] += progress.tokens
-    return found
+        texts[progress.request] += progress.tokens
+    return texts
 
 
 def agree(fast: TransformersTarget, slow: TransformersTarget, modes: tuple[bool, ...] = (False, True)) -> None:
     """Their greedy texts are equal with every kind of draft, and those of `fast` came from its graph."""
     vocabulary = slow.spec.vocabulary
-    said = written(slow, None, 1)
-    texts = [prompt + text for prompt, text in zip(prompts_of(vocabulary), said, strict=True)]
+    plain = written(slow, None, 1)
+    texts = [prompt + text for prompt, text in zip(prompts_of(vocabulary), plain, strict=True)]
     oracle = Oracle(texts, vocabulary, true_is_eldest=slow.spec.mode == "chain")
     for several in modes:
         for drafter in (None, Guesses(vocabulary, False), Guesses(vocabulary, True), oracle):
             with counted(fast) as calls:
-                assert written(fast, drafter, 3 if several else 1) == said
+                assert written(fast, drafter, 3 if several else 1) == plain
             assert several in calls
 
 
 def passes(target: TransformersTarget, rows: list[int], drafts: list[Draft], length: int = 60):
-    """Scores of these drafts behind text of unequal length in these slots of four."""
+    """Scores of these drafts after text of unequal length in these slots of four."""
     noise = torch.Generator().manual_seed(4)
     tokens = torch.randint(target.spec.vocabulary, (4, 40), generator=noise)
     cache = target.allocate(4, length)
@@ -168,18 +154,14 @@ def close(fast: TransformersTarget, slow: TransformersTarget, rows: list[int], t
         assert torch.equal(mine.choice, mine.logits.argmax(-1))
 
 
-# ── what it says ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_greedy_text_is_the_plain_path_s(fast, slow):
     """Catches masks, depths, columns or slots that the graph reads otherwise; slots are ragged and used again."""
     agree(fast, slow)
 
 
-@pytest.mark.parametrize("rows", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("rows", [[0], [3], [1, 2], [0, 1, 2, 3], [2, 1], [0, 2, 1, 3], [0, 1, 3]], ids=str)
 def test_scores_are_the_plain_path_s(rows, fast, slow):
-    """Catches a tap off by one, a hidden state before the norm, a choice of another row, a size of 1 that is read
-    otherwise."""
+    """Catches a tap off by one, a hidden state before the norm, a choice of another row."""
     close(fast, slow, rows, 1e-5)  # the family computes its norms in float32, whatever its type
 
 
@@ -195,26 +177,23 @@ def test_a_pass_may_end_where_the_cache_ends(fast, slow):
 
 
 def test_a_prompt_is_read_by_the_graph(fast, slow):
-    """Catches a prompt whose keys, last logits or taps are others than the plain path's, in its first chunk or a later
-    one."""
+    """Catches a prompt whose keys, last logits or taps are others than the plain path's, in any of its chunks."""
     text = torch.randint(V, (1, 45), generator=torch.Generator().manual_seed(9))
-    found = []
+    outputs = []
     for target in (fast, slow):
         cache = target.allocate(2, 60)
-        with counted(fast) as calls:
+        with counted(target) as calls:
             scores = [target.prefill(cache, [1], text[:, :30], [30], (0, 1))]
             scores.append(target.prefill(cache, [1], text[:, 30:], [12], (1,)))
         assert calls == [False, False] * (target is fast)
         assert cache.lengths == [0, 42]
-        kept = [buffer for layer in cache.layers for buffer in cache.cached(layer, [1])]
-        found.append([*kept, *(part for own in scores for part in (own.logits, own.hidden, own.taps))])
-    for mine, plain in zip(*found, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+        states = [buffer for layer in cache.layers for buffer in cache.cached(layer, [1])]
+        outputs.append([*states, *(part for own in scores for part in (own.logits, own.hidden, own.taps))])
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
 def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkeypatch):
-    """Catches short prompts that are padded to a long one, which a CPU pays for, and a slot that is given another's
-    chunk."""
+    """Catches short prompts that are padded to a long one, which a CPU pays for."""
     lengths = [45, 8, 40, 5, 6]
     text = torch.randint(V, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(9))
     monkeypatch.setattr(chunks, "FULL", 50)
@@ -227,9 +206,8 @@ def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkey
         assert cache.lengths == lengths
         for row, length in enumerate(lengths):
             alone = target.prefill(target.allocate(1, 60), [0], text[row : row + 1, :length], [length], (0, 1))
-            torch.testing.assert_close(whole.logits[row], alone.logits[0], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(whole.hidden[row, :length], alone.hidden[0], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(whole.taps[row, :length], alone.taps[0], rtol=1e-5, atol=1e-5)
+            beside = whole.logits[row], whole.hidden[row, :length], whole.taps[row, :length]
+            torch.testing.assert_close(beside, (alone.logits[0], alone.hidden[0], alone.taps[0]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
@@ -241,34 +219,6 @@ def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
         assert found[0].finish_reason == plain[0].finish_reason == "context"
 
 
-@pytest.mark.parametrize("rows", [[0, 2], [2, 1], [0, 2, 1, 3], [0, 1, 3]], ids=str)
-def test_rows_that_do_not_lie_together_are_brought_together(rows, fast, slow):
-    """Catches a slice over other slots, an answer given to another row, and a slot between that is written to."""
-    drafts = drafts_for(len(rows), V)
-    with counted(fast) as calls:
-        found = passes(fast, rows, drafts)
-    assert calls == [True] * len(found)
-    for mine, plain in zip(found, passes(slow, rows, drafts), strict=True):
-        torch.testing.assert_close(mine.logits, plain.logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.hidden, plain.hidden, rtol=1e-5, atol=1e-5)
-
-
-def test_a_slot_between_is_left_as_it_was(fast):
-    """Catches a pass of others that changes what a slot has read, where it can be seen again."""
-    cache, drafts = fast.allocate(3, 60), drafts_for(2, V)
-    text = torch.randint(V, (3, 20), generator=torch.Generator().manual_seed(4))
-    fast.prefill(cache, [0, 1, 2], text, [20, 17, 9])
-    held = [[kept.clone() for kept in cache.cached(layer, [1])] for layer in cache.layers]
-    for draft in drafts:
-        fast.verify(cache, [0, 2], torch.tensor([1, 2]), draft)
-        cache.keep([[], []])
-    assert cache.lengths[1] == 17
-    for layer, was in zip(cache.layers, held, strict=True):
-        for kept, own in zip(cache.cached(layer, [1]), was, strict=True):
-            assert torch.equal(kept, own)
-            assert kept.isfinite().all()
-
-
 def test_a_small_model_drafts_with_its_compiled_step(fast, slow):
     """Catches a drafter's `compile_passes` that compiles nothing of its own."""
     drafter = SmallModel(fast, Config(length=3))
@@ -276,9 +226,6 @@ def test_a_small_model_drafts_with_its_compiled_step(fast, slow):
     with counted(fast) as calls:
         assert written(slow, drafter, 1) == written(slow, None, 1)
     assert calls
-
-
-# ── where it is found ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_second_load_finds_the_package(fast, monkeypatch):
@@ -304,59 +251,7 @@ def test_torchs_own_call_of_a_package_is_the_same(fast, slow, monkeypatch, caplo
     assert found[0] == found[1] == found[2]
 
 
-def test_other_threads_go_on_during_a_pass(fast):
-    """Catches a call that holds the interpreter's lock for the whole pass."""
-    turns, over, inside = [0], threading.Event(), 0
-
-    def count() -> None:
-        while not over.is_set():
-            turns[0] += 1
-
-    slots, nodes = 16, 60  # a pass of milliseconds
-    cache, tokens = fast.allocate(slots, nodes + 2), torch.randint(V, (slots, nodes + 1))
-    draft = Draft.chain(tokens[:, 1:], torch.full((slots,), nodes))
-    thread = threading.Thread(target=count)
-    with counted(fast) as passes:
-        graph, run = fast.step.graph.package, fast.step.graph.package.run
-
-        def watched(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-            nonlocal inside
-            before = turns[0]
-            found = run(arguments)
-            inside += turns[0] > before
-            return found
-
-        graph.run = watched
-        thread.start()
-        try:
-            for _ in range(10):
-                fast.verify(cache, range(slots), tokens[:, 0], draft, ())
-        finally:
-            over.set()
-            thread.join()
-            del graph.run
-    assert len(passes) == 10
-    assert inside > 5
-
-
-def test_another_process_finds_the_package(fast, slow):
-    """Catches a key with an address or a hash seed in it."""
-    program = """
-import torch
-from conftest import tiny_model
-from outrider import compiled, generate, load_target
-compiled.build_package = None
-target = load_target(tiny_model(21, num_hidden_layers=2))
-print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens)
-"""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
-        done.stderr
-    )
-
-
-@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
+@pytest.mark.slow
 def test_a_package_lets_its_weights_go(tmp_path):
     """Catches a tensor that torch holds as long as the process lives, as it does what a package is given."""
     assert package_module.operators() is not None  # else it is torch's own call
@@ -371,71 +266,23 @@ def test_a_package_lets_its_weights_go(tmp_path):
     assert not any(weight() is not None for weight in held)
 
 
-@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say the highest memory")
 @pytest.mark.slow
-def test_compiling_takes_less_memory_than_a_copy_of_the_weights(tmp_path):
-    """Catches panels that inductor copies, as it does buffers (1.1 times the weights), and joined ones that are filled
-    while it compiles (0.8); 0.1 is found."""
-    program = """
-import re
-from pathlib import Path
-from conftest import tiny_model
-from outrider import load_target, machine, prepacked
-machine.fastest = lambda question, ways, margin=1.1: "panels" if "linear layers" in question else "compiled"
-sizes = dict(num_hidden_layers=4, hidden_size=2048, intermediate_size=8192)
-target = load_target(tiny_model(21, **sizes).float(), compile=False)
-assert prepacked.way_of(target.model) == "panels"
-memory = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-before = memory("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
-target.compile()
-print(memory("VmHWM") - before, prepacked.stored(target.model))
-"""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OUTRIDER_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    grew, weights = map(int, done.stdout.split())
-    assert grew < 0.6 * weights, f"compiling took {grew / weights:.2f} times the weights"
-
-
-@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
-@pytest.mark.slow
-def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
-    """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet,
-    and products in panels within the graph that are others than those outside.
-    """
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
-    model = tiny_model(21, num_hidden_layers=1).float()
-    target = load_target(model)
-    assert prepacked.way_of(target.model) == "panels"
-    assert target.compile() > 0
-    plain = load_target(copy.deepcopy(model), compile=False)
-    kept, text = target.step._pass(1, 8)
-    given = target.step._arguments(text, kept, None, ())
-    with torch.inference_mode():
-        logits = target.step.graph.forward(*given)[0]
-        torch.testing.assert_close(logits, target.step.plain()(*given)[0])
-    wanted = generate(plain, [3, 4, 5], max_new_tokens=12)[0].tokens
-    assert generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens == wanted
-    # the package calls it by its name
-    with zipfile.ZipFile(target.step.path) as archive:
-        [library] = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    assert b"aoti_torch_cpu_multiply" in library
-    assert b"aoti_torch_cpu_attend" in library
-
-
-@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
-@pytest.mark.slow
-def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, tmp_path):
-    """Catches a drafter that is compiled anew after every training, and one that drafts with the weights it had."""
+def test_a_package_without_weights_serves_every_model_of_its_shape_by_our_kernels(monkeypatch, tmp_path):
+    """Catches a graph that holds the plain products, products that are others than those outside."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
     first, other = (load_target(tiny_model(seed, num_hidden_layers=1).float(), compile=False) for seed in (21, 22))
+    assert prepacked.way_of(first.model) == "panels"
     assert first.compile() > 0
     assert other.compile() == 0
     assert other.step.path == first.step.path
+    kept, text = first.step._pass(1, 8)
+    given = first.step._arguments(text, kept, None, ())
+    with torch.inference_mode():
+        torch.testing.assert_close(first.step.graph.forward(*given)[0], first.step.plain()(*given)[0])
+    with zipfile.ZipFile(first.step.path) as archive:
+        [library] = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert b"aoti_torch_cpu_multiply" in library and b"aoti_torch_cpu_attend" in library
 
     def agrees(target: TransformersTarget) -> None:
         plain = load_target(copy.deepcopy(target.model), compile=False)
@@ -454,24 +301,19 @@ def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, 
 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):
     """Catches a package that is taken for what it was not made from."""
-    step = fast.step
-    keys = {fingerprint(fast.model, *step.settings())}
-    assert fast.step.path.stem == f"step-{min(keys)}-{values_of(fast.model)}", "it holds the weights"
+    key = lambda model=fast.model: fingerprint(model, *fast.step.settings())
+    keys = {key(), key(model_of(intermediate_size=96)), key(model_of(tie_word_embeddings=True))}
+    assert fast.step.path.stem == f"step-{key()}-{values_of(fast.model)}", "it holds the weights"
     other = model_of()
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight[-1, -1] += 1e-12
     assert values_of(other) != values_of(fast.model)
-    keys.add(fingerprint(model_of(intermediate_size=96), *step.settings()))
-    keys.add(fingerprint(model_of(tie_word_embeddings=True), *step.settings()))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 7)
-        keys.add(fingerprint(fast.model, *step.settings()))
-    with monkeypatch.context() as patch:
-        patch.setattr("outrider.targets.step.code", lambda *modules: [b"another line" for _ in modules])
-        keys.add(fingerprint(fast.model, *step.settings()))
-    with monkeypatch.context() as patch:
-        patch.setattr(fast.model.config, "rms_norm_eps", 0.5)
-        keys.add(fingerprint(fast.model, *step.settings()))
+    with patch("torch.get_num_threads", lambda: 7):
+        keys.add(key())
+    with patch("outrider.targets.step.code", lambda *modules: [b"another line" for _ in modules]):
+        keys.add(key())
+    with patch.object(fast.model.config, "rms_norm_eps", 0.5):
+        keys.add(key())
     assert len(keys) == 6
 
 
@@ -488,24 +330,9 @@ def test_a_damaged_package_is_refused(damage, package):
     assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
 
 
-def test_a_package_collected_during_a_trace_leaves_nothing_in_it(package):
-    """Catches a graph that holds a call of ours because objects were collected while it was made."""
-    opened = [package_module.Package(package)]
-
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        opened.clear()
-        gc.collect()
-        return x + 1
-
-    nodes = make_fx(traced, pre_dispatch=True)(torch.ones(2)).graph.nodes
-    assert not opened
-    assert [node.op for node in nodes] == ["placeholder", "call_function", "output"]
-
-
 @pytest.mark.slow
 def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_it_alone(slow, monkeypatch, tmp_path):
-    """Catches ways that are never compared, a loser that is kept, a comparison for every model again, one that fails
-    all."""
+    """Catches ways that are never compared, a loser that is kept, a comparison for every model again."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_memory", {})
     monkeypatch.setattr(machine, "is_busy", lambda: False)
@@ -551,9 +378,6 @@ def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, 
     assert {*compiled.folder().glob("step-*")} == there, "it is not compiled again either way"
 
 
-# ── where there is none ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
     """Catches a machine without g++ on which nothing runs."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -596,56 +420,37 @@ def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypa
     assert target.step.graph is None
 
 
-def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monkeypatch):
+def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package):
     """Catches a model that goes on training and speaks with the weights it had."""
-    target = load_target(model_of())
+    target, changed = load_target(model_of()), model_of()
     assert target.step.graph is not None
+    texts = lambda of: generate(of, [3, 4], max_new_tokens=9)[0].tokens
     with torch.no_grad():
         target.model.lm_head.weight.neg_()
-    changed = model_of()
-    with torch.no_grad():
         changed.lm_head.weight.neg_()
     with counted(target) as calls:
-        found = generate(target, [3, 4], max_new_tokens=9)[0].tokens
+        assert texts(target) == texts(load_target(changed, compile=False))
     assert not calls
-    assert found == generate(load_target(changed, compile=False), [3, 4], max_new_tokens=9)[0].tokens
     with pytest.raises(NotCompiled, match="there is no compiled step of this model"):
         target.step.get(build=False)
     with torch.no_grad():
         target.model.lm_head.weight.neg_()
     target.step.look()
     with counted(target) as calls:
-        assert (
-            generate(target, [3, 4], max_new_tokens=9)[0].tokens == generate(fast, [3, 4], max_new_tokens=9)[0].tokens
-        )
+        assert texts(target) == texts(fast)
     assert calls
-
-
-# ── every family ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.slow
-def test_float32_is_the_plain_path_s_within_rounding():
-    """Catches a product in a lower precision."""
-    fast, slow = load_target(model_of(), dtype="float32"), load_target(model_of(), dtype="float32", compile=False)
-    fast.compile()
-    for rows in ([0], [0, 1, 2, 3]):
-        close(fast, slow, rows, 1e-4)
-
-
-EXPERTS = ("qwen3-moe", "deepseek-v3", "gpt-oss")
 
 
 def model_like(family: str, experts: str = "batched_mm"):
     """A tiny model whose experts are computed as named; transformers' default knows no float64."""
     model = tiny(family, "eager" if family == "gpt-oss" else "sdpa")
-    if family in EXPERTS:
+    if family in ("qwen3-moe", "gpt-oss"):
         model.set_experts_implementation(experts)
     return model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "gpt2", "granite", "llama4-chunks", *EXPERTS])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "llama4-chunks", "gpt-oss"])
 def test_a_family_is_compiled_and_equal(family):
     """Catches a window, a table of positions, shared keys or experts that are traced for one size only."""
     fast, slow = load_target(model_like(family)), load_target(model_like(family), compile=False)
@@ -657,12 +462,11 @@ def test_a_family_is_compiled_and_equal(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", EXPERTS)
-def test_what_cannot_be_traced_says_why_and_stays_plain(family, capfd, monkeypatch, tmp_path):
+def test_what_cannot_be_traced_says_why_and_stays_plain(capfd, monkeypatch, tmp_path):
     """Catches a failure of the compiler that reaches the user: an error of torch's, or a graph on the screen."""
     # the package of the same weights with experts in one call would serve as well
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    target = load_target(model_like(family, "eager"))
+    target = load_target(model_like("qwen3-moe", "eager"))
     with pytest.raises(NotCompiled, match="can't be compiled: "):
         target.compile()
     assert "def forward" not in "".join(capfd.readouterr())
