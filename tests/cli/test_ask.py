@@ -46,32 +46,25 @@ def prompts(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("more", [(), ("--no-stream",), ("--completions",), ("--completions", "--no-stream")])
-def test_a_text_is_answered_on_standard_output_alone(
-    stub: tuple[str, Ledger], said: Said, more: tuple[str, ...]
-) -> None:
-    """Catches an answer mixed with remarks, and a cost that is not told."""
-    words = ("ask", "say [bold]this[/bold]", "--server", stub[0], "--max-tokens", "6", "--prices", "prices.yaml", *more)
-    assert outrider_with(*words) == 0
+@pytest.mark.parametrize("more", [(), ("--no-stream",), ("--completions",)])
+def test_a_text_is_answered_on_standard_output_alone(stub, said, more, tmp_path, monkeypatch):
+    """Catches an answer mixed with remarks, a cost that is not told, and an option without an effect."""
+    monkeypatch.setenv("MY_KEY", "k-1")
+    (tmp_path / "old.txt").write_text("what was there")
+    words = ("ask", "say [bold]this[/bold]", "--server", stub[0], "--max-tokens", "6", *more)
+    assert outrider_with(*words, "--prices", "prices.yaml") == 0
     out, err = said()
     assert out == text_of("say [bold]this[/bold]", 6) + "\n"
     assert "6 tokens after 6, " in err and "cost 0.000126 EUR by prices of 2026-11-25" in err
     assert ("stream" in stub[1].bodies[0]) == ("--no-stream" not in more)
     assert ("prompt" in stub[1].bodies[0]) == ("--completions" in more)
-
-
-def test_settings_reach_the_server(
-    stub: tuple[str, Ledger], said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches an option without an effect."""
-    monkeypatch.setenv("MY_KEY", "k-1")
-    (tmp_path / "old.txt").write_text("what was there")
-    words = ("--temperature", "0", "--seed", "3", "--prediction", "old.txt", "--key-from", "MY_KEY", "--model", MODEL)
-    assert outrider_with("ask", "hi", "--server", stub[0], *words) == 0
-    body, headers = stub[1].bodies[0], stub[1].headers[0]
-    assert (body["temperature"], body["seed"], body["prediction"]["content"]) == (0.0, 3, "what was there")
-    assert (body["model"], headers["authorization"]) == (MODEL, "Bearer k-1")
-    assert "cost unknown: no --prices" in said()[1]
+    if not more:
+        words += ("--temperature", "0", "--seed", "3", "--prediction", "old.txt", "--key-from", "MY_KEY")
+        assert outrider_with(*words, "--model", MODEL) == 0
+        body, headers = stub[1].bodies[1], stub[1].headers[1]
+        assert (body["temperature"], body["seed"], body["prediction"]["content"]) == (0.0, 3, "what was there")
+        assert (body["model"], headers["authorization"]) == (MODEL, "Bearer k-1")
+        assert "cost unknown: no --prices" in said()[1]
 
 
 def test_a_file_is_answered_into_another_with_a_report(stub: tuple[str, Ledger], said: Said, tmp_path: Path) -> None:
@@ -97,14 +90,16 @@ def test_a_file_is_answered_into_another_with_a_report(stub: tuple[str, Ledger],
     assert (tmp_path / "out.jsonl").read_text() == before
 
 
-def test_a_budget_stops_a_file_with_exit_code_1(stub: tuple[str, Ledger], said: Said, tmp_path: Path) -> None:
-    """Catches a script that goes on as if all had been answered."""
+def test_a_budget_stops_a_file_with_exit_code_1(stub, said, tmp_path):
+    """Catches a script that goes on as if all had been answered, a traceback, and minutes of silence."""
     prompts(tmp_path / "in.jsonl", [f"p{i}" for i in range(30)])
     words = (*FILE, "--server", stub[0], "--max-tokens", "8")
     assert outrider_with(*words, "--budget", "0.002", "--concurrency", "2") == 1
     assert "stopped early: another attempt may cost" in said()[0]
     assert 0 < len((tmp_path / "out.jsonl").read_text().splitlines()) < 30
     assert stub[1].charged <= 0.002
+    assert outrider_with("ask", "hi", "--server", "http://127.0.0.1:1", "--attempts", "1") == 1
+    assert "no answer; sent once, last: http://127.0.0.1:1/v1 can't be reached" in said()[1]
 
 
 @pytest.mark.parametrize(
@@ -124,18 +119,10 @@ def test_a_budget_stops_a_file_with_exit_code_1(stub: tuple[str, Ledger], said: 
         (("hi", "--server", "ftp://x"), "not the address of a server"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(
-    stub: tuple[str, Ledger], said: Said, tmp_path: Path, words: tuple[str, ...], match: str
-) -> None:
+def test_what_is_wrong_is_said_before_anything_is_sent(stub, said, tmp_path, words, match):
     """Catches a mistake that is found after the first answers were paid for."""
     prompts(tmp_path / "in.jsonl", ["a"])
     server = () if "--server" in words else ("--server", stub[0])
     assert outrider_with("ask", *words, *server) in (1, 2)
     assert match in said()[1]
     assert not stub[1].bodies
-
-
-def test_a_server_that_is_not_there_is_named(said: Said) -> None:
-    """Catches a traceback, and minutes of silence."""
-    assert outrider_with("ask", "hi", "--server", "http://127.0.0.1:1", "--attempts", "1") == 1
-    assert "no answer; sent once, last: http://127.0.0.1:1/v1 can't be reached" in said()[1].replace("\n", " ")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
+from verbs import outrider_with
 
-from outrider import cli
 from outrider.cli import console
 from outrider.data.corpus import tokenizer_of
 from outrider.retrieval import corpus_build
@@ -23,13 +21,7 @@ from outrider.targets.identity import hash_tokenizer
 pytest.importorskip("pydivsufsort")
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Done]
+Command = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture
@@ -43,16 +35,10 @@ def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(console, "note", Console(stderr=True, width=300))
     capsys.readouterr()
 
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["outrider", "corpus", *map(str, words)])
-        try:
-            cli.main()
-            code: Any = 0
-        except SystemExit as done:
-            code = done.code or 0
+    def command(*words: object) -> SimpleNamespace:
+        code = outrider_with("corpus", *map(str, words))
         told = capsys.readouterr()
-        console.out.file = None  # `--json -` turned it to standard error
-        return Done(code, " ".join(told.out.split()), " ".join(told.err.split()))
+        return SimpleNamespace(code=code, out=" ".join(told.out.split()), err=" ".join(told.err.split()))
 
     return command
 
@@ -112,26 +98,18 @@ def test_another_folder_and_another_target(corpus: Command, texts: Path, tmp_pat
     assert "can't load the tokenizer of 'empty'" in corpus("add", "x", texts, "--target", "empty").err
 
 
-def test_ctrl_c_leaves_the_corpus_as_it_was(corpus: Command, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a promise that the same command goes on from there, or half a corpus."""
+def test_a_damaged_corpus_is_listed_with_what_to_do(corpus, texts, tmp_path, monkeypatch):
+    """Catches half a corpus after Ctrl-C, a replacement that is not announced, a list that fails because of one damaged
+    corpus in it, and a build that fails for want of room after its half hour."""
     corpus("add", "mine", texts)
-    monkeypatch.setattr(corpus_build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    done = corpus("add", "mine", texts / "one.py")
+    with monkeypatch.context() as patched:
+        patched.setattr(corpus_build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        done = corpus("add", "mine", texts / "one.py")
     assert (done.code, done.err) == (130, "stopped; corpus mine is as it was before")
     assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3
-
-
-def test_a_second_add_takes_the_place_of_the_first(corpus: Command, texts: Path, tmp_path: Path) -> None:
-    """Catches texts that are added to those there are, or a replacement that is not announced."""
-    corpus("add", "mine", texts)
     done = corpus("add", "mine", texts / "one.py")
     assert "in the place of the one there is" in done.out
     assert Corpus.open(tmp_path / "home/mine").header["documents"] == 1
-
-
-def test_a_damaged_corpus_is_listed_with_what_to_do(corpus: Command, texts: Path, tmp_path: Path) -> None:
-    """Catches a list that fails because of one corpus in it, and damage that `verify` passes over."""
-    corpus("add", "mine", texts)
     path = tmp_path / "home/mine/tokens.bin"
     content = bytearray(path.read_bytes())
     content[4] ^= 8
@@ -139,8 +117,11 @@ def test_a_damaged_corpus_is_listed_with_what_to_do(corpus: Command, texts: Path
     assert "outrider corpus verify mine" in corpus("list").out
     done = corpus("verify", "mine")
     assert (done.code, "tokens.bin is damaged: bytes 0 to" in done.err) == (1, True)
-    assert corpus("stats", "mine").code == 1
-    assert corpus("remove", "mine").code == 0
+    assert (corpus("stats", "mine").code, corpus("remove", "mine").code) == (1, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    done = corpus("add", "mine", texts)
+    assert (done.code, "needs about" in done.err and "has 10B left" in done.err) == (1, True), done
+    assert not list((tmp_path / "home").iterdir())
 
 
 def test_what_can_not_be_a_corpus_is_refused(corpus: Command, texts: Path, tmp_path: Path) -> None:
@@ -165,16 +146,6 @@ def test_what_can_not_be_a_corpus_is_refused(corpus: Command, texts: Path, tmp_p
     assert not (tmp_path / "home").exists() or not list((tmp_path / "home").iterdir())
     done = corpus("add", "mine", texts, "--skip-binary")
     assert (done.code, "1 files left out, not UTF-8 text" in done.out) == (0, True), done
-
-
-def test_a_disk_without_room_is_seen_before_the_work(
-    corpus: Command, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a build that fails after its half hour, where its size was known before."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    done = corpus("add", "mine", texts)
-    assert (done.code, "needs about" in done.err and "has 10B left" in done.err) == (1, True), done
-    assert not (tmp_path / "home").exists()
 
 
 def test_add_takes_of_a_folder_what_git_would_and_says_what_it_left_out(corpus: Command, tmp_path: Path) -> None:

@@ -7,60 +7,40 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from rich.console import Console
 from tiny import write_run_file
 from verbs import outrider_with
 
 from outrider import generate
-from outrider.cli import serve
+from outrider.cli import console, serve
 from outrider.errors import ConfigError
 from outrider.serve import keys
+from outrider.serve.config import Config
+from outrider.serve.server import bound
 from outrider.targets.load import load_target
+from tests.runs.forks import fork
 
-LONG = {"prompt": "abcabc", "max_tokens": 240, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-@contextmanager
-def served(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """A server in a process of its own: the process, its URL, and the lines it says."""
-    command = [sys.executable, "-m", "outrider", "serve", "--target", str(folder), "--port", "0", *words]
-    alone = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | alone, cwd=folder.parent
-    )
-    lines: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")), daemon=True)
-    reader.start()
-    try:
-        url = None
-        until = time.monotonic() + 120
-        while url is None and process.poll() is None and time.monotonic() < until:
-            url = next((found[1] for line in lines if (found := re.search(r"server +(http://\S+),", line))), None)
-            time.sleep(0.02)
-        assert url is not None, "".join(lines)
-        yield process, url, lines
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(5)
+LONG = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def test_a_server_says_what_it_is_and_drains(folder: Path) -> None:
+def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a request that SIGTERM cuts off, a new one that is taken then, and an exit code of a failure."""
-    with served(folder, "--drafter", "ngram", "--slots", "2", "serve.drain_s=60") as (process, url, lines):
-        said = "".join(lines)
+    monkeypatch.setattr(console, "out", Console(width=300))
+    log = tmp_path / "log"
+    words = ("serve", "--target", str(folder), "--port", "0", "--drafter", "ngram", "--slots", "2", "serve.drain_s=60")
+    process = fork(*words, log=log)
+    try:
+        while not (server := re.search(r"server +(http://\S+),", said := log.read_text() if log.exists() else "")):
+            assert process.is_alive(), said
+            time.sleep(0.01)
+        url = server[1]
         assert "drafter   ngram: at most" in said
         assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy adaptive", said)
         assert "model tiny; no key is asked for" in said
@@ -71,7 +51,7 @@ def test_a_server_says_what_it_is_and_drains(folder: Path) -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"n": 4}, timeout=60) as stream:
             events = stream.iter_lines()
             next(events)
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             deadline = time.monotonic() + 10
             while (health := httpx.get(f"{url}/health")).status_code == 200 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -81,8 +61,10 @@ def test_a_server_says_what_it_is_and_drains(folder: Path) -> None:
             rest = [line.removeprefix("data: ") for line in events if line]
         ends = [c["finish_reason"] for line in rest[:-1] for c in json.loads(line)["choices"] if c["finish_reason"]]
         assert rest[-1] == "[DONE]" and ends == ["length"] * 4
-        assert process.wait(20) == 0
-    assert "stopped; all requests that ran have ended" in "".join(lines)
+        process.join(20)
+        assert process.exitcode == 0 and "stopped; all requests that ran have ended" in log.read_text()
+    finally:
+        process.kill()
 
 
 def test_a_file_of_requests_is_answered(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +83,6 @@ def test_a_file_of_requests_is_answered(tmp_path: Path, folder: Path, capsys: py
     assert outrider_with(*words) == 0
     assert "3 answered before" in capsys.readouterr().out
     assert to.read_text() == before
-
-
-# ── refused before anything loads ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -133,28 +112,19 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--drafter", "ngrm"), "neither a checkpoint folder nor a drafter; did you mean 'ngram'"),
     ],
 )
-def test_what_can_not_be_served_is_said_first(
-    words: tuple[str, ...], wanted: str, unloaded: None, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_what_can_not_be_served_is_said_first(words, wanted, unloaded, capsys, monkeypatch, tmp_path):
     """Catches minutes of loading before a word that could have been said at once, and a server that is open to all."""
     monkeypatch.chdir(tmp_path)
     assert outrider_with("serve", "--port", "0", *words) in (1, 2)
     assert wanted in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_port_that_is_taken_is_said_first(unloaded: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a server that loads for minutes and then can't listen."""
+def test_other_machines_need_a_key_or_consent(tmp_path, unloaded, capsys):
+    """Catches a server that is open to the network because its address is written in another way, and one that loads
+    for minutes and then can't listen."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert outrider_with("serve", "--port", str(taken.getsockname()[1])) == 2
     assert "choose another --port or --host" in " ".join(capsys.readouterr().err.split())
-
-
-def test_other_machines_need_a_key_or_consent(tmp_path: Path) -> None:
-    """Catches a server that is open to the network because its address is written in another way."""
-    from outrider.serve.config import Config
-    from outrider.serve.server import bound
-
     file = tmp_path / "keys.json"
     keys.add(file, "ann")
     for host in ("0.0.0.0", "::"):
@@ -164,12 +134,7 @@ def test_other_machines_need_a_key_or_consent(tmp_path: Path) -> None:
         bound(Config(**({"host": "0.0.0.0", "port": 0} | more))).close()
 
 
-# ── run files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_run_file_names_what_is_served(
-    tmp_path: Path, folder: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_file_names_what_is_served(tmp_path, folder, unloaded, monkeypatch, capsys):
     """Catches a run whose untrained drafter is served, a section that is not read, and an option that does not go
     before it."""
     monkeypatch.chdir(tmp_path)
@@ -183,35 +148,3 @@ def test_a_run_file_names_what_is_served(
     path.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "train"}))
     own = serve._served([str(path)], [], None, []).drafter
     assert isinstance(own, dict) and own["kind"] == "ngram"
-
-
-@pytest.mark.slow
-def test_the_first_of_two_processes_serves_a_target_that_both_share(folder: Path) -> None:
-    """Under torchrun.  Catches a second server on the same port, another text, and processes that outlive the end."""
-    root = Path(__file__).resolve().parents[2]
-    words = ["serve", "--target", str(folder), "--port", "0", "--drafter", "ngram", "--slots", "2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "outrider"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "300", "PYTHONPATH": str(root)}
-    process = subprocess.Popen(
-        [*torchrun, *words, "target.tensor_parallel=2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | own, cwd=folder.parent,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        lines: list[str] = []
-        while not lines or not lines[-1].startswith("server "):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-        url = lines[-1].split()[1].rstrip(",")
-        asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}
-        wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
-        for _ in range(2):
-            found = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
-            assert found["choices"][0]["text"] == wanted
-        process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=60)
-        assert "stopped; all requests that ran have ended" in rest
-        assert "".join([*lines, rest]).count("server ") == 1
-    finally:
-        process.kill()
-        process.wait()

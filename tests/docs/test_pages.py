@@ -14,18 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r'^```python(?: title="(\w+)\.py")?\n(.*?)^```', flags=re.DOTALL | re.MULTILINE)
 """A block's title, where it is a file, and its text."""
+FAST = ("README.md", "write-a-drafter.md")
 BLOCKS = [
-    pytest.param(page, number, id=f"{page.name}-{number}")
+    pytest.param(page, number, id=f"{page.name}-{number}", marks=() if page.name in FAST else pytest.mark.slow)
     for page in PAGES
     for number in range(len(FENCED.findall(page.read_text())))
 ]
 
 
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
-def test_a_python_block_in_the_docs_runs(
-    page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches an example that a change of names or behaviour left behind.  Other blocks of a page can import its
+def test_a_python_block_in_the_docs_runs(page, number, tmp_path, monkeypatch):
+    """Catches an example that a change of names or behaviour left behind. Other blocks of a page can import its
     files."""
     found = FENCED.findall(page.read_text())
     title, block = found[number]

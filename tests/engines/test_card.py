@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from published import LAYOUTS, Sizes
-from verbs import outrider_with
 
 from outrider import load_target
 from outrider.engines import card, commands
+from outrider.engines.export import export
 from outrider.errors import ConfigError, ExportError
-from outrider.targets.transformers import TransformersTarget
 
 
 @pytest.fixture
 def exported(home: Path, tmp_path: Path) -> Path:
-    out = tmp_path / "served"
-    words = ("export", str(home / "checkpoint"), "--to", "vllm", "--out", str(out), "--target", str(home / "target"))
-    assert outrider_with(*words) == 0
-    return out
+    return export(home / "checkpoint", "vllm", tmp_path / "served", str(home / "target"))
 
 
 def change(folder: Path, **changed: Any) -> None:
@@ -31,20 +27,16 @@ def change(folder: Path, **changed: Any) -> None:
 
 
 def test_an_exported_folder_has_a_model_card(exported: Path) -> None:
-    """Catches metadata that the hub does not read, a private path, and a command that is not deploy's."""
+    """Catches metadata that the hub does not read, a private path, a command that is not deploy's, and an edited card
+    that is lost when acceptance in an engine is noted."""
     manifest = json.loads((exported / "outrider.json").read_text())
     text = (exported / "README.md").read_text()
     assert str(exported.parent) not in text and "Not measured." in text and "Licence" in text
     assert ModelCard(text).data.base_model is None
-    row = {
-        "task": "gsm8k", "temperature": 0.0, "prompts": 24, "tokens_per_step": 2.345, "accepted_by_depth": [0.7, 0.4,
-        0.2],
-    }  # fmt: skip
-    training = {
-        "step": 480,
-        "tokens": 845_670,
-        "config": {"lr": 0.008, "optimizer": "muon", "batch": 8, "loss": {"kl": 1.0}},
-    }
+    row = {"task": "gsm8k", "temperature": 0.0, "prompts": 24, "tokens_per_step": 2.345}
+    row["accepted_by_depth"] = [0.7, 0.4, 0.2]
+    config = {"lr": 0.008, "optimizer": "muon", "batch": 8, "loss": {"kl": 1.0}}
+    training = {"step": 480, "tokens": 845_670, "config": config}
     change(exported, target=manifest["target"] | {"name": "Qwen/Qwen3-4B"}, report={"rows": [row]}, training=training)
     assert card.write(exported)
     text = (exported / "README.md").read_text()
@@ -55,10 +47,6 @@ def test_an_exported_folder_has_a_model_card(exported: Path) -> None:
     assert "480 steps; 845,670 tokens; batches of 8 texts; learning rate 0.008 (muon); loss 1 kl." in text
     draft = commands.draft_of(exported)
     assert commands.command("vllm", draft).shell.replace(str(exported), "FOLDER") in text
-
-
-def test_a_card_that_somebody_edited_stays(exported: Path) -> None:
-    """Catches a licence that is lost when acceptance in an engine is noted."""
     change(exported, verified={"vllm 0.33.0": {
         "texts_equal": 24, "prompts": 24, "steps": 1302, "steps_equal": 1.0, "error": None,
     }})  # fmt: skip
@@ -69,22 +57,13 @@ def test_a_card_that_somebody_edited_stays(exported: Path) -> None:
     assert not card.write(exported) and (exported / "README.md").read_text() == edited
 
 
-@pytest.mark.parametrize("layout", ["safeailab_eagle3", "medusa_heads"])
-def test_a_folder_of_others_is_deployed_by_its_own_target(
-    layout: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches `--target` that is asked for although config.json names it."""
-    target: TransformersTarget = load_target(str(home / "target"))
-    folder = LAYOUTS[layout](Sizes(target)).write(tmp_path / "published")
-    if layout == "medusa_heads":
-        found = commands.command("vllm", commands.draft_of(folder), version="0.32.0")
-        assert "vllm serve org/target" in found.shell
-        return
+def test_a_folder_of_others_is_deployed_by_its_own_target(home: Path, tmp_path: Path) -> None:
+    """Catches `--target` that is asked for although config.json names it, and a card over what others published."""
+    sizes = Sizes(load_target(str(home / "target")))
+    medusa = LAYOUTS["medusa_heads"](sizes).write(tmp_path / "medusa")
+    assert "vllm serve org/target" in commands.command("vllm", commands.draft_of(medusa), version="0.32.0").shell
     with pytest.raises(ConfigError, match="the target of .* is not known; name it with --target"):
-        commands.draft_of(folder)
-
-
-def test_only_what_was_exported_here_gets_a_card(home: Path) -> None:
+        commands.draft_of(LAYOUTS["safeailab_eagle3"](sizes).write(tmp_path / "eagle3"))
     with pytest.raises(ExportError, match="was not written by `outrider export`"):
         card.write(home / "published")
     assert not (home / "published" / "README.md").exists()

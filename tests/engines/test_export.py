@@ -23,12 +23,13 @@ def test_python_and_the_command_line_write_the_same_folder(source: str, home: Pa
     words = ("export", str(home / source), "--to", "vllm", "--out", str(tmp_path / "cli"), "--target", name)
     assert outrider_with(*words) == 0
     files = {path.name: path.read_bytes() for path in (tmp_path / "cli").iterdir()}
-    assert "README.md" in files
+    manifest = json.loads(files["outrider.json"])
+    assert "README.md" in files and (manifest["kind"], manifest["format"]) == ("dflash", "speculators")
     for folder in folders:
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
-def test_an_export_that_can_not_be_is_refused_before_the_target_loads(home: Path, tmp_path: Path) -> None:
+def test_an_export_that_can_not_be_is_refused_before_the_target_loads(home, tmp_path, capsys):
     with pytest.raises(ConfigError, match="does not name its target"):
         export(home / "published", "vllm", tmp_path / "out")
     with pytest.raises(ConfigError, match="did you mean 'vllm'"):
@@ -37,22 +38,8 @@ def test_an_export_that_can_not_be_is_refused_before_the_target_loads(home: Path
     with pytest.raises(ExportError, match="exists already"):
         export(home / "published", "vllm", tmp_path / "out", "/none")
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_published_folder_is_exported_without_an_import(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a verb that takes checkpoints only, and a target that is asked for after it loaded."""
-    published, target = str(home / "published"), str(home / "target")
-    assert outrider_with("export", published, "--to", "vllm", "--out", str(tmp_path / "out"), "--target", target) == 0
-    weights = [
-        path.read_bytes() for path in (home / "checkpoint", tmp_path / "out") for path in path.glob("*.safetensors")
-    ]
-    assert len(weights) == 2
-    manifest = json.loads((tmp_path / "out" / "outrider.json").read_text())
-    assert manifest["kind"] == "dflash" and manifest["format"] == "speculators"
-    capsys.readouterr()
-    assert outrider_with("export", published, "--to", "vllm", "--out", str(tmp_path / "two")) == 2
+    words = ("export", str(home / "published"), "--to", "vllm", "--out")
+    assert outrider_with(*words, str(tmp_path / "two")) == 2
     assert "does not name its target; name it with --target" in " ".join(capsys.readouterr().err.split())
-    assert outrider_with("export", published, "--to", "vllm", "--out", str(tmp_path / "out"), "--target", "/none") == 1
+    assert outrider_with(*words, str(tmp_path / "out"), "--target", "/none") == 1
     assert "exists already" in capsys.readouterr().err

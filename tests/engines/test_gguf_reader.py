@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from gguf_targets import make_target
 from tiny import randomise
 
 from benchmarks.engines.gguf_faults import FAULTS, planted
-from outrider import load_target
 from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.decoding.protocols import Drafter
@@ -22,7 +21,6 @@ from outrider.errors import ExportError
 from outrider.export.gguf import FILE
 from outrider.export.writing import export_folder
 from tests.engines.test_verify import BLOCK, DSPARK, LAYER, PROMPTS, run, told
-from tests.export.test_gguf import tokenizer
 
 pytest.importorskip("gguf")
 
@@ -42,10 +40,7 @@ Made = Callable[[str], tuple[Any, Path]]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder, words = tmp_path_factory.mktemp("target"), tokenizer()
-    words.save_pretrained(folder)
-    tiny_model(vocab_size=len(words), eos_token_id=words.eos_token_id).float().save_pretrained(folder)
-    return load_target(folder)
+    return make_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +70,9 @@ def texts(target: Any) -> list[tuple[chains.States, int]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_file_read_as_llama_cpp_reads_it_drafts_what_our_drafter_drafts(name: str, target: Any, made: Made) -> None:
-    """Catches taps, rows, pairs or a draft vocabulary written as another engine reads them."""
+def test_a_file_read_as_llama_cpp_reads_it_drafts_what_our_drafter_drafts(name, target, made, texts):
+    """Catches taps, rows, pairs or a draft vocabulary written as another engine reads them, and a number that 32 bits
+    round, taken for another one."""
     model, folder = made(name)
     drafter, said = told(model)
     length, side = parity.length_of(model), run(target, drafter, parity.length_of(model))
@@ -88,18 +84,11 @@ def test_a_file_read_as_llama_cpp_reads_it_drafts_what_our_drafter_drafts(name: 
                 assert chains.drafted(read, seen, anchor, length).tokens == drafted
                 checked += 1
     assert checked > 12
+    own = readers.of_model(model)
+    assert causes.causes(read, own, texts, length) == list(causes.differences(read, own)) == []
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_sound_file_has_no_cause(name: str, made: Made, texts: Any) -> None:
-    """Catches a number that 32 bits round, taken for another one."""
-    model, folder = made(name)
-    read, own = gguf_reader.of_file(folder / FILE), readers.of_model(model)
-    assert causes.causes(read, own, texts, parity.length_of(model)) == []
-    assert list(causes.differences(read, own)) == []
-
-
-PLANTED = [(kind, fault) for fault, one in FAULTS.items() for kind in one.kinds]
+PLANTED = [(one.kinds[0], fault) for fault, one in FAULTS.items()]
 
 
 @pytest.mark.parametrize(("kind", "fault"), PLANTED)
@@ -119,5 +108,3 @@ def test_a_file_that_holds_no_draft_is_refused(made: Made, tmp_path: Path) -> No
     (tmp_path / FILE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ExportError, match="can't be read as GGUF"):
         gguf_reader.of_file(tmp_path / FILE)
-    with pytest.raises(ExportError, match="can't be read as GGUF"):
-        gguf_reader.of_file(tmp_path / "nowhere.gguf")

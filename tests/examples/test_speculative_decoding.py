@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "speculative_decoding.py"
-FAULTS = {
-    "nothing is subtracted for a rejected sibling": ("(r - q[child]).clamp(min=0)", "r"),
-    "a sibling's q does not sum to 1": ("left = nn.functional.normalize(", "left = (lambda q, **_: q)("),
-    "the last token ignores what was rejected": ("[int(r.multinomial(1))]", "[int(p[node + 1].multinomial(1))]"),
-    "rejected tokens stay in the cache": ("for node in path)]\n", "for node in range(len(tokens)))]\n"),
-}  # fmt: skip
 
 
 def run(source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_what_it_writes_is_distributed_as_the_target() -> None:
     """The seed is fixed: no false alarms."""
     source = EXAMPLE.read_text()
@@ -32,11 +27,9 @@ def test_what_it_writes_is_distributed_as_the_target() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_it_notices(fault: str) -> None:
-    """Catches a check that could not fail: each fault moves the distribution by 0.15, chance by 0.035."""
-    right, wrong = FAULTS[fault]
-    source = EXAMPLE.read_text()
+def test_it_notices() -> None:
+    """Catches a check that could not fail: nothing is subtracted for a rejected sibling, which moves the distribution
+    by 0.15, chance by 0.035."""
+    source, right = EXAMPLE.read_text(), "(r - q[child]).clamp(min=0)"
     assert source.count(right) == 1
-    found = run(source.replace(right, wrong))
-    assert "not distributed as the target's own" in found.stderr
+    assert "not distributed as the target's own" in run(source.replace(right, "r")).stderr

@@ -9,7 +9,7 @@ from typing import Any
 import llama_graphs
 import pytest
 import torch
-from gguf_targets import BLOCK, LAYER, SETTINGS, Made, fresh, make_target, rewritten
+from gguf_targets import BLOCK, LAYER, SETTINGS, fresh, rewritten
 
 from outrider import generate
 from outrider.checkpoint import load_model, manifest_of, save
@@ -23,62 +23,42 @@ from outrider.weights import weights_of
 library = pytest.importorskip("gguf")
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(target, tmp_path_factory.mktemp("made"))
-
-
-# ── there and back ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("case", SETTINGS)
-def test_what_is_written_reads_back_and_drafts_the_same(case, target, made, tmp_path):
-    """Catches a lost key, a row that is turned one way only, a layer number that is shifted one way only."""
-    import_folder(made.folder(case), tmp_path / "back", target)
+def test_what_is_written_reads_back_and_drafts_the_same(case, bpe, made, tmp_path):
+    """Catches a lost key, a row that is turned or a layer number that is shifted one way only, and a reader that leans
+    on outrider.json; the published files have neither it nor our keys."""
+    import_folder(made.folder(case), tmp_path / "back", bpe)
     assert manifest_of(tmp_path / "back")["config"] == manifest_of(made.checkpoint(case))["config"]
-    before, after = load_model(made.checkpoint(case), target), load_model(tmp_path / "back", target)
-    assert before.taps == after.taps
+    before, after = load_model(made.checkpoint(case), bpe), load_model(tmp_path / "back", bpe)
     old, new = weights_of(before), weights_of(after)
-    assert old.keys() == new.keys()
+    assert before.taps == after.taps and old.keys() == new.keys()
     assert [name for name in old if not torch.equal(old[name], new[name])] == []
-    prompts = [target.tokenizer.encode("a text of some words"), target.tokenizer.encode("and one more")]
+    prompts = [bpe.tokenizer.encode("a text of some words"), bpe.tokenizer.encode("and one more")]
     texts = [
-        [(g.tokens, g.accepted) for g in generate(target, prompts, load_drafter(path, target), max_new_tokens=12)]
+        [(g.tokens, g.accepted) for g in generate(bpe, prompts, load_drafter(path, bpe), max_new_tokens=12)]
         for path in (made.checkpoint(case), made.file(case))
     ]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-def test_a_file_from_elsewhere_needs_nothing_of_ours(case, target, made, tmp_path):
-    """Catches a reader that leans on outrider.json; the published files have neither it nor our keys."""
-    kind = SETTINGS[case][0]
-    path = tmp_path / "theirs.gguf"
+    kind, path = SETTINGS[case][0], tmp_path / "theirs.gguf"
     if kind == "mtp" or "stretched" in case or "slot" in case:  # what only ours has
         path.write_bytes(made.file(case).read_bytes())
     else:
         rewritten(made.file(case), path)
-    import_folder(path, tmp_path / "back", target)
-    before, after = load_model(made.checkpoint(case), target), load_model(tmp_path / "back", target)
-    assert before.taps == after.taps and after.config.kind == kind
-    old, new = weights_of(before), weights_of(after)
-    assert old.keys() == new.keys()
+    after = import_folder(path, tmp_path / "theirs", bpe)
+    new = weights_of(after)
+    assert (before.taps, kind, old.keys()) == (after.taps, after.config.kind, new.keys())
     unmapped = {"confidence_head.temperatures", "confidence_head.shifts"}
     assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
 
 
-@pytest.mark.parametrize("precision", ["f16", "bf16", "q8_0"])
-@pytest.mark.parametrize("case", ["dspark", "eagle3, 40 tokens", "mtp"])
-def test_rounded_weights_come_back_as_they_were_rounded(precision, case, target, made, tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "case"), [("f16", "mtp"), ("bf16", "eagle3, 40 tokens"), ("q8_0", "dspark"), ("q8_0", "mtp")]
+)
+def test_rounded_weights_come_back_as_they_were_rounded(precision, case, bpe, made, tmp_path):
     """Catches a scale of q8_0 that belongs to another block, and a file that is not what its name says."""
-    export_folder(made.checkpoint(case), "gguf", tmp_path / "there", target, precision)
-    after = weights_of(load_drafter(tmp_path / "there", target).model)
-    before = weights_of(load_model(made.checkpoint(case), target))
+    export_folder(made.checkpoint(case), "gguf", tmp_path / "there", bpe, precision)
+    after = weights_of(load_drafter(tmp_path / "there", bpe).model)
+    before = weights_of(load_model(made.checkpoint(case), bpe))
     worst = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2}[precision]
     for name, weight in before.items():
         if weight.is_floating_point():
@@ -88,8 +68,6 @@ def test_rounded_weights_come_back_as_they_were_rounded(precision, case, target,
     assert types["blk.0.ffn_up.weight"] == wanted and types["output_norm.weight"] == "F32"
     assert wanted in set(types.values()) <= {wanted, "F32", "F16", "I64"}
 
-
-# ── names and keys ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 ATTENTION = {"attn_q", "attn_k", "attn_v", "attn_output"}
 REST = {"attn_norm", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"}
@@ -113,17 +91,17 @@ NAMES = {
 """What llama.cpp creates tensors for, written out by hand."""
 
 
-@pytest.mark.parametrize("case", NAMES)
-def test_a_file_holds_llama_cpps_names_and_no_others(case, made):
+def test_a_file_holds_llama_cpps_names_and_no_others(made):
     """Catches a weight that is skipped, of which llama.cpp says nothing where it is optional."""
-    assert {one.name for one in library.GGUFReader(made.file(case)).tensors} == NAMES[case]
+    for case, names in NAMES.items():
+        assert {one.name for one in library.GGUFReader(made.file(case)).tensors} == names, case
 
 
 def keys_of(file: Any) -> dict[str, Any]:
     return {name: field.contents() for name, field in library.GGUFReader(file).fields.items()}
 
 
-def test_what_a_block_drafters_file_says(target, made):
+def test_what_a_block_drafters_file_says(bpe, made):
     """Catches taps that are one off, a block without its anchor, and a mask of another token."""
     said = keys_of(made.file("dspark"))
     wanted = {
@@ -135,7 +113,7 @@ def test_what_a_block_drafters_file_says(target, made):
         "tokenizer.ggml.pre": "qwen2",
     }  # fmt: skip
     assert {name: said[name] for name in wanted} == wanted
-    assert len(said["tokenizer.ggml.tokens"]) == target.spec.vocabulary
+    assert len(said["tokenizer.ggml.tokens"]) == bpe.spec.vocabulary
     assert "dflash.attention.causal" not in said, "llama.cpp's blocks attend both ways unless the key is there"
 
 
@@ -149,7 +127,8 @@ def test_a_block_with_a_bonus_anchor_is_one_slot_longer(made):
     assert slot["dflash.rope.dimension_count"] == 4
 
 
-def test_what_an_eagle3s_file_says(made):
+def test_what_an_eagle3s_file_says(bpe, made):
+    """Catches offsets, as safetensors have them, where llama.cpp wants ids: it would scatter over the first tokens."""
     said = keys_of(made.file("eagle3, 40 tokens"))
     wanted = {
         "general.architecture": "eagle3", "eagle3.block_count": 1, "eagle3.target_layers": [1, 2, 3],
@@ -157,15 +136,9 @@ def test_what_an_eagle3s_file_says(made):
         "eagle3.rope.scaling.type": "linear", "eagle3.rope.scaling.factor": 2.0,
     }  # fmt: skip
     assert {name: said[name] for name in wanted} == wanted
-
-
-def test_a_map_has_the_targets_own_ids(target, made):
-    """Catches offsets, as safetensors have them, where llama.cpp wants ids: it would scatter over the first tokens."""
     stored = llama_graphs.File(made.file("eagle3, 40 tokens")).tensors["d2t"]
-    assert stored.tolist() == load_model(made.checkpoint("eagle3, 40 tokens"), target).head.ids.tolist()
+    assert stored.tolist() == load_model(made.checkpoint("eagle3, 40 tokens"), bpe).head.ids.tolist()
 
-
-# ── what is left out, and what is refused ────────────────────────────────────────────────────────────────────────────
 
 LEFT_OUT = {
     "siblings": ("dspark", {**BLOCK, "rank": 8, "siblings": [2, 1]}, r"siblings \[2, 1\] are left out.*2.50 tokens"),
@@ -175,23 +148,23 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_what_llama_cpp_cant_do_is_left_out_with_what_it_brought(case, target, tmp_path, caplog):
+def test_what_llama_cpp_cant_do_is_left_out_with_what_it_brought(case, bpe, tmp_path, caplog):
     """Catches a tree that goes in silence: the engine then drafts less than the report says."""
     kind, settings, said = LEFT_OUT[case]
     with caplog.at_level(logging.WARNING):
-        export_folder(fresh(kind, settings, target, tmp_path / "mine"), "gguf", tmp_path / "there", target)
+        export_folder(fresh(kind, settings, bpe, tmp_path / "mine"), "gguf", tmp_path / "there", bpe)
     assert any(re.search(said, line) for line in caplog.messages), caplog.messages
 
 
-def test_a_calibration_is_left_out_and_comes_back(target, made, tmp_path, caplog):
+def test_a_calibration_is_left_out_and_comes_back(bpe, made, tmp_path, caplog):
     """Catches temperatures that are lost: outrider.json has them."""
-    model = load_model(made.checkpoint("dspark"), target)
+    model = load_model(made.checkpoint("dspark"), bpe)
     model.confidence_head.temperatures.fill_(2.0)
     save(tmp_path / "mine", model, {})
     with caplog.at_level(logging.WARNING):
-        export_folder(tmp_path / "mine", "gguf", tmp_path / "there", target)
+        export_folder(tmp_path / "mine", "gguf", tmp_path / "there", bpe)
     assert any("calibration of its confidences is left out" in line for line in caplog.messages)
-    assert load_drafter(tmp_path / "there", target).model.confidence_head.temperatures.tolist() == [2.0] * 3
+    assert load_drafter(tmp_path / "there", bpe).model.confidence_head.temperatures.tolist() == [2.0] * 3
 
 
 REFUSED = {
@@ -211,14 +184,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_llama_cpp_would_compute_otherwise_is_refused(case, target, tmp_path):
+def test_what_llama_cpp_would_compute_otherwise_is_refused(bpe, tmp_path):
     """Catches a setting without a key that would be left out in silence."""
-    kind, settings, said = REFUSED[case]
-    checkpoint = fresh(kind, settings, target, tmp_path / "mine")
-    with pytest.raises(ExportError, match=said):
-        export_folder(checkpoint, "gguf", tmp_path / "there", target)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    for case, (kind, settings, said) in REFUSED.items():
+        with pytest.raises(ExportError, match=said):
+            export_folder(fresh(kind, settings, bpe, tmp_path / case), "gguf", tmp_path / "there", bpe)
+        assert not (tmp_path / "there").exists() and not list(tmp_path.glob("*.part"))
 
 
 def test_parts_of_a_layer_have_the_names_of_llama_cpps_library():

@@ -9,7 +9,7 @@ from typing import Any
 import llama_graphs
 import pytest
 import torch
-from gguf_targets import Made, make_target, rewritten
+from gguf_targets import rewritten
 from tiny import make_folder
 
 from outrider import load_target
@@ -20,16 +20,6 @@ from outrider.export.writing import export_folder
 from outrider.loading import load_drafter
 
 library = pytest.importorskip("gguf")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(target, tmp_path_factory.mktemp("made"))
 
 
 def _no_change(found: dict[str, Any]) -> None:
@@ -56,7 +46,7 @@ THEIRS: dict[str, tuple[str, Callable[[dict[str, Any]], None], dict[str, Any], s
 
 
 @pytest.mark.parametrize("case", THEIRS)
-def test_a_published_file_that_computes_otherwise_is_refused(case, target, made, tmp_path, monkeypatch):
+def test_a_published_file_that_computes_otherwise_is_refused(case, bpe, made, tmp_path, monkeypatch):
     """Catches a draft that loads and drafts worse than in the engine that it was made for."""
     own, tensors, keys, said = THEIRS[case]
     if case == "no number":  # the writer refuses it too
@@ -64,16 +54,13 @@ def test_a_published_file_that_computes_otherwise_is_refused(case, target, made,
     path = rewritten(made.file(own), tmp_path / "theirs.gguf", tensors, **keys)
     monkeypatch.undo()
     with pytest.raises(ExportError, match=said):
-        import_folder(path, tmp_path / "back", target)
+        import_folder(path, tmp_path / "back", bpe)
     assert not (tmp_path / "back").exists()
 
 
-# ── files that are torn or made to break the reader ──────────────────────────────────────────────────────────────────
-
-
-def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(target, made, tmp_path):
+def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(bpe, made, tmp_path):
     """Catches four-bit numbers that are read as eight."""
-    export_folder(made.checkpoint("dspark"), "gguf", tmp_path / "there", target, "q8_0")
+    export_folder(made.checkpoint("dspark"), "gguf", tmp_path / "there", bpe, "q8_0")
     path = tmp_path / "there" / "model.gguf"
     header = gguf_read.read_header(path)
     name = next(name for name, info in header.tensors.items() if info.type == 8)
@@ -81,7 +68,7 @@ def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(target, mad
     at = raw.index(name.encode()) + len(name) + 4 + 8 * len(header.tensors[name].shape)
     path.write_bytes(raw[:at] + (12).to_bytes(4, "little") + raw[at + 4 :])
     with pytest.raises(ExportError, match=f"has {name} in q4_K; use a file in q8_0, f16, bf16 or f32"):
-        import_folder(path.parent, tmp_path / "back", target)
+        import_folder(path.parent, tmp_path / "back", bpe)
 
 
 def _huge(raw: bytes) -> bytes:
@@ -98,20 +85,18 @@ SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPOILT)
-def test_a_spoilt_file_is_refused_in_one_sentence(case, target, made, tmp_path):
+def test_a_spoilt_file_is_refused_in_one_sentence(bpe, made, tmp_path):
     """Catches a reader that takes memory for what a header claims, or loops over it."""
-    spoil, said = SPOILT[case]
-    shutil.copytree(made.folder("dspark"), tmp_path / "there")
-    path = tmp_path / "there" / "model.gguf"
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ExportError, match=said):
-        import_folder(path.parent, tmp_path / "back", target)
+    path = shutil.copytree(made.folder("dspark"), tmp_path / "there") / "model.gguf"
+    for spoil, said in SPOILT.values():
+        path.write_bytes(spoil(made.file("dspark").read_bytes()))
+        with pytest.raises(ExportError, match=said):
+            import_folder(path.parent, tmp_path / "back", bpe)
 
 
-def test_our_reader_reads_what_llama_cpps_library_reads(target, made, tmp_path):
+def test_our_reader_reads_what_llama_cpps_library_reads(bpe, made, tmp_path):
     """The fast reader beside the library's: equal keys, names, shapes and numbers."""
-    export_folder(made.checkpoint("eagle3, 40 tokens"), "gguf", tmp_path / "there", target, "q8_0")
+    export_folder(made.checkpoint("eagle3, 40 tokens"), "gguf", tmp_path / "there", bpe, "q8_0")
     path = tmp_path / "there" / "model.gguf"
     reader, header = library.GGUFReader(path), gguf_read.read_header(path)
     theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -122,15 +107,15 @@ def test_our_reader_reads_what_llama_cpps_library_reads(target, made, tmp_path):
     assert all(torch.equal(ours[name].to(weight.dtype), weight) for name, weight in file.tensors.items())
 
 
-def test_several_files_are_no_draft(target, made, tmp_path):
+def test_several_files_are_no_draft(bpe, made, tmp_path):
     """Catches a folder of many quantisations, of which the first would be taken in silence."""
     raw = made.file("dspark").read_bytes()
     (tmp_path / "hub").mkdir()
     for name in ("a-q8_0.gguf", "a-f16.gguf"):
         (tmp_path / "hub" / name).write_bytes(raw)
     with pytest.raises(ExportError, match=r"has 2 GGUF files: a-f16.gguf, a-q8_0.gguf; name one"):
-        load_drafter(tmp_path / "hub", target)
-    assert load_drafter(tmp_path / "hub" / "a-f16.gguf", target).model.config.kind == "dspark"
+        load_drafter(tmp_path / "hub", bpe)
+    assert load_drafter(tmp_path / "hub" / "a-f16.gguf", bpe).model.config.kind == "dspark"
 
 
 def test_a_file_made_for_another_target_is_refused(made, tmp_path):
@@ -139,18 +124,13 @@ def test_a_file_made_for_another_target_is_refused(made, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["f16", "q8_0"])
-def test_a_rounded_copy_of_the_targets_embedding_is_the_targets(precision, made, target, tmp_path):
+def test_a_rounded_copy_of_the_targets_embedding_is_the_targets(precision, made, bpe, tmp_path):
     """Catches a published file of eight bits that is refused for its copy, as llama.cpp's converter writes it."""
-    own = target.model.get_input_embeddings().weight.detach()
-
-    def with_copy(found: dict[str, Any]) -> None:
-        found["token_embd.weight"] = own
-
-    def with_other(found: dict[str, Any]) -> None:
-        found["token_embd.weight"] = own.flip(0)
-
-    theirs = rewritten(made.file("dspark"), tmp_path / "theirs.gguf", with_copy, precision=precision)
-    assert load_drafter(theirs, target).model.config.kind == "dspark"
-    other = rewritten(made.file("dspark"), tmp_path / "other.gguf", with_other, precision=precision)
+    own = bpe.model.get_input_embeddings().weight.detach()
+    files = [
+        rewritten(made.file("dspark"), tmp_path / f"{n}.gguf", lambda found, one=one: found.update(one), precision)
+        for n, one in enumerate(({"token_embd.weight": own}, {"token_embd.weight": own.flip(0)}))
+    ]
+    assert load_drafter(files[0], bpe).model.config.kind == "dspark"
     with pytest.raises(ExportError, match="its own embedding"):
-        load_drafter(other, target)
+        load_drafter(files[1], bpe)

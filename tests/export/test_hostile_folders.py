@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 from collections.abc import Callable
@@ -13,13 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_targets import fresh
 from safetensors.torch import load_file, save_file
-from tiny import make_folder, randomise
 
-from outrider import load_target
-from outrider.checkpoint import load_model, save
-from outrider.config import build
-from outrider.drafters import find as find_drafter
+from outrider.checkpoint import load_model
 from outrider.errors import ExportError
 from outrider.export.reading import import_folder
 from outrider.export.writing import export_folder
@@ -37,22 +35,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_target(make_folder(tmp_path_factory.mktemp("target")))
-
-
-@pytest.fixture(scope="module")
 def good(target: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A whole folder of each kind."""
     place = tmp_path_factory.mktemp("good")
     for kind, (format, settings) in SETTINGS.items():
-        module = find_drafter(kind)
-        torch.manual_seed(0)
-        model = module.Model(build(module.Config, {"kind": kind, **settings}, "drafter"), target).to(torch.float32)
-        if kind == "eagle3":
-            model.begin(torch.arange(target.spec.vocabulary))
-        save(place / f"{kind}-checkpoint", randomise(model))
-        export_folder(place / f"{kind}-checkpoint", format, place / kind, target)
+        export_folder(fresh(kind, settings, target, place / f"{kind}-checkpoint"), format, place / kind, target)
     return {kind: place / kind for kind in SETTINGS}
 
 
@@ -79,19 +66,6 @@ def _manifest(**values: Any) -> Spoil:
     def spoil(folder: Path) -> None:
         path = folder / "outrider.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return spoil
-
-
-def _weights(**change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
-    """Changes tensors; a__b is a.b."""
-
-    def spoil(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors")
-        for name, make in change.items():
-            key = name.replace("__", ".")
-            found[key] = make(found[key])
-        save_file(found, folder / "model.safetensors")
 
     return spoil
 
@@ -130,29 +104,66 @@ def _unicode(folder: Path) -> None:
     save_file(found, folder / "model.safetensors")
 
 
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors")
+
+    return spoil
+
+
+def _weights(**change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    """Changes tensors; a__b is a.b."""
+    names = {name.replace("__", "."): make for name, make in change.items()}
+    return _tensors(lambda found: found.update({name: make(found[name]) for name, make in names.items()}))
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/tmp/outrider-was-tricked", "w")
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+
+
+def _elsewhere(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "elsewhere.safetensors")
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "../elsewhere.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 CASES: dict[str, tuple[str, Spoil, str]] = {
+    "missing key": ("eagle3", _tensors(lambda w: w.pop("norm.weight")), "lacks the weights norm.weight"),
+    "extra key": ("eagle3", _tensors(lambda w: w.update({"midlayer.extra": torch.ones(7)})),
+                  "midlayer.extra .* this kind of drafter does not have"),
+    "pickle": ("eagle3", _pickled, "a pickle, which can run code"),
+    "path in an index": ("eagle3", _elsewhere, "not a safetensors file of this folder"),
+    "d2t out of range": ("eagle3", _tensors(lambda w: w["d2t"][-1].fill_(10_000)), "outside the target's"),
+    "stale t2d": ("eagle3", _weights(t2d=lambda w: ~w), "different tokens"),
+    "NaN": ("eagle3", _tensors(lambda w: w["fc.weight"][0, 0].fill_(torch.nan)), "not finite in fc.weight"),
+    "other width": ("eagle3", _config(transformer_layer_config={"hidden_size": 48}), "hidden_size is 48"),
+    "no layer numbers": ("eagle3", _config(eagle_aux_hidden_state_layer_ids=None), "_layer_ids is missing"),
     "a layer as wide as all memory": ("dflash", _config(intermediate_size=10**12), "a model larger than"),
-    "a layer that would take gigabytes": ("dflash", _config(intermediate_size=10**7), "a model larger than"),
     "a billion layers": ("dflash", _config(num_hidden_layers=10**9), "a model larger than"),
-    "more heads than a number holds": ("dflash", _config(num_attention_heads=10**30), "a model larger than"),
-    "a rank of a billion": ("dspark", _config(markov_rank=10**12), "a model larger than"),
     "a wide plain model": ("small_model", _config(hidden_size=10**9), "a model larger than"),
     "a block longer than any text": ("dflash", _config(block_size=10**12), "drafts 999999999999 tokens"),
     "a billion tokens a step": (
         "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": 10**9}]}), "drafts "
         "1000000000 tokens",
     ),
-    "no proposal": ("eagle3", _config(speculators_config={"proposal_methods": []}), "can't be read as eagle3"),
     "infinitely many tokens": (
         "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": float("inf")}]}),
         "can't be read as eagle3",
     ),
     "a layer config that is a list": ("eagle3", _config(transformer_layer_config=[]), "can't be read as eagle3"),
     "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "matches no drafter of"),
-    "architectures that are a mapping": ("dflash", _config(architectures={"a": 1}), "matches no drafter of"),
     "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "matches no drafter of"),
     "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
-    "layers as text": ("dflash", _config(dflash_config__target_layer_ids="02"), "a list of whole numbers"),
     "layers as truths": ("dflash", _config(dflash_config__target_layer_ids=[False, 2]), "a list of whole numbers"),
     "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
     "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
@@ -164,8 +175,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "quantization_config"),
     "a type by the name of a function": ("small_model", _config(torch_dtype="os.system"), "can't be read as "
     "small_model"),
-    "a token to pad with outside": ("small_model", _config(pad_token_id=10**6), "can't be read as small_model"),
-    "a width in words": ("small_model", _config(hidden_size="x"), "can't be read as small_model"),
     "a key that is there twice": ("dflash", _twice, "'block_size' is in it twice"),
     "a pipe for a config": ("dflash", _pipe, "it is not a file"),
     "deep nesting": (
@@ -190,7 +199,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "8 bits": ("dflash", _weights(norm__weight=lambda w: w.to(torch.float8_e4m3fn)), "8-bit weights in "
     "norm.weight"),
     "whole numbers for fractions": ("dflash", _weights(norm__weight=lambda w: w.to(torch.int8)), "norm.weight is int8"),
-    "imaginary numbers": ("dflash", _weights(norm__weight=lambda w: w.to(torch.complex64)), "norm.weight is complex64"),
     "numbers too large for the target's type": (
         "dflash", _weights(norm__weight=lambda w: w.double().sign() * 1e300), "float32 can't hold",
     ),
@@ -204,7 +212,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "dflash", _manifest(unmapped={"backbone.norm.weight": [float("nan")] * 32}), "that this draft does not have",
     ),
     "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "format must be a text"),
-    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "training must be a mapping"),
 }  # fmt: skip
 
 
@@ -221,6 +228,7 @@ def test_a_hostile_folder_is_refused_in_one_sentence_and_nothing_is_left(case, t
         import_folder(tmp_path / "there", tmp_path / "back", target)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*.part"))
+    assert not Path("/tmp/outrider-was-tricked").exists()
 
 
 def _linked(folder: Path) -> None:
@@ -235,6 +243,7 @@ HARMLESS: dict[str, tuple[str, Spoil]] = {
     "keys in other letters": ("dflash", _config(ключ="значение")),
     "d2t in 32 bits": ("eagle3", _weights(d2t=lambda w: w.int())),
     "t2d as numbers": ("eagle3", _weights(t2d=lambda w: w.long())),
+    "halves": ("dflash", _weights(norm__weight=lambda w: w.half())),
 }
 
 
@@ -247,15 +256,6 @@ def test_what_is_only_unusual_is_read(case, target, good, tmp_path):
     (tmp_path / "there" / "outrider.json").unlink()
     back = weights_of(import_folder(tmp_path / "there", tmp_path / "back", target))
     own = weights_of(load_model(good[kind].with_name(f"{kind}-checkpoint"), target))
+    halves = own["backbone.norm.weight"].half().float() if case == "halves" else None
+    own |= {} if halves is None else {"backbone.norm.weight": halves}
     assert all(torch.equal(back[name], weight) for name, weight in own.items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_read_as_they_are(dtype, target, good, tmp_path):
-    """Released drafts are in 16 bits: each number comes out as it was stored."""
-    shutil.copytree(good["dflash"], tmp_path / "there")
-    path = tmp_path / "there" / "model.safetensors"
-    halves = {name: weight.to(dtype) for name, weight in load_file(path).items()}
-    save_file(halves, path)
-    back = weights_of(import_folder(tmp_path / "there", tmp_path / "back", target))
-    assert all(torch.equal(back[f"backbone.{name}"], weight.float()) for name, weight in halves.items())

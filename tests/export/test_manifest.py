@@ -94,53 +94,46 @@ def test_a_manifest_that_is_none_is_refused_in_a_sentence(wrong: dict[str, Any],
         ({"medusa_num_heads": "3"}, "medusa_num_heads must be a whole number, got '3'"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_a_config_that_no_draft_has_is_refused_in_a_sentence(config: Any, said: str, kind: str, tmp_path: Path) -> None:
+def test_a_config_that_no_draft_has_is_refused_in_a_sentence(config: Any, said: str, tmp_path: Path) -> None:
     """Catches a traceback from a config.json of others, whatever it says."""
-    with pytest.raises(ExportError, match=re.escape(said)):
-        command("trtllm", draft_of(lying(tmp_path, config), "T", kind, "sglang"))
+    for kind in ("eagle3", "dflash"):
+        with pytest.raises(ExportError, match=re.escape(said)):
+            command("trtllm", draft_of(lying(tmp_path, config), "T", kind, "sglang"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "outrider.json"])
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '"a"'])
-def test_a_file_that_holds_no_mapping_is_refused(name: str, text: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_mapping_is_refused(tmp_path: Path) -> None:
     """Catches a traceback on a torn file, and on one that is nested without end."""
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ExportError, match=name):
-        draft_of(tmp_path, "T", "eagle3", "sglang")
-
-
-@pytest.mark.parametrize(
-    ("kind", "format", "config", "key", "taps"),
-    [
-        ("eagle3", "sglang", SGLANG, "eagle3_layers_to_capture", [3, 5, 9]),
-        ("eagle3", "eagle", {IDS: [2, 18, 33]}, "eagle3_layers_to_capture", [1, 17, 32]),
-        ("dflash", "zlab", ZLAB, "target_layer_ids", [1, 9]),
-    ],
-)  # fmt: skip
-def test_tensorrt_llm_is_told_the_layers_of_a_folder_from_elsewhere(
-    kind: str, format: str, config: Any, key: str, taps: list[int], tmp_path: Path
-) -> None:
-    """Catches a YAML without them: TensorRT-LLM reads layers of its own choice then, and nearly no draft is kept."""
-    found = command("trtllm", draft_of(lying(tmp_path, config), "T", kind, format))
-    assert yaml.safe_load(found.files["trtllm.yaml"])["speculative_config"][key] == taps
+    for name in ("config.json", "outrider.json"):
+        for text in ("[]", "{", "[" * 100_000, '"a"'):
+            (tmp_path / name).write_text(text)
+            with pytest.raises(ExportError, match=name):
+                draft_of(tmp_path, "T", "eagle3", "sglang")
+        (tmp_path / name).write_text("{}")
 
 
 def test_layers_that_nobody_tells_are_not_left_to_a_guess(tmp_path: Path) -> None:
-    """Catches the same where config.json says nothing; EAGLE-3 of its authors is guessed right."""
+    """Catches a YAML without the layers of a folder from elsewhere: TensorRT-LLM reads layers of its own choice then,
+    and nearly no draft is kept; without any, EAGLE-3 of its authors is guessed right."""
+    for kind, format, config, key, taps in (
+        ("eagle3", "sglang", SGLANG, "eagle3_layers_to_capture", [3, 5, 9]),
+        ("eagle3", "eagle", {IDS: [2, 18, 33]}, "eagle3_layers_to_capture", [1, 17, 32]),
+        ("dflash", "zlab", ZLAB, "target_layer_ids", [1, 9]),
+    ):
+        found = command("trtllm", draft_of(lying(tmp_path, config), "T", kind, format))
+        assert yaml.safe_load(found.files["trtllm.yaml"])["speculative_config"][key] == taps
     with pytest.raises(ConfigError, match=r"does not say which layers .* dflash_config.target_layer_ids"):
         command("trtllm", draft_of(lying(tmp_path, {"block_size": 16}), "T", "dflash", "zlab"))
     found = command("trtllm", draft_of(lying(tmp_path, {}), "T", "eagle3", "eagle"))
     assert "eagle3_layers_to_capture" not in found.files["trtllm.yaml"]
 
 
-@pytest.mark.parametrize("name", ["num_heads", "medusa_num_heads"])
-def test_medusa_is_asked_for_as_many_tokens_as_it_has_heads(name: str, tmp_path: Path) -> None:
+def test_medusa_is_asked_for_as_many_tokens_as_it_has_heads(tmp_path: Path) -> None:
     """Catches vLLM told to draft more than there are heads."""
-    medusa = draft_of(lying(tmp_path, {name: 3}), "T", "medusa", "medusa")
-    assert command("vllm", medusa, None, "0.32.0").settings["num_speculative_tokens"] == 3
-    with pytest.raises(ConfigError, match="this medusa has 3 heads"):
-        command("vllm", medusa, Wish(tokens=4), "0.32.0")
+    for name in ("num_heads", "medusa_num_heads"):
+        medusa = draft_of(lying(tmp_path, {name: 3}), "T", "medusa", "medusa")
+        assert command("vllm", medusa, None, "0.32.0").settings["num_speculative_tokens"] == 3
+        with pytest.raises(ConfigError, match="this medusa has 3 heads"):
+            command("vllm", medusa, Wish(tokens=4), "0.32.0")
 
 
 def test_a_block_is_not_asked_for_the_slot_of_its_anchor(tmp_path: Path) -> None:
@@ -184,8 +177,7 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}, {"shift_label": False}],
+    "more", [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}]
 )
 def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) -> None:
     """Catches a rule that changes on one side alone: an engine would draft from other layers than we do, or past the
@@ -202,11 +194,8 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
             config = everything(kind, **more)
             ours = layout.settings(config, target)
             assert folder.layers(kind, name, config) == tuple(ours.get("taps", ())), (name, kind)
-            for key in (
-                {"block", "heads"} & ours.keys() if kind in (*folder.BLOCKS, "medusa") else {"length"} & ours.keys()
-            ):
-                if key == "heads" and kind != "medusa":
-                    continue
+            key = "heads" if kind == "medusa" else "block" if kind in folder.BLOCKS else "length"
+            if key in ours:
                 assert folder.length(kind, name, {}, config) == ours[key], (name, kind)
                 held += 1
     assert held > 8

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from gguf_targets import fresh
 from safetensors.torch import load_file
-from tiny import make_folder, randomise
 
-from outrider import load_target
-from outrider.checkpoint import save
-from outrider.config import build
-from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats
 from outrider.export.reading import import_folder
@@ -31,26 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_target(make_folder(tmp_path_factory.mktemp("target")))
-
-
 @pytest.fixture
 def made(target: Any, tmp_path: Path) -> Callable[..., Path]:
     """A checkpoint with random weights, of the settings above and others."""
-
-    def checkpoint(kind: str, **settings: Any) -> Path:
-        module = find_drafter(kind)
-        config = build(module.Config, {"kind": kind, **SETTINGS[kind], **settings}, "drafter")
-        torch.manual_seed(0)
-        model = module.Model(config, target).to(torch.float32)
-        if getattr(model, "head", None) is not None and kind == "eagle3":
-            model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
-        save(tmp_path / "mine", randomise(model))
-        return tmp_path / "mine"
-
-    return checkpoint
+    return lambda kind, **settings: fresh(kind, SETTINGS[kind] | settings, target, tmp_path / "mine")
 
 
 ATTENTION = {f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -84,13 +63,6 @@ def test_folders_hold_the_loaders_keys_and_the_settings_beside_them(kind, target
     said = yaml.safe_load((tmp_path / "there" / "llm_api.yaml").read_text())
     rest = {"disable_overlap_scheduler": True} if kind == "small_model" else {}
     assert said == rest | {"speculative_config": SPECULATION[kind] | {"speculative_model": str(tmp_path / "there")}}
-
-
-def test_every_kind_that_is_written_is_tested_and_none_is_read():
-    """Catches a new kind without its list of keys."""
-    layouts = formats.find("trtllm").layouts
-    assert layouts.keys() == KEYS.keys()
-    assert all(layout.config is not None and layout.settings is None for layout in layouts.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from tiny import make_folder
 from verbs import outrider_with
 
@@ -40,9 +39,7 @@ def sharegpt(path: Path, count: int) -> None:
     path.write_text(json.dumps(rows, indent=1))
 
 
-def test_readme_alone_leads_from_the_install_to_a_drafter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_alone_leads_from_the_install_to_a_drafter(tmp_path, monkeypatch, capsys):
     """Catches a command of README's that fails, that asks for what README does not name, or that is the seventh."""
     monkeypatch.chdir(tmp_path)
     make_folder(

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from outrider.traffic.release import release_of
 
 WEIGHTS, OTHERS, MADE = "11111111", "22222222", "2026-01-02T03:04:05+00:00"
 RUN = Path("runs/mine")
-Write = Callable[..., None]
 
 
 @pytest.fixture
@@ -94,26 +92,20 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-# ── states ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_list_is_the_roll_out_in_its_order(run: Path) -> None:
-    """Catches an item that is lost, and one that is done before its file is there."""
+def test_the_list_is_the_roll_out_in_its_order(run: Path, tmp_path: Path) -> None:
+    """Catches an item that is lost, one that is done before its file is there, and a roll-out that a script takes for
+    done."""
     found = items()
     assert list(found) == ["baseline", "candidates", "tune", "parity", "canary", "watch"]
     assert [item.state for item in found.values()] == ["to do", "done", "to do", "to do", "to do", "to do"]
     assert all(str(RUN) in item.reason for item in found.values() if item.state == "to do")
-
-
-def test_exit_code_0_means_that_all_is_done(run: Path, tmp_path: Path) -> None:
-    """Catches a roll-out that a script takes for done."""
     words = ("plan", "--checklist", str(RUN), "--json", str(tmp_path / "list.json"))
     assert outrider_with(*words) == 1
     assert json.loads((tmp_path / "list.json").read_text())["is_done"] is False
     whole()
     assert outrider_with(*words) == 0
-    found = json.loads((tmp_path / "list.json").read_text())
-    assert found["is_done"] and found["weights"] == WEIGHTS and {item["state"] for item in found["items"]} == {"done"}
+    said = json.loads((tmp_path / "list.json").read_text())
+    assert said["is_done"] and said["weights"] == WEIGHTS and {item["state"] for item in said["items"]} == {"done"}
 
 
 def test_another_checkpoint_makes_everything_about_the_old_one_out_of_date(run: Path) -> None:
@@ -124,9 +116,9 @@ def test_another_checkpoint_makes_everything_about_the_old_one_out_of_date(run: 
     os.utime(RUN / "checkpoint" / "model.safetensors", (later, later))
     change(RUN / "canary" / "replay.json", measured=MADE)
     report(RUN, "eagle3", 1.6, made="2026-02-02T00:00:00+00:00")
-    change_first_prompt = json.loads((RUN / "report.json").read_text())
-    change_first_prompt["rows"][0]["per_prompt"][0]["tokens"] = 300
-    (RUN / "report.json").write_text(json.dumps(change_first_prompt))
+    other = json.loads((RUN / "report.json").read_text())
+    other["rows"][0]["per_prompt"][0]["tokens"] = 300
+    (RUN / "report.json").write_text(json.dumps(other))
     found = items()
     assert found.pop("baseline").state == "done"
     assert {item.state for item in found.values()} == {"out of date"}
@@ -134,15 +126,6 @@ def test_another_checkpoint_makes_everything_about_the_old_one_out_of_date(run: 
     assert f"is of weights {WEIGHTS}, the checkpoint has {OTHERS}" in found["tune"].reason
     assert f"is of weights {WEIGHTS}, the checkpoint has {OTHERS}" in found["parity"].reason
     assert "2026-01-02" in found["canary"].reason and "another release" in found["watch"].reason
-
-
-def test_an_export_of_other_weights_is_not_the_checkpoint_s(run: Path) -> None:
-    """Catches an engine that was verified with the draft of last week."""
-    whole()
-    export(OTHERS, **{"vllm 0.32": {"is_equal": True}})
-    assert items()["parity"].state == "out of date"
-    export(WEIGHTS)
-    assert (items()["parity"].state, items()["parity"].reason) == ("to do", "runs/mine/export was not verified in vllm")
 
 
 @pytest.mark.parametrize(
@@ -187,9 +170,6 @@ def test_a_baseline_of_another_target_or_a_damaged_file_is_out_of_date(run: Path
     assert "it measured other" in found["baseline"].reason and "can't be read" in found["parity"].reason
 
 
-# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", "confu"])
 def test_every_command_is_one_that_outrider_takes(run: Path, kind: str) -> None:
     """Catches a command with an option that was renamed, or a path that is not the run's own."""
@@ -206,7 +186,8 @@ def test_every_command_is_one_that_outrider_takes(run: Path, kind: str) -> None:
 
 
 def test_what_is_in_the_way_is_deleted_first(run: Path) -> None:
-    """Catches a command that is refused by the files of the last checkpoint, or deletes those of this one."""
+    """Catches a command that is refused by the files of the last checkpoint, or deletes those of this one; an engine
+    that was verified with the draft of last week, and a list that asks to evaluate what is not there."""
     whole()
     assert not any(command.startswith("rm") for item in items().values() for command in item.commands)
     train(OTHERS, None)
@@ -216,10 +197,11 @@ def test_what_is_in_the_way_is_deleted_first(run: Path) -> None:
         "outrider tune traffic.jsonl",
     ]  # fmt: skip
     assert items()["canary"].commands[-1].endswith("--over") and "--overwrite" in items()["baseline"].commands[0]
-
-
-def test_a_run_without_a_checkpoint_is_to_be_trained(run: Path) -> None:
-    """Catches a list that asks to evaluate what is not there."""
+    train(WEIGHTS, MADE)
+    export(OTHERS, **{"vllm 0.32": {"is_equal": True}})
+    assert items()["parity"].state == "out of date"
+    export(WEIGHTS)
+    assert (items()["parity"].state, items()["parity"].reason) == ("to do", "runs/mine/export was not verified in vllm")
     (RUN / "checkpoint" / "outrider.json").unlink()
     found = items()["candidates"]
     assert found.state == "to do" and found.commands == ("outrider run runs/mine/config.yaml",)

@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from tiny import DRAFTER, write_run_file
+from tiny import DRAFTER
 from verbs import outrider_with
 
 from outrider.data import hash_files
 from outrider.data.answers import read_answers
-from outrider.errors import DataError, OutriderError
+from outrider.errors import OutriderError
 from outrider.runs import stages
 from outrider.runs.stages import plan, run
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def changed(path: Path, **sections: Any) -> Path:
@@ -58,16 +53,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG, ids=lambda value: "" if isinstance(value, str) else "-".join(value))
-def test_what_is_wrong_is_found_before_the_target_loads(
-    change: dict[str, Any], said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_found_before_the_target_loads(change, said, written, tmp_path, monkeypatch):
     """Catches hours of answers or of training before a later stage's input turns out to be missing; in a preview
     too."""
     monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "corpora"))
     monkeypatch.setattr(stages, "target_of", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setitem(sys.modules, "torchao", None)
     (tmp_path / "models").mkdir()
-    file = changed(write_run_file(tmp_path / "tiny.yaml", folder), **change)
+    file = changed(written(), **change)
     if change.get("train", "") is None:
         file = changed(file, evaluate__baselines=[])
     for act in (run, plan):
@@ -77,16 +70,6 @@ def test_what_is_wrong_is_found_before_the_target_loads(
     assert not (tmp_path / "runs").exists()
 
 
-def test_training_alone_looks_for_the_prompts_that_it_ends_with(folder: Path, tmp_path: Path) -> None:
-    """Catches a missing evaluation file that is found at the end of the training."""
-    file = write_run_file(tmp_path / "tiny.yaml", folder)
-    run(file, stages=["prepare"])
-    (tmp_path / "held_out.jsonl").unlink()
-    with pytest.raises(OutriderError, match=r"no such file: .*held_out\.jsonl"):
-        run(file, stages=["train"])
-    assert not (tmp_path / "runs/tiny/checkpoint").exists()
-
-
 def tree(path: Path) -> dict[str, tuple[int, bytes]]:
     return {
         str(one.relative_to(path)): (one.stat().st_mtime_ns, b"" if one.is_dir() else one.read_bytes())
@@ -94,11 +77,10 @@ def tree(path: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_a_preview_says_what_will_be_done_and_writes_nothing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches a dry run that makes a folder or a file, or that counts other than the run does."""
-    write_run_file(tmp_path / "tiny.yaml", folder, usual_minutes={"train": 3})
+def test_a_preview_says_what_will_be_done_and_writes_nothing(written, tmp_path, capsys):
+    """Catches a dry run that makes a folder or a file, or that counts other than the run does; and a training that is
+    extended with another schedule without a word."""
+    written(usual_minutes={"train": 3})
     before = tree(tmp_path)
     for verb in ("run", "prepare"):
         assert outrider_with(verb, "tiny.yaml", "--dry-run", "prepare.count=4") == 0
@@ -118,14 +100,6 @@ def test_a_preview_says_what_will_be_done_and_writes_nothing(
     )
     assert lines["train", "goes on from step"] == 4
     assert (lines["prepare", "answered before"], lines["prepare", "tokens to write, at most"]) == (6, 0)
-
-
-def test_a_training_that_is_extended_says_what_the_learning_rate_does(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches `train.steps` raised that is refused, and a schedule that changes without a word."""
-    write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None)
-    assert outrider_with("run", "tiny.yaml") == 0
     capsys.readouterr()
     assert outrider_with("train", "tiny.yaml", "train.steps=8") == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -134,9 +108,9 @@ def test_a_training_that_is_extended_says_what_the_learning_rate_does(
     assert json.loads((tmp_path / "runs/tiny/checkpoint/outrider.json").read_text())["training"]["step"] == 8
 
 
-def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(folder: Path, tmp_path: Path) -> None:
+def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(written: Any, tmp_path: Path) -> None:
     """Catches answers of an earlier, larger count that go on being trained on, and answers that are written again."""
-    file = write_run_file(tmp_path / "tiny.yaml", folder)
+    file = written()
     texts = {}
     for name, count in (("a", 4), ("b", 2), ("c", 6), ("d", None)):
         given = [f"name={name}", f"prepare.count={json.dumps(count)}", f"prepare.folder={tmp_path}/answers"]
@@ -147,22 +121,22 @@ def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(folder: 
     assert hash_files.named(tmp_path / "answers") is not None
 
 
-def test_answers_whose_prompts_are_gone_still_train(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches a run that can't be trained any more because its prompts were moved, and one that does not say so."""
-    file = write_run_file(tmp_path / "tiny.yaml", folder)
-    run(file, stages=["prepare"])
-    (tmp_path / "prompts.jsonl").unlink()
-    run(file, stages=["train"])
-    assert "can't be read: all 6 answers" in caplog.text
-
-
-def test_held_out_prompts_that_are_gone_stop_a_training(folder: Path, tmp_path: Path) -> None:
-    """Catches held-out answers that train because nobody can tell any more which they are."""
-    file, held_out = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "mine.jsonl"
+def test_answers_whose_prompts_are_gone_still_train(written, tmp_path, caplog):
+    """Catches a run that can't be trained any more because its prompts were moved, and one that does not say so; but a
+    missing evaluation file is found before the training, and held-out prompts that are gone stop it, because nobody can
+    tell any more which answers they are."""
+    file, held_out = written(), tmp_path / "mine.jsonl"
     held_out.write_text('{"prompt": "held"}\n')
-    run(file, [f"prepare.held_out={held_out}"], stages=["prepare"])
-    held_out.unlink()
-    with pytest.raises(DataError, match=r"mine\.jsonl"):
-        run(file, [f"prepare.held_out={held_out}"], stages=["train"])
+    given = [f"prepare.held_out={held_out}"]
+    run(file, given, stages=["prepare"])
+    for missing in (held_out, tmp_path / "held_out.jsonl"):
+        content = missing.read_text()
+        missing.unlink()
+        with pytest.raises(OutriderError, match=missing.name):
+            run(file, given, stages=["train"])
+        missing.write_text(content)
+    assert not (tmp_path / "runs/tiny/checkpoint").exists()
+    run(file, ["name=free"], stages=["prepare"])
+    (tmp_path / "prompts.jsonl").unlink()
+    run(file, ["name=free"], stages=["train"])
+    assert "can't be read: all 6 answers" in caplog.text

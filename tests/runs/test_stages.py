@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import write_run_file
 
 import outrider
 from outrider.errors import CheckpointError, ConfigError
@@ -34,20 +33,14 @@ class Recorder(Reporter):
         self.results.append(result)
 
 
-def test_a_run_file_is_one_call(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_file_is_one_call(written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a stage that only the command line has, one that prints, and a plan whose count is never reached."""
-    monkeypatch.chdir(tmp_path)
-    file, heard = write_run_file(tmp_path / "tiny.yaml", folder), Recorder()
+    file, heard = written(), Recorder()
     report = outrider.run(file, ["evaluate.prompts=1"], reporter=heard)
     assert report is not None and {row.drafter for row in report.rows} == {"ngram", "dspark"}
     assert report == outrider.Report.load(tmp_path / "runs/tiny")
-    assert {plan: own[-1] for plan, own in heard.updates.items()} == {
-        "Preparing": 6,
-        "TrainingPlan": 4,
-        "Evaluating": 1,
-    }
+    done = {plan: own[-1] for plan, own in heard.updates.items()}
+    assert done == {"Preparing": 6, "TrainingPlan": 4, "Evaluating": 1}
     assert [plan.total for plan in heard.plans] == [6, 4, 1]
     assert [type(result) for result in heard.results] == [Prepared, Trained, Evaluated]
     assert capsys.readouterr().out == ""
@@ -57,22 +50,13 @@ def test_a_run_file_is_one_call(
     assert again.updates == {"Preparing": [], "TrainingPlan": []} and again.plans[0].done == 6
 
 
-def test_a_run_holds_answers_out_and_is_compared_with_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_holds_answers_out_and_is_compared_with_them(written: Any, tmp_path: Path) -> None:
     """Catches a held-out answer that trains, and rows compared with answers that were colder than their texts."""
-    monkeypatch.chdir(tmp_path)
-    file, heard = write_run_file(tmp_path / "tiny.yaml", folder), Recorder()
+    file, heard = written(), Recorder()
     prompts = "".join(f'{{"id": "p{i}", "prompt": "say {i}"}}\n' for i in range(33))
     (tmp_path / "prompts.jsonl").write_text(prompts)
-    settings = [
-        "prepare.count=33",
-        "prepare.temperature=0.6",
-        "prepare.top_p=1",
-        "prepare.top_k=0",
-        "evaluate.prompts=1",
-    ]
-    report = outrider.run(file, [*settings, "evaluate.temperatures=[0, 1]"], reporter=heard)
+    settings = ["prepare.count=33", "prepare.temperature=0.6", "prepare.top_p=1", "prepare.top_k=0"]
+    report = outrider.run(file, [*settings, "evaluate.temperatures=[0, 1]", "evaluate.prompts=1"], reporter=heard)
     training = next(plan for plan in heard.plans if isinstance(plan, TrainingPlan))
     found = report.training["dspark"]
     assert (training.source.manifest.texts + found.held_out, found.temperature) == (33, 0.6)
@@ -81,13 +65,16 @@ def test_a_run_holds_answers_out_and_is_compared_with_them(
     assert len(by_temperature[0]) == len(found.agreement) and by_temperature[1] == ()
 
 
-def test_a_training_with_other_settings_is_refused_before_anything_is_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a config.yaml that names settings which nothing was trained with, and a --force that no stage hears."""
-    monkeypatch.chdir(tmp_path)
-    file, place = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "runs/tiny"
-    outrider.run(file, stages=["prepare", "train"])
+def test_a_training_with_other_settings_is_refused_before_anything_is_written(written: Any, tmp_path: Path) -> None:
+    """Catches a config.yaml that names settings which nothing was trained with, a --force that no stage hears, and a
+    checkpoint that is copied away and can't say from which data, code and machine it came."""
+    file, place = written(), tmp_path / "runs/tiny"
+    outrider.run(file, ["train.probe_every=2"], stages=["prepare", "train"])
+    for name in ("checkpoint", "checkpoints/step-2", "checkpoints/best"):
+        found = json.loads((place / name / "provenance.json").read_text())
+        wanted = {"commit", "outrider", "torch", "command", "device", "cpus", "memory_bytes", "config", "texts"}
+        assert wanted <= found.keys() and found["config"]["train"]["lr"] == 0.01
+        assert found["data"]["conversations"] == 6 and len(found["data"]["sources"][0]["files"][0]["sha256"]) == 64
     before = (place / "config.yaml").read_text()
     with pytest.raises(CheckpointError, match="train.lr was 0.01, is 0.02; .*--force"):
         outrider.run(file, ["train.lr=2e-2", "train.steps=6"], stages=["train"])
@@ -97,37 +84,18 @@ def test_a_training_with_other_settings_is_refused_before_anything_is_written(
     assert found["step"] == 6 and found["changed"][0]["settings"] == {"train.lr": [0.01, 0.02]}
 
 
-def test_every_checkpoint_has_its_provenance_beside_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a checkpoint that is copied away and can't say from which data, code and machine it came."""
-    monkeypatch.chdir(tmp_path)
-    file, place = write_run_file(tmp_path / "tiny.yaml", folder), tmp_path / "runs/tiny"
-    outrider.run(file, ["train.probe_every=2"], stages=["prepare", "train"])
-    for name in ("checkpoint", "checkpoints/step-2", "checkpoints/best"):
-        found = json.loads((place / name / "provenance.json").read_text())
-        wanted = {"commit", "outrider", "torch", "command", "device", "cpus", "memory_bytes", "config", "texts"}
-        assert wanted <= found.keys() and found["config"]["train"]["lr"] == 0.01
-        assert found["data"]["conversations"] == 6 and len(found["data"]["sources"][0]["files"][0]["sha256"]) == 64
-
-
-def test_a_stage_that_is_named_must_be_in_the_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_is_named_must_be_in_the_file(written: Any, tmp_path: Path) -> None:
     """Catches a stage that is left out in silence, and one that is found missing after others have worked."""
-    monkeypatch.chdir(tmp_path)
-    file = write_run_file(tmp_path / "tiny.yaml", folder, train=None, evaluate=None)
+    file = written(train=None, evaluate=None)
     with pytest.raises(ConfigError, match="tiny.yaml has no `train:` section"):
         outrider.run(file, stages=["prepare", "train"])
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("stages", [["prepare"], ["prepare", "train"], None])
-def test_processes_that_can_not_find_each_other_are_refused(
-    stages: list[Any] | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_can_not_find_each_other_are_refused(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches two processes that do everything twice, since each is alone; see `test_many_processes.py` for those that
     share the work."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them by torchrun"):
-        outrider.run(write_run_file(tmp_path / "tiny.yaml", folder), stages=stages)
+    for stages in (["prepare"], ["prepare", "train"], None):
+        with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them by torchrun"):
+            outrider.run(written(), stages=stages)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny import write_run_file
 
 import outrider
 from outrider.data import encodings
 from outrider.errors import ConfigError, DataError
-from outrider.runs.reporter import Plan, Prepared, Reporter, Result, Stored, Trained
+from outrider.runs.reporter import Prepared, Reporter, Result, Stored, Trained
 from outrider.runs.stages import plan
 
 CACHED = ["prepare.features=cached", "prepare.shard_tokens=100", "prepare.recheck_every=1"]
@@ -18,7 +18,6 @@ CACHED = ["prepare.features=cached", "prepare.shard_tokens=100", "prepare.rechec
 
 class Recorder(Reporter):
     def __init__(self) -> None:
-        self.plans: list[Plan] = []
         self.results: list[Result] = []
 
     def finished(self, result: Result) -> None:
@@ -31,10 +30,9 @@ def run(file: Path, *overrides: str, stages: list[str] | None = None) -> Recorde
     return heard
 
 
-def test_a_run_trains_on_stored_features(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_stored_features(written: Any, tmp_path: Path) -> None:
     """Catches a cache that is written and not read, or written again by each stage."""
-    monkeypatch.chdir(tmp_path)
-    file = write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None)
+    file = written(evaluate=None)
     heard = run(file, *CACHED)
     assert [type(result) for result in heard.results] == [Prepared, Stored, Trained]
     place = tmp_path / "runs/tiny/answers/features"
@@ -48,38 +46,24 @@ def test_a_run_trains_on_stored_features(folder: Path, tmp_path: Path, monkeypat
         run(file, *CACHED, "name=other", "prepare.folder=runs/tiny/answers", "prepare.feature_encoding=int4")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "wrong"),
-    [
+def test_what_can_not_work_is_refused(written: Any) -> None:
+    """Catches a setting without effect, one found wrong after the answers are written, and medusa trained on
+    nothing."""
+    for overrides, wrong in (
         (["prepare.features=engine"], "prepare.features engine needs a vLLM server; give its URL"),
         (["prepare.feature_server=http://x"], "prepare.feature_server http://x has no effect with prepare.features"),
         ([*CACHED, "prepare.top_logprobs=900"], "prepare.top_logprobs 900 must be below the target's vocabulary of"),
-    ],
-)
-def test_what_can_not_work_is_refused(
-    overrides: list[str], wrong: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a setting without effect, and one found wrong after the answers are written."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=wrong):
-        run(write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None), *overrides)
+        ([*CACHED, "drafter={kind: medusa, heads: 2}"], "stores no final states, but drafter 'medusa' reads them"),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            run(written(evaluate=None), *["prepare.top_logprobs=8"] * ("drafter" in overrides[-1]), *overrides)
+    medusa = written(evaluate=None, drafter={"kind": "medusa", "heads": 2})
+    assert [type(result) for result in run(medusa, *CACHED).results] == [Prepared, Stored, Trained]
 
 
-def test_a_drafter_that_reads_final_states_refuses_to_lose_them(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches medusa trained on nothing."""
-    monkeypatch.chdir(tmp_path)
-    file = write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None, drafter={"kind": "medusa", "heads": 2})
-    with pytest.raises(ConfigError, match="top_logprobs 8 stores no final states, but drafter 'medusa' reads them"):
-        run(file, *CACHED, "prepare.top_logprobs=8")
-    assert [type(result) for result in run(file, *CACHED).results] == [Prepared, Stored, Trained]
-
-
-def test_a_plan_says_what_features_will_take(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_what_features_will_take(written: Any) -> None:
     """Catches a disk that fills without a word before."""
-    monkeypatch.chdir(tmp_path)
-    file = write_run_file(tmp_path / "tiny.yaml", folder, evaluate=None)
+    file = written(evaluate=None)
     lines = {line.what: line.value for line in plan(file, CACHED)}
     assert lines["disk of a token's features, about"] == round(encodings.bytes_per_token("int8", 32, 1))
     assert "disk of a token's features, about" not in {line.what for line in plan(file)}

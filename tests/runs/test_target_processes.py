@@ -1,14 +1,9 @@
-"""A training under torchrun in which the last process reads the target for the others, which do not load it."""
+"""A training in several processes in which the last process reads the target for the others, which do not load it."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +16,24 @@ from tiny import write_run_file
 import outrider
 from outrider import checkpoint
 from outrider.errors import ConfigError
+from tests.runs.forks import fork_all
 
-ROOT = Path(__file__).resolve().parents[2]
 PREPARE = {"count": 18, "length": 48, "max_new_tokens": 16, "slots": 1}
 TRAIN = {"steps": 5, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every": 1, "save_every": 2, "probe_every": 2}
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared, and trained by one process: the run file."""
-    place = tmp_path_factory.mktemp("alone")
-    file = write_run_file(place / "tiny.yaml", folder, prepare=PREPARE, train=TRAIN)
+@pytest.fixture
+def file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run file."""
+    monkeypatch.chdir(tmp_path)
+    file = write_run_file(tmp_path / "tiny.yaml", folder, prepare=PREPARE, train=TRAIN)
     values = yaml.safe_load(file.read_text()) | {"target": {"name": str(folder), "dtype": "float64"}}
-    values["prepare"] |= {"folder": str(place / "answers"), "conversations": str(place / "prompts.jsonl")}
+    values["prepare"] |= {"folder": str(tmp_path / "answers"), "conversations": str(tmp_path / "prompts.jsonl")}
     file.write_text(yaml.safe_dump(values))
     letters = random.Random(0)  # prompts that begin alike would all be held out, or none
     prompts = [{"id": f"p{i}", "prompt": "".join(letters.sample("abcdefghijklmnopqrst", 12))} for i in range(18)]
-    (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    before = Path.cwd()
-    os.chdir(place)
-    try:
-        outrider.run(file, stages=["prepare", "train"])
-    finally:
-        os.chdir(before)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return file
-
-
-def launch(place: Path, count: int, *words: str) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*torchrun, "-m", "outrider", "train", *words], cwd=place, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def trained(place: Path, count: int, *words: str) -> str:
-    """Train in so many processes; what they said."""
-    process = launch(place, count, *words)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    return errors
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -71,11 +43,12 @@ def rows(file: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(alone: Path, tmp_path: Path) -> None:
-    """Bit for bit, probes on held-out answers included.  Catches states of another batch or text, a batch that is asked
+def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(file: Path, tmp_path: Path) -> None:
+    """Bit for bit, probes on held-out answers included. Catches states of another batch or text, a batch that is asked
     for twice, and a trainer that reads the target itself."""
-    said = trained(tmp_path, 2, str(alone), "train.target_processes=1")
-    mine, theirs = tmp_path / "runs" / "tiny", alone.parent / "runs" / "tiny"
+    outrider.run(file, stages=["prepare", "train"])
+    said = fork_all(2, "train", str(file), "train.target_processes=1", "name=two", log=tmp_path / "log")
+    mine, theirs = tmp_path / "runs" / "two", tmp_path / "runs" / "tiny"
     wanted = rows(theirs / "metrics.jsonl")
     assert [row["held_out"]["answers"] for row in wanted if "held_out" in row] == [1, 1, 1]
     for row in wanted:
@@ -84,59 +57,31 @@ def test_a_trainer_learns_from_sent_states_what_it_learns_from_its_own(alone: Pa
     before, after = (load_file(each / "checkpoint" / checkpoint.WEIGHTS) for each in (theirs, mine))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert "is not loaded here" in said
+    assert "not loaded, servers have it" in said
     assert checkpoint.manifest_of(mine / "checkpoint")["training"]["world_size"] == 1
 
 
 @pytest.mark.slow
-def test_two_trainers_share_one_reader(alone: Path, tmp_path: Path) -> None:
+def test_two_trainers_share_one_reader(file: Path, tmp_path: Path) -> None:
     """Packed, with two batches a step.  Catches states that go to the other trainer."""
+    outrider.run(file, stages=["prepare"])
     words = ("train.accumulate=2", "train.tokens=96", "train.probe_every=0", "train.steps=4")
-    trained(tmp_path, 3, str(alone), "train.target_processes=1", *words, "name=three")
-    trained(tmp_path, 2, str(alone), *words, "name=two")
-    both = [rows(tmp_path / "runs" / name / "metrics.jsonl") for name in ("three", "two")]
+    fork_all(3, "train", str(file), "train.target_processes=1", *words, "name=three", log=tmp_path / "log")
+    fork_all(2, "train", str(file), *words, "name=both", log=tmp_path / "log")
+    both = [rows(tmp_path / "runs" / name / "metrics.jsonl") for name in ("three", "both")]
     assert [row["loss"] for row in both[0] if "loss" in row] == [row["loss"] for row in both[1] if "loss" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_where_the_reader_or_the_trainer_dies_both_end_with_one_message(rank: int, alone: Path, tmp_path: Path) -> None:
-    """Catches a reader that waits for ever for one that is gone, and the other way round."""
-    process = launch(tmp_path, 2, str(alone), "train.target_processes=1", "train.steps=1000000", "train.probe_every=0")
-    place, until = tmp_path / "runs" / "tiny" / "checkpoint", time.monotonic() + 200
-    while not checkpoint.is_there(place) and time.monotonic() < until:
-        time.sleep(0.1)
-    os.kill(process_of(process.pid, rank), signal.SIGKILL)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode
-    said = [line for line in errors.splitlines() if line.startswith("error")]
-    assert len(said) == 1 and said[0].startswith(f"error process {rank} of 2 died"), errors
-    checkpoint.check_files(place)
-
-
-def process_of(launcher: int, rank: int) -> int:
-    """The id of a process that torchrun started."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
-                return int(path.name)
-        except OSError:  # it has ended
-            continue
-    raise AssertionError(f"no process of rank {rank}")
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
+def test_what_readers_can_not_do_is_refused(file: Path) -> None:
+    """Catches readers without trainers, and settings that would have no effect with them."""
+    outrider.run(file, ["prepare.count=2"], stages=["prepare"])
+    for words, problem in (
         ([], "target_processes 1 needs at least 2 processes, got 1"),
         (["prepare.features=cached"], "has no effect with prepare.features: cached"),
         (["train.distributed=fsdp"], "does not go with train.distributed: fsdp"),
         (["train.calibrate=2"], "train.calibrate 2 drafts for the target"),
-    ],
-)
-def test_what_readers_can_not_do_is_refused(words: list[str], problem: str, alone: Path) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        outrider.run(alone, ["train.target_processes=1", *words], stages=["train"])
-    with pytest.raises(ConfigError, match="is for a training alone|does not go with"):
-        outrider.run(alone, ["train.target_processes=1", *words], stages=["prepare", "train"])
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            outrider.run(file, ["train.target_processes=1", *words], stages=["train"])
+        with pytest.raises(ConfigError, match="is for a training alone|does not go with"):
+            outrider.run(file, ["train.target_processes=1", *words], stages=["prepare", "train"])

@@ -24,18 +24,13 @@ def test_memory_and_time_grow_with_rows() -> None:
     assert COSTS.seconds(10) == 11.0
 
 
-@pytest.mark.parametrize(
-    ("free", "tokens", "batches", "peak"), [(1000, 1000, 1, 130), (100, 500, 2, 80), (60, 200, 5, 50)]
-)
-def test_the_largest_budget_that_fits_is_taken(free: int, tokens: int, batches: int, peak: int) -> None:
-    """Catches a budget that does not fit, or one that leaves room and makes more batches than needed."""
-    found = planned(COSTS, 1000, free)
-    assert (found.tokens, found.batches, found.peak_bytes, found.seconds) == (tokens, batches, peak, 11.0)
-    assert found.peak_bytes <= 0.9 * free
-
-
-def test_what_fits_nowhere_is_refused() -> None:
-    """Catches a plan of no rows."""
+def test_the_largest_budget_that_fits_is_taken() -> None:
+    """Catches a budget that does not fit, one that leaves room and makes more batches than needed, and a plan of no
+    rows."""
+    for free, tokens, batches, peak in ((1000, 1000, 1, 130), (100, 500, 2, 80), (60, 200, 5, 50)):
+        found = planned(COSTS, 1000, free)
+        assert (found.tokens, found.batches, found.peak_bytes, found.seconds) == (tokens, batches, peak, 11.0)
+        assert found.peak_bytes <= 0.9 * free
     with pytest.raises(ConfigError, match=r"one text of 100 tokens takes .* set a lower prepare\.length"):
         planned(COSTS, 1000, 40)
 
@@ -70,9 +65,7 @@ def test_a_run_file_can_be_measured_before_there_are_answers(tmp_path: Path) -> 
     assert float(found["measured: a step, without the target's passes"]) > 0
 
 
-def test_layers_are_recomputed_where_a_batch_does_not_fit_otherwise(
-    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_layers_are_recomputed_where_a_batch_does_not_fit_otherwise(talker, monkeypatch):
     """Catches a plan that recomputes layers where there is room, or does not where there is none; and one that measures
     other settings than it names."""
     module, measured = find("dflash"), []
@@ -90,15 +83,3 @@ def test_layers_are_recomputed_where_a_batch_does_not_fit_otherwise(
         measured.clear()
         _, chosen = training_plan.fitting(model, config, [], 100, free)
         assert measured == wanted and chosen.recompute == wanted[-1]
-
-
-def test_recomputed_layers_take_less_memory(talker: TransformersTarget) -> None:
-    """Catches a measurement of a model whose layers keep their activations after all."""
-    module = find("dflash")
-    model = module.Model(module.Config(layers=10, block=6, taps=(1,), anchors=64, intermediate=512), talker).float()
-    answers = [Answer("a", list(range(64)), [(2, 64)])]
-    config = Config(steps=10, dtype="float32")
-    kept, again = (
-        training_plan.costs(model, config.model_copy(update={"recompute": on}), answers, 64) for on in (False, True)
-    )
-    assert again.peak_bytes(8) < 0.85 * kept.peak_bytes(8)  # 0.42 to 0.70 found, by what malloc keeps
