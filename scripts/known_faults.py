@@ -1,7 +1,7 @@
 """Faults that were made and found, or nearly made: each must be noticed by a test of `make test`.
 
-An edit names the function, class or constant it changes, wherever in the package that is, the text that stands there and
-the text that was, or could be, wrong.  `faults.py` plants them.
+An edit names the function, class or constant it changes, wherever in the package that is, the text that stands there
+and the text that was, or could be, wrong.  `faults.py` plants them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # atomic
+    fault(
+        "a run that was killed while it wrote a line appends its next line to the torn one",
+        ("whole_lines", "                file.truncate(end)\n", ""),
+    ),
     # decoding
     fault(
         "the residual is not carried to the next sibling, which is tested against what its elder was",
@@ -188,6 +193,10 @@ FAULTS = [
         ),
     ),
     fault(
+        "a corpus header that was changed after the build is believed",
+        ("read_header", "if seal != _seal(header):", "if not seal:"),
+    ),
+    fault(
         "in a merged proposal a child can come before its parent when both have the same share",
         ("merged", "(-node[1], len(node[0]))", "(-node[1], -len(node[0]))"),
     ),
@@ -240,14 +249,6 @@ FAULTS = [
     fault(
         "a compiled package from before a code change is loaded as if it were current",
         ("fingerprint", "repr((machine.identity(), linear, more))", "repr((machine.identity(), linear))"),
-    ),
-    fault(
-        "garbage collection of a compiled package during an export adds an operator to the exported graph",
-        (
-            "Package.__init__",
-            "library.outrider_close_package, ctypes.c_int64(self._loaded)",
-            "self._operators.describe_package, self._loaded",
-        ),
     ),
     fault(
         "a compiled step writes a slot's state back over that of the slot's next request",
@@ -326,6 +327,14 @@ FAULTS = [
         ("EnsembleCache.keep", "for part in self.parts:", "for part in self.parts[:1]:"),
     ),
     fault(
+        "members of an ensemble keep a finished request's text for the next request in its slot",
+        ("EnsembleCache.free", "for part in self.parts:", "for part in self.parts[:1]:"),
+    ),
+    fault(
+        "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",
+        ("slot_length", "- more if each", "if each"),
+    ),
+    fault(
         "a node's n-grams are of the columns before it, whatever branch they are of",
         ("attended", ".where(mask, -1)", ".where(mask.long().cumsum(-1) > 0, -1)"),
     ),
@@ -385,6 +394,10 @@ FAULTS = [
     fault(
         "mix carries the counts of a finished request over to the next one in its slot",
         ("Mix.free", "            memory.shares[row] = self._new_shares()\n", ""),
+    ),
+    fault(
+        "one tenant's acceptance counts decide which drafter serves another tenant's request",
+        ("Mix._split", 'f"{request.tenant}\\0{_kind(request)}"', "_kind(request)"),
     ),
     fault(
         "ngram_embedding drafts a tree's nodes after the anchor's text in place of their branch",
@@ -463,6 +476,10 @@ FAULTS = [
         "a checkpoint is renamed into place before it is on the disk: a power cut leaves an empty one",
         ("_instead_of", '            for path in (*part.rglob("*"), part):\n                sync(path)\n', ""),
     ),
+    fault(
+        "a half-deleted checkpoint is loaded as a whole one",
+        ("discard", "    (folder / MANIFEST).unlink(missing_ok=True)\n", ""),
+    ),
     # hub
     fault(
         "a misspelled path under runs/ is looked up on the Hugging Face hub",
@@ -493,8 +510,16 @@ FAULTS = [
     ),
     # data
     fault(
+        "a conversation whose beginning is held out trains in its longer form",
+        ("hold_out", "groups = hashes if openings is None else openings.of(hashes)", "groups = hashes"),
+    ),
+    fault(
         "a drafter whose training texts are unknown counts as clean of the evaluation's prompts",
         ("Found.overlaps", "sure = not self.unknown", "sure = True"),
+    ),
+    fault(
+        "decontamination misses an evaluation prompt that is asked in a later turn",
+        ("Evaluated.overlap", "for i, turn in enumerate(turns):", "for i, turn in enumerate(turns[:1]):"),
     ),
     fault(
         "cached features of other weights are trained on as if they were the target's",
@@ -574,8 +599,16 @@ FAULTS = [
         ("Probes.look", "        torch.set_rng_state(state)\n", ""),
     ),
     fault(
+        "of more than ten kept checkpoints the wrong one is deleted: they are sorted as text",
+        ("keep", "for old in sorted(by_step)[:-most]:", "for old in sorted(by_step, key=str)[:-most]:"),
+    ),
+    fault(
         "cue words are calibrated on the margins of the token before",
         ("margins", "max(0, start - first - 1) : -1]", "max(0, start - first - 2) : -2]"),
+    ),
+    fault(
+        "after bad steps the checkpoint's weights go on with the moments that broke them",
+        ("Guard._restore", "        unpack(state, self.model, self.optimizer, self.processes.weights)\n", ""),
     ),
     fault(
         "probability of tokens outside the draft vocabulary costs nothing: the loss renormalises the target",
@@ -617,6 +650,14 @@ FAULTS = [
     fault(
         "texts that were trained on before a resume are forgotten by the contamination check",
         ("_name_texts", "[*before, {key: value for", "[{key: value for"),
+    ),
+    fault(
+        "a resumed training repeats batches: with gradient accumulation its position is counted in steps",
+        (
+            "_Batches.__init__",
+            "range(step * config.accumulate, (step + 1) * config.accumulate)",
+            "range(step, step + config.accumulate)",
+        ),
     ),
     # processes
     fault(
@@ -928,7 +969,7 @@ FAULTS = [
         ("_shown", "{name: value for name, value in body.items() if name.lower() not in SECRETS}", "dict(body)"),
     ),
     fault(
-        "a client can exceed the server's request timeout",
+        "the timeout that a request asks for is ignored",
         ("Service.start", "seconds = min(limit", "seconds = max(limit"),
     ),
     # client

@@ -200,12 +200,17 @@ class Bench:
     def __init__(self, root: Path) -> None:
         preload()
         self.copy = Path(tempfile.mkdtemp(prefix="planted-"))
-        atexit.register(shutil.rmtree, self.copy, ignore_errors=True)
+        atexit.register(self._remove, os.getpid())
         for part in COPIED:
             if (root / part).is_dir():
                 shutil.copytree(root / part, self.copy / part, ignore=IGNORED)
             else:
                 shutil.copy2(root / part, self.copy / part)
+
+    def _remove(self, process: int) -> None:
+        """Tests may run the exit functions of a forked child."""
+        if os.getpid() == process:
+            shutil.rmtree(self.copy, ignore_errors=True)
 
     @contextmanager
     def planted(self, changes: Iterable[tuple[Path, str]]) -> Iterator[None]:
