@@ -1,17 +1,12 @@
 """The client against a server that does what it is told, and against our own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -33,7 +28,6 @@ from outrider.client import (
     Unavailable,
 )
 from outrider.errors import ConfigError, OutriderError
-from outrider.targets.transformers import TransformersTarget
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, PRICES, Ledger, pieces_of, text_of
 from tests.serve.running import running
@@ -67,14 +61,11 @@ async def joined(chunks: Any) -> list[Chunk]:
     return [chunk async for chunk in chunks]
 
 
-# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_chat_and_a_text_are_answered_whole_and_as_streams(stub: tuple[str, Ledger]) -> None:
+def test_a_chat_and_a_text_are_answered_whole_and_as_streams(stub):
     """Catches a setting that does not reach the server, and texts that differ between the four ways to ask."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         whole = await client.chat([{"role": "user", "content": "hi"}], max_tokens=6, unknown_field=[1])
         assert whole.text == text_of("hi", 6)
         assert (whole.finish_reason, whole.attempts, whole.request_id) == ("stop", 1, "answer")
@@ -100,7 +91,7 @@ def test_a_chat_and_a_text_are_answered_whole_and_as_streams(stub: tuple[str, Le
     assert all(headers["authorization"] == "Bearer secret" for headers in ledger.headers)
 
 
-def test_a_program_without_an_event_loop_is_answered_too(stub: tuple[str, Ledger]) -> None:
+def test_a_program_without_an_event_loop_is_answered_too(stub):
     """Catches a thread that is left behind, and a stream that holds its connection after its caller went away."""
     url, _ledger = stub
     before = threading.active_count()
@@ -118,30 +109,25 @@ def test_a_program_without_an_event_loop_is_answered_too(stub: tuple[str, Ledger
     assert threading.active_count() == before
 
 
-# ── sent again ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, 529])
-def test_what_may_succeed_is_sent_again(stub: tuple[str, Ledger], status: int) -> None:
+def test_what_may_succeed_is_sent_again(stub):
     """Catches a request that is given up at the first trouble; all attempts have one idempotency key."""
     url, ledger = stub
-    answer = asked(url, chat("hi", trouble=[{"status": status}, {"cut": "before"}]))
+    answer = asked(url, chat("hi", trouble=[{"status": 503}, {"cut": "before"}]))
     assert (answer.text, answer.attempts) == (text_of("hi"), 3)
     assert len({headers["idempotency-key"] for headers in ledger.headers}) == 1
     assert len({headers["x-client-request-id"] for headers in ledger.headers}) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_what_can_t_succeed_is_sent_once(stub: tuple[str, Ledger], status: int) -> None:
+def test_what_can_t_succeed_is_sent_once(stub):
     """Catches the same mistake sent four times."""
     url, ledger = stub
-    with pytest.raises(RefusedError, match=f"HTTP {status}: told to answer {status}") as caught:
-        asked(url, chat("hi", trouble=[{"status": status}]))
-    assert (caught.value.status, caught.value.attempts, ledger.attempts["hi"]) == (status, 1, 1)
+    with pytest.raises(RefusedError, match="HTTP 422: told to answer 422") as caught:
+        asked(url, chat("hi", trouble=[{"status": 422}]))
+    assert (caught.value.status, caught.value.attempts, ledger.attempts["hi"]) == (422, 1, 1)
     assert isinstance(caught.value, ClientError) and isinstance(caught.value, OutriderError)
 
 
-def test_a_server_s_pause_is_kept(stub: tuple[str, Ledger]) -> None:
+def test_a_server_s_pause_is_kept(stub):
     """Catches a client that comes back before it may, and one that waits for an hour."""
     url, _ = stub
     began = time.monotonic()
@@ -154,7 +140,7 @@ def test_a_server_s_pause_is_kept(stub: tuple[str, Ledger]) -> None:
         assert time.monotonic() - began < 1.0
 
 
-def test_attempts_and_the_share_of_them_are_limited(stub: tuple[str, Ledger]) -> None:
+def test_attempts_and_the_share_of_them_are_limited(stub):
     """Catches a request that is sent for ever, and one whose last failure is not told."""
     url, ledger = stub
     with pytest.raises(Unavailable, match="sent 3 times, last: HTTP 500: told"):
@@ -164,33 +150,26 @@ def test_attempts_and_the_share_of_them_are_limited(stub: tuple[str, Ledger]) ->
         asked(url, chat("ho", trouble=[{"status": 500}] * 9), retries=Retries(share=0.0, spare=0))
 
 
-TORN: list[dict[str, Any]] = [
-    {"cut": 2}, {"cut": "character"}, {"torn": True}, {"wrong": True}, {"error": 2}, {"empty": True}, {"stall": 2},
+TORN: list[tuple[dict[str, Any], bool]] = [
+    ({"cut": 2}, True), ({"cut": "character"}, True), ({"torn": True}, True), ({"wrong": True}, True),
+    ({"error": 2}, True), ({"empty": True}, True), ({"stall": 2}, True), ({"cut": 2}, False), ({"torn": True}, False),
+    ({"error": 2}, False), ({"empty": True}, False),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-@pytest.mark.parametrize("wish", TORN, ids=str)
-def test_an_answer_that_began_is_never_asked_for_again(
-    stub: tuple[str, Ledger], wish: dict[str, Any], is_stream: bool
-) -> None:
+@pytest.mark.parametrize(("wish", "is_stream"), TORN, ids=str)
+def test_an_answer_that_began_is_never_asked_for_again(stub, wish, is_stream):
     """Catches an answer that is paid twice, and half a text taken for all of it.  What arrived is in the error."""
-    if wish.get("cut") == "character" and not is_stream:
-        pytest.skip("a whole answer has no pieces")
     url, ledger = stub
+    pieces = []
 
-    pieces: list[str] = []
-
-    async def ask(client: AsyncClient) -> None:
-        if not is_stream:
-            await client.chat("hi", trouble=[wish])
-            return
+    async def read(client):
         async for chunk in client.chat_stream("hi", trouble=[wish]):
             pieces.append(chunk.text)
 
-    async def work(client: AsyncClient) -> str:
+    async def work(client):
         with pytest.raises(TornStream, match="can't be used") as caught:
-            await ask(client)
+            await (read(client) if is_stream else client.chat("hi", trouble=[wish]))
         assert (client.usage.requests, client.usage.answered, client.usage.uncertain) == (1, 0, 1)
         return caught.value.text
 
@@ -201,16 +180,17 @@ def test_an_answer_that_began_is_never_asked_for_again(
         assert found == "".join(pieces_of("hi", None)[:2])
 
 
-def test_a_caller_may_ask_for_torn_answers_again(stub: tuple[str, Ledger]) -> None:
-    """Catches an option without an effect."""
+def test_a_caller_may_ask_for_torn_answers_again(stub):
+    """Catches an option without an effect, and a server that fills the memory."""
     url, ledger = stub
     answer = asked(url, chat("hi", trouble=[{"cut": 2}]), retries=Retries(base_s=0.01, torn=True))
     assert (answer.text, answer.attempts, ledger.sent_again) == (text_of("hi"), 2, ["hi"])
+    with pytest.raises(TornStream, match="more than 100 bytes"):
+        asked(url, chat("ho"), limits=Limits(answer_bytes=100))
 
 
-def test_slow_bytes_are_waited_for_and_silence_is_not(stub: tuple[str, Ledger]) -> None:
-    """Catches a time-out that counts from the beginning, and one that never comes.  A request that timed out may be
-    under way, so it is not sent again."""
+def test_slow_bytes_are_waited_for_and_silence_is_not(stub):
+    """Catches a time-out that counts from the beginning, and one that never comes."""
     url, ledger = stub
     slow = asked(url, lambda client: joined(client.chat_stream("hi", trouble=[{"slow": True}])))
     assert "".join(chunk.text for chunk in slow) == text_of("hi")
@@ -224,13 +204,13 @@ def test_slow_bytes_are_waited_for_and_silence_is_not(stub: tuple[str, Ledger]) 
     assert (ledger.attempts["he"], ledger.attempts["ha"]) == (1, 1)
 
 
-def test_a_server_that_is_not_there_is_left_alone_after_some_failures() -> None:
+def test_a_server_that_is_not_there_is_left_alone_after_some_failures():
     """Catches thousands of requests that each try for themselves."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         with pytest.raises(Unavailable, match="sent 3 times"):
             await client.chat("hi")
         assert client.usage.uncertain == 0
@@ -241,15 +221,12 @@ def test_a_server_that_is_not_there_is_left_alone_after_some_failures() -> None:
     asked(url, work, limits=Limits(failures=4))
 
 
-# ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_no_more_are_under_way_than_allowed(stub: tuple[str, Ledger]) -> None:
+def test_no_more_are_under_way_than_allowed(stub):
     """Catches a limit that streams don't keep, and a place that a failure never gives back."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
-        wishes: list[dict[str, Any]] = [{}, {"cut": 2}, {"status": 400}, {"cut": "before"}, {"slow": True}]
+    async def work(client):
+        wishes = [{}, {"cut": 2}, {"status": 400}, {"cut": "before"}, {"slow": True}]
         whole = [client.chat(f"a{i}", trouble=[wishes[i % 5]]) for i in range(40)]
         streams = [joined(client.chat_stream(f"b{i}", trouble=[wishes[i % 5]])) for i in range(40)]
         await asyncio.gather(*whole, *streams, return_exceptions=True)
@@ -258,11 +235,11 @@ def test_no_more_are_under_way_than_allowed(stub: tuple[str, Ledger]) -> None:
     assert 2 <= ledger.most_at_once <= 3
 
 
-def test_a_cancelled_request_ends_at_once_and_is_counted(stub: tuple[str, Ledger]) -> None:
+def test_a_cancelled_request_ends_at_once_and_is_counted(stub):
     """Catches a connection that stays open, a place that stays taken, and a cost that is forgotten."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         task = asyncio.create_task(client.chat("hi", max_tokens=8, trouble=[{"silent": True}]))
         while not ledger.at_once:
             await asyncio.sleep(0.01)
@@ -280,11 +257,11 @@ def test_a_cancelled_request_ends_at_once_and_is_counted(stub: tuple[str, Ledger
     asked(url, work, limits=Limits(concurrency=1), prices=PRICES)
 
 
-def test_a_budget_is_kept_before_anything_is_sent(stub: tuple[str, Ledger]) -> None:
+def test_a_budget_is_kept_before_anything_is_sent(stub):
     """Catches a request that goes out and is refused afterwards."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         await client.chat("hi", max_tokens=8)
         with pytest.raises(BudgetExceeded, match="raise the budget"):
             await client.chat("ho", max_tokens=10_000)
@@ -297,25 +274,18 @@ def test_a_budget_is_kept_before_anything_is_sent(stub: tuple[str, Ledger]) -> N
     assert set(ledger.attempts) == {"hi"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
+def test_a_budget_that_can_t_be_kept_is_refused_at_once():
+    """Catches a budget that fails after the first thousand requests, and a stream that is read as JSON."""
+    for settings, match in (
         ({"budget": Decimal(1)}, "prices=load_prices"),
         ({"budget": Decimal(1), "prices": PRICES, "model": "other"}, "price of 'other'"),
         ({"budget": 1.5, "prices": PRICES}, r"write Decimal\('5.00'\)"),
         ({"budget": Decimal("NaN"), "prices": PRICES}, "at least 0"),
-    ],
-)
-def test_a_budget_that_can_t_be_kept_is_refused_at_once(settings: dict[str, Any], match: str) -> None:
-    """Catches a budget that fails after the first thousand requests."""
-    with pytest.raises(ConfigError, match=match):
-        AsyncClient("http://127.0.0.1:1", **settings)
+    ):
+        with pytest.raises(ConfigError, match=match):
+            AsyncClient("http://127.0.0.1:1", **settings)
 
-
-def test_stream_is_no_setting_and_a_chat_is_not_empty() -> None:
-    """Catches a stream that is read as JSON."""
-
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         with pytest.raises(ConfigError, match="call chat_stream"):
             await client.chat("hi", stream=True)
         with pytest.raises(ConfigError, match="messages is empty"):
@@ -324,21 +294,11 @@ def test_stream_is_no_setting_and_a_chat_is_not_empty() -> None:
     asked("http://127.0.0.1:1", work)
 
 
-def test_an_answer_may_not_be_endless(stub: tuple[str, Ledger]) -> None:
-    """Catches a server that fills the memory."""
-    url, _ = stub
-    with pytest.raises(TornStream, match="more than 100 bytes"):
-        asked(url, chat("hi", trouble=[{"slow": True}]), limits=Limits(answer_bytes=100))
-
-
-# ── the cache, predictions, the drafter ───────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_was_asked_before_is_answered_from_disk(stub: tuple[str, Ledger], tmp_path: Path) -> None:
+def test_what_was_asked_before_is_answered_from_disk(stub, tmp_path):
     """Catches an answer to another request, a failure that is kept, and a cost for what was not sent."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         with pytest.raises(TornStream):
             await client.chat("hi", max_tokens=4, trouble=[{"wrong": True}])
         first = await client.chat("hi", max_tokens=4)
@@ -353,11 +313,11 @@ def test_what_was_asked_before_is_answered_from_disk(stub: tuple[str, Ledger], t
     assert ledger.attempts["hi"] == 4
 
 
-def test_predictions_that_are_rejected_are_left_out(stub: tuple[str, Ledger], caplog: pytest.LogCaptureFixture) -> None:
+def test_predictions_that_are_rejected_are_left_out(stub, caplog):
     """Catches a client that goes on to pay for rejected tokens.  The server says that it rejects 1,500 each time."""
     url, ledger = stub
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         for number in range(4):
             await client.chat(f"p{number}", prediction="what may come")
         assert client.usage.rejected_prediction_tokens == 3000
@@ -377,9 +337,7 @@ def test_predictions_that_are_rejected_are_left_out(stub: tuple[str, Ledger], ca
         ({"status": 500}, {"speculative": True, "prediction": "a"}, {"speculative": False}),
     ],
 )
-def test_a_request_that_fails_for_its_drafter_is_asked_of_the_target_alone(
-    stub: tuple[str, Ledger], wish: dict[str, Any], settings: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+def test_a_request_that_fails_for_its_drafter_is_asked_of_the_target_alone(stub, wish, settings, wanted):
     """Catches an answer that is lost for a draft, which never changes a text; and the same mistake sent again."""
     url, ledger = stub
     answer = asked(url, chat("hi", trouble=[wish, {}], **settings))
@@ -391,9 +349,7 @@ def test_a_request_that_fails_for_its_drafter_is_asked_of_the_target_alone(
     assert ledger.attempts["ho"] == 2
 
 
-def test_nothing_that_was_said_is_logged_and_the_key_is_not_repeated(
-    stub: tuple[str, Ledger], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_that_was_said_is_logged_and_the_key_is_not_repeated(stub, caplog):
     """Catches prompts, answers and keys in logs, and a key in an error."""
     url, _ = stub
     with caplog.at_level(logging.DEBUG, "outrider"):
@@ -403,28 +359,17 @@ def test_nothing_that_was_said_is_logged_and_the_key_is_not_repeated(
     for word in ("secret", "k-123", text_of("a secret prompt")[:10]):
         assert word not in caplog.text
 
-    async def work(client: AsyncClient) -> None:
+    async def work(client):
         assert client._resources.redacted("wrong key k-123") == "wrong key ***"
 
     asked(url, work, api_key="k-123")
 
 
-def test_the_client_needs_no_torch() -> None:
-    """Catches an import that takes seconds and two gigabytes where nothing is computed."""
-    code = "import sys, outrider.client; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-# ── our own server ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_our_own_server_answers_as_generate_does(talker: TransformersTarget) -> None:
-    """Catches a client that only its own test server understands.  A request for a drafter, of which there is none, is
-    answered plainly."""
+def test_our_own_server_answers_as_generate_does(talker):
+    """Catches a client that only its own test server understands."""
     wanted = generate(talker, "abcabc", max_new_tokens=12)[0].text
     with running(talker) as server, Client(server.url, model="tiny", prices=PRICES) as client:
-        settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+        settings = {"max_tokens": 12, "temperature": 0}
         answer = client.complete("abcabc", return_token_ids=True, **settings)
         assert answer.text == wanted
         assert answer.usage is not None and answer.usage.completion_tokens == len(answer.raw["choices"][0]["token_ids"])

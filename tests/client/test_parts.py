@@ -1,7 +1,5 @@
 """The client's parts by themselves: pauses, rates, the breaker, prices, the account, the cache, and what is read."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -9,14 +7,12 @@ import random
 from collections.abc import Iterator
 from decimal import Decimal
 from email.utils import formatdate
-from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.client import BudgetExceeded, CircuitOpen, Limits, Price, Prices, Retries, Timeouts, load_prices
+from outrider.client import BudgetExceeded, CircuitOpen, Limits, Price, Retries, Timeouts, load_prices
 from outrider.client import rates as rates_
 from outrider.client.account import Account
 from outrider.client.answers import Reading, Unreadable, read_answer, refused
@@ -31,34 +27,22 @@ NOW = 1_700_000_000.0
 USED_UP = {"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "1m2.5s"}
 
 
-# ── pauses ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("headers", "wanted"),
     [
-        ({}, None),
-        ({"retry-after": "2.5"}, 2.5),
-        ({"retry-after-ms": "30", "retry-after": "2"}, 0.03),
-        ({"retry-after-ms": "-1", "retry-after": "2"}, 2.0),
-        ({"retry-after-ms": "soon", "retry-after": "2"}, 2.0),
-        ({"retry-after": formatdate(NOW + 7, usegmt=True)}, 7.0),
-        ({"retry-after": formatdate(NOW - 7, usegmt=True)}, None),
-        ({"retry-after": "0"}, None),
-        ({"retry-after": "nan"}, None),
-        ({"retry-after": "inf"}, None),
-        ({"retry-after": "in a moment"}, None),
-        (USED_UP, 62.5),
+        ({}, None), ({"retry-after": "2.5"}, 2.5), ({"retry-after-ms": "30", "retry-after": "2"}, 0.03),
+        ({"retry-after-ms": "-1", "retry-after": "2"}, 2.0), ({"retry-after": formatdate(NOW + 7, usegmt=True)}, 7.0),
+        ({"retry-after": formatdate(NOW - 7, usegmt=True)}, None), ({"retry-after": "0"}, None),
+        ({"retry-after": "nan"}, None), ({"retry-after": "in a moment"}, None), (USED_UP, 62.5),
         (USED_UP | {"x-ratelimit-remaining-tokens": "0", "x-ratelimit-reset-tokens": "1h"}, 3600.0),
         (USED_UP | {"x-ratelimit-remaining-tokens": "5", "x-ratelimit-reset-tokens": "1h"}, 62.5),
         (USED_UP | {"retry-after": "1"}, 1.0),
         ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "120ms"}, 0.12),
         ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "tomorrow"}, None),
     ],
-)
-def test_a_server_s_wish_is_read_in_order(headers: dict[str, str], wanted: float | None) -> None:
-    """Catches a date taken for a number, milliseconds for seconds, a wish of the past, and a limit that is not used
-    up."""
+)  # fmt: skip
+def test_a_server_s_wish_is_read_in_order(headers, wanted):
+    """Catches a date taken for a number, milliseconds for seconds and a wish of the past."""
     assert wanted_s(headers, NOW) == (None if wanted is None else pytest.approx(wanted))
 
 
@@ -67,20 +51,17 @@ def test_a_server_s_wish_is_read_in_order(headers: dict[str, str], wanted: float
     [
         *((status, {}, set(), True) for status in (408, 409, 429, 500, 502, 503, 504, 529)),
         *((status, {}, set(), False) for status in (400, 401, 403, 404, 413, 422, 501, 302)),
-        (429, {}, {"insufficient_quota"}, False),
-        (429, {"x-should-retry": "true"}, {"insufficient_quota"}, False),
-        (429, {}, {"rate_limit_exceeded"}, True),
-        (500, {"x-should-retry": "false"}, set(), False),
-        (400, {"x-should-retry": "true"}, set(), True),
-        (400, {"x-should-retry": "perhaps"}, set(), False),
+        (429, {}, {"insufficient_quota"}, False), (429, {"x-should-retry": "true"}, {"insufficient_quota"}, False),
+        (429, {}, {"rate_limit_exceeded"}, True), (500, {"x-should-retry": "false"}, set(), False),
+        (400, {"x-should-retry": "true"}, set(), True), (400, {"x-should-retry": "perhaps"}, set(), False),
     ],
-)
-def test_what_is_sent_again(status: int, headers: dict[str, str], codes: set[str], wanted: bool) -> None:
+)  # fmt: skip
+def test_what_is_sent_again(status, headers, codes, wanted):
     """Catches a request that can't succeed sent again, and a quota that is used up taken for a rate."""
     assert is_worth_another(status, headers, frozenset(codes)) is wanted
 
 
-def test_a_pause_is_drawn_from_a_bound_that_doubles() -> None:
+def test_a_pause_is_drawn_from_a_bound_that_doubles():
     """Catches clients that all come back at the same moment, and a pause without a cap."""
     noise, retries = random.Random(0), Retries(base_s=0.5, cap_s=3.0)
     for attempts, bound in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (9, 3.0)):
@@ -88,7 +69,7 @@ def test_a_pause_is_drawn_from_a_bound_that_doubles() -> None:
         assert 0 <= min(drawn) < 0.05 * bound and 0.95 * bound < max(drawn) <= bound
 
 
-def test_a_wish_is_never_shortened_and_a_long_one_is_not_waited_for() -> None:
+def test_a_wish_is_never_shortened_and_a_long_one_is_not_waited_for():
     """Catches a client that comes back before it may, all clients at once, and an hour of silence."""
     noise, retries = random.Random(0), Retries(longest_wait_s=10.0)
     drawn = [pause_s(retries, 1, 8.0, noise) or 0.0 for _ in range(200)]
@@ -96,7 +77,7 @@ def test_a_wish_is_never_shortened_and_a_long_one_is_not_waited_for() -> None:
     assert pause_s(retries, 1, 10.5, noise) is None
 
 
-def test_what_is_sent_again_stays_a_small_part_of_all() -> None:
+def test_what_is_sent_again_stays_a_small_part_of_all():
     """Catches a client that asks a broken server four times as much."""
     budget, sent = RetryBudget(share=0.2, spare=3), 0
     for _ in range(100):
@@ -105,21 +86,15 @@ def test_what_is_sent_again_stays_a_small_part_of_all() -> None:
     assert sent == 3 + 20
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Retries(attempts=0), lambda: Retries(share=-1), lambda: Timeouts(idle_s=0),
-        lambda: Timeouts(total_s=float("inf")), lambda: Limits(concurrency=0), lambda: Limits(requests_per_minute=0),
-        lambda: Limits(min_accepted=2), lambda: Limits(reset_s=-1),
-    ],
-)  # fmt: skip
-def test_a_setting_without_a_meaning_is_refused(wrong: Any) -> None:
+def test_a_setting_without_a_meaning_is_refused():
     """Catches a client that never sends, or waits for ever."""
-    with pytest.raises(ConfigError, match="got"):
-        wrong()
-
-
-# ── rates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    for kind, wrong in (
+        (Retries, {"attempts": 0}), (Retries, {"share": -1}), (Timeouts, {"idle_s": 0}),
+        (Timeouts, {"total_s": float("inf")}), (Limits, {"concurrency": 0}), (Limits, {"requests_per_minute": 0}),
+        (Limits, {"min_accepted": 2}), (Limits, {"reset_s": -1}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="got"):
+            kind(**wrong)
 
 
 class Time:
@@ -142,13 +117,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
     return clock
 
 
-@pytest.mark.parametrize("limit", [1, 7, 60, 500])
-def test_in_no_minute_are_there_more_requests_than_the_limit(time: Time, limit: int) -> None:
+@pytest.mark.parametrize("limit", [1, 60])
+def test_in_no_minute_are_there_more_requests_than_the_limit(time, limit):
     """Catches a bucket that fills while its first burst still counts, and one that never fills."""
     bucket = TokenBucket(limit, time)
-    sent: list[float] = []
+    sent = []
 
-    async def send() -> None:
+    async def send():
         for _ in range(3 * limit + 3):
             await bucket.take()
             sent.append(time.now)
@@ -159,10 +134,10 @@ def test_in_no_minute_are_there_more_requests_than_the_limit(time: Time, limit: 
     assert sent[-1] <= 60 * 3.6 + 240 / limit
 
 
-def test_tokens_that_were_not_used_are_given_back_and_others_are_owed(time: Time) -> None:
+def test_tokens_that_were_not_used_are_given_back_and_others_are_owed(time):
     """Catches a rate that follows estimates alone."""
 
-    async def taken() -> list[float]:
+    async def taken():
         bucket = TokenBucket(6_000, time)
         found = []
         for correction in (-500, 0, 1_200, 0):
@@ -178,7 +153,7 @@ def test_tokens_that_were_not_used_are_given_back_and_others_are_owed(time: Time
     assert fourth - third == pytest.approx(1800 / 5401 * 60, rel=0.01)
 
 
-def test_a_server_that_fails_is_left_alone_and_tried_by_one_request() -> None:
+def test_a_server_that_fails_is_left_alone_and_tried_by_one_request():
     """Catches a breaker that never closes, one that lets everybody in at once, and one that counts old failures."""
     clock = Time()
     breaker = Breaker(3, 30.0, clock)
@@ -208,10 +183,7 @@ def test_a_server_that_fails_is_left_alone_and_tried_by_one_request() -> None:
     breaker.enter()
 
 
-# ── prices and the account ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_cost_is_exact_and_cached_tokens_have_their_own_price(tmp_path: Path) -> None:
+def test_a_cost_is_exact_and_cached_tokens_have_their_own_price(tmp_path):
     """Catches binary fractions in sums of money, and a discount that is left out."""
     file = tmp_path / "prices.yaml"
     file.write_text(
@@ -227,7 +199,7 @@ def test_a_cost_is_exact_and_cached_tokens_have_their_own_price(tmp_path: Path) 
     assert sum(each, Decimal(0)) == Decimal("1e-6")
 
 
-def test_an_unknown_price_is_an_unknown_cost() -> None:
+def test_an_unknown_price_is_an_unknown_cost():
     """Catches a model that is free because nobody knows its price; the package ships no prices."""
     assert load_prices().models == {}
     assert cost_of(Usage(1, 1), None) is None
@@ -243,7 +215,7 @@ def test_an_unknown_price_is_an_unknown_cost() -> None:
         ("[1]", "must hold a mapping"),
     ],
 )
-def test_a_table_that_is_wrong_is_refused(tmp_path: Path, text: str, match: str) -> None:
+def test_a_table_that_is_wrong_is_refused(tmp_path, text, match):
     """Catches a price that is ignored because its name is written wrongly."""
     file = tmp_path / "prices.yaml"
     file.write_text(text)
@@ -253,11 +225,12 @@ def test_a_table_that_is_wrong_is_refused(tmp_path: Path, text: str, match: str)
         load_prices(tmp_path / "none.yaml")
 
 
+@settings(max_examples=25)
 @given(
     prompt=st.text(max_size=200), tokens=st.integers(1, 100), n=st.integers(1, 4),
     share=st.floats(0, 1), cached=st.floats(0, 1),
 )  # fmt: skip
-def test_no_answer_costs_more_than_was_reserved(prompt: str, tokens: int, n: int, share: float, cached: float) -> None:
+def test_no_answer_costs_more_than_was_reserved(prompt, tokens, n, share, cached):
     """Catches a bound that forgets answers, rejected predictions or a dearer cache.  A token is at least a byte."""
     price = Price(input=Decimal("0.5"), output=Decimal(3), cached_input=Decimal("0.6"))
     body = {"prompt": prompt, "max_tokens": tokens, "n": n, "prediction": {"type": "content", "content": prompt}}
@@ -268,26 +241,21 @@ def test_no_answer_costs_more_than_was_reserved(prompt: str, tokens: int, n: int
     assert (cost_of(Usage(read, written, int(read * cached)), price) or 0) <= most
 
 
-@pytest.mark.parametrize(
-    ("body", "match"),
-    [
-        ({"prompt": "a"}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "max_tokens": 4}, "an image"),
-    ],
-)
-def test_what_has_no_bound_has_no_budget(body: dict[str, Any], match: str) -> None:
+def test_what_has_no_bound_has_no_budget():
     """Catches a budget that is kept only as long as prompts are texts and answers short."""
-    with pytest.raises(ConfigError, match=match):
-        highest_cost(body, 100, Price(input=Decimal(1), output=Decimal(1)))
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "max_tokens": 4}
+    for body, match in (({"prompt": "a"}, "max_tokens"), (image, "an image")):
+        with pytest.raises(ConfigError, match=match):
+            highest_cost(body, 100, Price(input=Decimal(1), output=Decimal(1)))
 
 
-def test_what_is_under_way_counts_and_is_waited_for() -> None:
+def test_what_is_under_way_counts_and_is_waited_for():
     """Catches two requests that both get the last of a budget, and one refused while another may leave enough."""
 
-    async def main() -> list[str]:
+    async def main():
         account, found = Account(Decimal(10)), list[str]()
 
-        async def second() -> None:
+        async def second():
             await account.reserve(Decimal(6))
             found.append("second")
 
@@ -302,37 +270,31 @@ def test_what_is_under_way_counts_and_is_waited_for() -> None:
         with pytest.raises(BudgetExceeded, match="0.000000 of the budget of 10 is left"):
             await account.reserve(Decimal("0.1"))
         await account.reserve(Decimal(0))
+        without = Account(Decimal(10))
+        await without.reserve(Decimal(8))
+        without.charge(Decimal(8), None, None)  # an answer without its cost uses up what was reserved
+        assert without.totals.cost is None
+        with pytest.raises(BudgetExceeded):
+            await without.reserve(Decimal(3))
         return found
 
     assert asyncio.run(main()) == ["second"]
 
 
-def test_an_answer_without_its_cost_uses_up_what_was_reserved() -> None:
-    """Catches a server that does not count tokens and is free for a budget."""
-
-    async def main() -> None:
-        account = Account(Decimal(10))
-        await account.reserve(Decimal(8))
-        account.charge(Decimal(8), None, None)
-        assert account.totals.cost is None
-        with pytest.raises(BudgetExceeded):
-            await account.reserve(Decimal(3))
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "raw", [{}, {"usage": None}, {"usage": {"prompt_tokens": "3", "completion_tokens": 1}}, {"usage": []}, [], None]
-)
-def test_counts_that_are_none_are_not_counted(raw: Any) -> None:
+def test_counts_that_are_none_are_not_counted():
     """Catches a malformed count that ends the program, or counts as 0."""
-    assert usage_of(raw) is None
+    for raw in (
+        {},
+        {"usage": None},
+        {"usage": {"prompt_tokens": "3", "completion_tokens": 1}},
+        {"usage": []},
+        [],
+        None,
+    ):
+        assert usage_of(raw) is None
 
 
-# ── the cache ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path: Path) -> None:
+def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     """Catches a file that a full disk cut short taken for an answer."""
     cache = ResponseCache(tmp_path / "answers")
     key = digest("url", {"a": 1, "b": [2]})
@@ -349,28 +311,15 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path: Path) ->
         ResponseCache(tmp_path / "file" / "answers")
 
 
-# ── what is read ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("url", "wanted"),
-    [
-        ("127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
-        ("http://h/v1/", "http://h/v1"),
-        ("https://h/openai/v1beta", "https://h/openai/v1beta"),
-        ("https://h/v1/chat/completions", "https://h/v1"),
-    ],
-)
-def test_an_address_is_completed(url: str, wanted: str) -> None:
-    """Catches /v1/v1, and a provider's own path that is thrown away."""
-    assert base_of(url) == wanted
-
-
-@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:x", "http://h/v1?key=a", ""])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    """Catches an address that fails at the first request, after all else was done."""
-    with pytest.raises(ConfigError, match="not the address of a server"):
-        base_of(url)
+def test_an_address_is_completed():
+    """Catches /v1/v1, a provider's own path that is thrown away, and an address that fails at the first request."""
+    assert base_of("127.0.0.1:8000") == "http://127.0.0.1:8000/v1"
+    assert base_of("http://h/v1/") == "http://h/v1"
+    assert base_of("https://h/openai/v1beta") == "https://h/openai/v1beta"
+    assert base_of("https://h/v1/chat/completions") == "https://h/v1"
+    for url in ("ftp://h", "http://", "http://h:x", "http://h/v1?key=a", ""):
+        with pytest.raises(ConfigError, match="not the address of a server"):
+            base_of(url)
 
 
 STREAM = (
@@ -383,10 +332,10 @@ STREAM = (
 ).encode()
 
 
+@settings(max_examples=40)
 @given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_a_stream_is_the_same_however_its_bytes_are_cut(cuts: list[int]) -> None:
-    """Catches characters, line ends and events that are lost at the end of a part; comments, ids and the usage event
-    are no text."""
+def test_a_stream_is_the_same_however_its_bytes_are_cut(cuts):
+    """Catches characters, line ends and events that are lost at the end of a part."""
     reading, cuts_at = Reading(), [0, *sorted(cuts), len(STREAM)]
     for start, end in itertools.pairwise(cuts_at):
         list(reading.feed(STREAM[start:end]))
@@ -400,36 +349,34 @@ def test_a_stream_is_the_same_however_its_bytes_are_cut(cuts: list[int]) -> None
     [
         (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "ended before its text"),
         (b'data: {"choices": [{"index": 0, "finish_reason": "stop"}, {"index": 1}]}\n\n', "ended before"),
-        (b"", "ended before"),
-        (b"data: oh\n\n", "not JSON"),
-        (b"data: [1]\n\n", "a list"),
+        (b"", "ended before"), (b"data: oh\n\n", "not JSON"), (b"data: [1]\n\n", "a list"),
         (b'data: {"error": {"message": "died"}}\n\n', "died"),
         (b'event: error\ndata: {"object": "error", "message": "gone"}\n\n', "gone"),
         (b'data: {"choices": [1]}\n\n', "no object"),
     ],
-)
-def test_a_stream_that_is_not_whole_is_not_taken_for_one(data: bytes, match: str) -> None:
+)  # fmt: skip
+def test_a_stream_that_is_not_whole_is_not_taken_for_one(data, match):
     """Catches half a text that looks like all of it."""
     reading = Reading()
     with pytest.raises(Unreadable, match=match):
         list(reading.feed(data)) + list(reading.end())
 
 
-def test_a_stream_may_end_without_done_and_without_an_empty_line() -> None:
+def test_a_stream_may_end_without_done_and_without_an_empty_line():
     """Catches an error about servers that end differently, and are whole."""
     reading = Reading()
     list(reading.feed(b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}'))
     assert [chunk.finish_reason for chunk in reading.end()] == ["length"]
 
 
-@pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b"{}", b'{"choices": []}', b'{"error": "no"}', b"[" * 100_000])
-def test_json_that_is_no_answer_is_none(data: bytes) -> None:
+def test_json_that_is_no_answer_is_none():
     """Catches an exception of Python's in place of one that says what came."""
-    with pytest.raises(Unreadable):
-        read_answer(data)
+    for data in (b"", b"<html>", b"[]", b"{}", b'{"choices": []}', b'{"error": "no"}', b"[" * 100_000):
+        with pytest.raises(Unreadable):
+            read_answer(data)
 
 
-def test_a_refusal_is_read_in_every_form_there_is() -> None:
+def test_a_refusal_is_read_in_every_form_there_is():
     """Catches a message that is lost because the server is not OpenAI's."""
     assert refused(b'{"error": {"message": "m", "code": "c", "type": "t", "param": "speculative.drafter"}}') == (
         "m", "speculative.drafter", {"c", "t"}
@@ -439,9 +386,3 @@ def test_a_refusal_is_read_in_every_form_there_is() -> None:
     assert refused(b'{"error": "m"}').message == "m"
     assert refused(b"<html>no").message == "<html>no"
     assert refused(b'{"error": {"param": "predictions", "message": "m"}}').is_of_speculation is False
-
-
-def test_prices_are_built_in_python_too() -> None:
-    """Catches a table that only a file can hold."""
-    table = Prices(date="2026-11-25", currency="USD", models={"m": {"input": 1, "output": "2.50"}})
-    assert table.models["m"].output == Decimal("2.5")

@@ -1,24 +1,20 @@
 """What the server does not answer: each refusal is OpenAI's error object, says what to do, and tells no internals."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from openai import AuthenticationError
-from tiny import make_folder
 
 from outrider.serve import keys
-from outrider.serve.api import make_app
-from outrider.serve.document import document
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from serve.running import MODEL, Running, running
+from serve.test_api import LONG, Slow
 
 TEXT = {"prompt": "abc"}
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
@@ -53,11 +49,27 @@ def nested(depth: int) -> Any:
     return found
 
 
+FIELDS: list[tuple[str, Any, str]] = [
+    ("max_tokens", 101, "max_tokens must be at most 100"),
+    ("max_tokens", 0, "max_tokens must be greater than or equal to 1"),
+    ("max_tokens", "5", "must be a valid integer (given: '5')"),
+    ("max_tokens", True, "max_tokens must be a valid integer"), ("n", 1.5, "n must be"), ("n", 0, "n must be greater"),
+    ("n", 5, "n must be at most 4, got 5"), ("temperature", 2.5, "temperature must be 0 or a number from 0.01 to 2"),
+    ("temperature", -1, "temperature must be"), ("temperature", 1e-30, "temperature must be 0 or at least 0.01"),
+    ("top_p", 0, "top_p must be greater than 0"), ("top_k", -2, "top_k must be"),
+    ("logit_bias", {"a": 1}, "logit_bias must be an object"),
+    ("logit_bias", {"999999": 1}, "outside the target's vocabulary"), ("logit_bias", {"1": 101}, "from -100 to 100"),
+    ("stop", "", "stop must be a text"), ("stop", "<|end|>", "special token"),
+    ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
+    ("mirostat", 2, "unknown field 'mirostat'; known: "), ("speculative", {"depth": 2}, "this server has no drafter"),
+    ("timeout", 0, "timeout must be greater than 0"), ("echo", True, "echo is not supported"),
+    ("suffix", "x", "suffix is not supported"), ("best_of", 3, "use n"), ("metadata", {"a": []}, "metadata"),
+]  # fmt: skip
+"""Of a completion, each by itself: its name, a value, and what is said of it."""
 MALFORMED: dict[str, tuple[str, Any, str]] = {
     "no JSON": ("completions", b"{", "not JSON"),
     "nothing": ("completions", b"", "not JSON"),
     "a list": ("completions", [TEXT], "send one JSON object"),
-    "a number": ("chat/completions", 5, "send one JSON object"),
     "null": ("completions", None, "send one JSON object"),
     "no UTF-8": ("completions", b'{"prompt": "\xff"}', "not JSON"),
     "half a surrogate": ("completions", b'{"prompt": "\\ud800"}', "not JSON"),
@@ -70,7 +82,6 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
         "",
     ),
     "a huge number": ("completions", b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", "many digits"),
-    "an endless number": ("completions", b'{"prompt": "a", "n": ' + b"9" * 9000 + b"}", "not JSON"),
     "no prompt": ("completions", {}, "prompt is missing; add it"),
     "no messages": ("chat/completions", {}, "messages is missing; add it"),
     "an empty prompt": ("completions", {"prompt": ""}, "the prompt is empty"),
@@ -85,32 +96,13 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "tokens of another model": ("completions", {"prompt": [261]}, "outside the target's vocabulary of 261"),
     "too long": ("completions", {"prompt": "a" * 201}, "201 tokens, and this server takes at most 200"),
     "no room": ("completions", {"prompt": "a" * 180, "max_tokens": 90}, "there is room for 76"),
-    "too many tokens": ("completions", TEXT | {"max_tokens": 101}, "max_tokens must be at most 100"),
     "too many tokens of a chat": ("chat/completions", CHAT | {"max_completion_tokens": 101}, "at most 100"),
-    "no tokens": ("completions", TEXT | {"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
-    "a text for a number": ("completions", TEXT | {"max_tokens": "5"}, "must be a valid integer (given: '5')"),
-    "true for a number": ("completions", TEXT | {"max_tokens": True}, "max_tokens must be a valid integer"),
-    "a fraction for a whole number": ("completions", TEXT | {"n": 1.5}, "n must be"),
-    "n of 0": ("completions", TEXT | {"n": 0}, "n must be greater"),
-    "many answers": ("completions", TEXT | {"n": 5}, "n must be at most 4, got 5"),
     "many texts": ("completions", {"prompt": ["a"] * 4, "n": 2}, "8 texts, and a request may have 6"),
-    "hot": ("completions", TEXT | {"temperature": 2.5}, "temperature must be 0 or a number from 0.01 to 2"),
-    "cold": ("completions", TEXT | {"temperature": -1}, "temperature must be"),
-    "nearly cold": ("completions", TEXT | {"temperature": 1e-30}, "temperature must be 0 or at least 0.01"),
-    "top_p of 0": ("completions", TEXT | {"top_p": 0}, "top_p must be greater than 0"),
-    "top_k below -1": ("completions", TEXT | {"top_k": -2}, "top_k must be"),
     "a large seed": ("completions", TEXT | {"seed": 2**63}, "seed must be less than"),
-    "a bias without a token": ("completions", TEXT | {"logit_bias": {"a": 1}}, "logit_bias must be an object"),
-    "a bias of another model": ("completions", TEXT | {"logit_bias": {"999999": 1}}, "outside the target's vocabulary"),
-    "a large bias": ("completions", TEXT | {"logit_bias": {"1": 101}}, "from -100 to 100"),
-    "an empty stop": ("completions", TEXT | {"stop": ""}, "stop must be a text"),
     "many stops": ("completions", TEXT | {"stop": ["a"] * 17}, "up to 16 texts"),
     "a long stop": ("completions", TEXT | {"stop": "a" * 257}, "1 to 256 characters"),
-    "a stop that never comes": ("completions", TEXT | {"stop": "<|end|>"}, "special token"),
     "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is more"),
-    "a slip": ("completions", TEXT | {"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
     "a slip in a chat": ("chat/completions", CHAT | {"max_token": 1}, "did you mean 'max_tokens'"),
-    "a field of others": ("completions", TEXT | {"mirostat": 2}, "unknown field 'mirostat'; known: "),
     "an unknown role": ("chat/completions", {"messages": [{"role": "usr", "content": "a"}]}, "'role' of 'system'"),
     "no role": ("chat/completions", {"messages": [{"content": "a"}]}, "must have a 'role'"),
     "no content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
@@ -130,26 +122,17 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
     "many ranks": ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
     "a template": ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "only the tokenizer's own template"),
-    "a draft without a drafter": ("completions", TEXT | {"speculative": {"depth": 2}}, "this server has no drafter"),
-    "no seconds": ("completions", TEXT | {"timeout": 0}, "timeout must be greater than 0"),
     "functions": ("chat/completions", CHAT | {"functions": [{"name": "a"}]}, "use tools"),
-    "echo": ("completions", TEXT | {"echo": True}, "echo is not supported"),
-    "suffix": ("completions", TEXT | {"suffix": "x"}, "suffix is not supported"),
-    "best_of": ("completions", TEXT | {"best_of": 3}, "use n"),
     "audio": ("chat/completions", CHAT | {"audio": {"voice": "a"}, "modalities": ["text", "audio"]}, "text alone"),
-    "a list in metadata": ("completions", TEXT | {"metadata": {"a": []}}, "metadata"),
 }  # fmt: skip
+MALFORMED |= {f"{name} {str(value)[:20]}": ("completions", TEXT | {name: value}, said) for name, value, said in FIELDS}
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_malformed_body_is_a_400_that_says_why(name: str, stream: bool, server: Running) -> None:
-    """Catches a 500, a body that is taken after all, a stream that begins before its request was read, and a message
-    that does not name the field."""
+def test_a_malformed_body_is_a_400_that_says_why(name, server):
+    """Catches a 500, a body that is taken after all and a stream that begins before its request was read."""
     path, body, wanted = MALFORMED[name]
-    if stream:
-        if not isinstance(body, dict):
-            pytest.skip("the body is no object")
+    if isinstance(body, dict) and len(name) % 2:  # as many of one kind as of the other
         body = body | {"stream": True}
     answer = ask(server, f"/v1/{path}", body)
     if wanted:
@@ -157,7 +140,7 @@ def test_a_malformed_body_is_a_400_that_says_why(name: str, stream: bool, server
         assert wanted in error_of(answer)["message"]
     else:
         assert answer.status_code < 500, answer.text
-    assert server.engine.running == server.engine.queued == 0 or server.settled(lambda: not server.engine.running)
+    assert server.settled(lambda: server.engine.running == server.engine.queued == 0)
 
 
 HARMLESS = {
@@ -168,7 +151,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def test_fields_that_change_nothing_are_taken(server: Running) -> None:
+def test_fields_that_change_nothing_are_taken(server):
     """Catches clients that are refused for what their library adds, and null where a field is left out."""
     answer = ask(server, "/v1/completions", TEXT | HARMLESS)
     assert answer.status_code == 200, answer.text
@@ -178,38 +161,30 @@ def test_fields_that_change_nothing_are_taken(server: Running) -> None:
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
-def test_nothing_is_fetched_for_a_request(kind: str, server: Running) -> None:
+def test_nothing_is_fetched_for_a_request(server):
     """Catches a server that reads URLs or files that a client names."""
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         elsewhere.settimeout(0.2)
         url = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/x"
-        part = {"type": kind, kind: {"url": url}}
-        messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}]
-        answer = ask(server, "/v1/chat/completions", {"messages": messages})
-        assert answer.status_code == 400
-        assert "nothing is fetched" in error_of(answer)["message"]
-        schema = {"$ref": f"{url}.json"}
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        for kind in ("image_url", "input_audio", "file", "video_url"):
+            content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": url}}]
+            answer = ask(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            assert answer.status_code == 400
+            assert "nothing is fetched" in error_of(answer)["message"]
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": f"{url}.json"}}}
         assert ask(server, "/v1/chat/completions", CHAT | {"response_format": form}).status_code == 400
         with pytest.raises(TimeoutError):
             elsewhere.accept()
 
 
 ESCAPES = (
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__.__subclasses__() }}",
-    "{{ messages.append(1) }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ raise_exception('no such role') }}",
-    "{{ messages[0]['content'] + 1 }}",
-)
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
+    "{{ raise_exception('no such role') }}", "{{ messages[0]['content'] + 1 }}",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_a_chat_template_stays_in_its_sandbox(
-    template: str, server: Running, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_stays_in_its_sandbox(template, server, talker, monkeypatch):
     """Catches a tokenizer whose template runs code on the server, and a 500 where a template fails."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", template)
     answer = ask(server, "/v1/chat/completions", CHAT)
@@ -218,12 +193,11 @@ def test_a_chat_template_stays_in_its_sandbox(
     assert ask(server, "/tokenize", CHAT).status_code == 400
 
 
-def test_a_target_without_a_template_or_a_tokenizer_says_so(
-    tmp_path: Path, server: Running, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_a_template_or_a_tokenizer_says_so(tmp_path, server, talker, monkeypatch):
     """Catches a 500 for a base model; the page looks for these words to try a completion instead."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", None)
     assert "no chat template" in error_of(ask(server, "/v1/chat/completions", CHAT))["message"]
+    assert ask(server, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200
     bare = load_target(talker.model)
     with running(bare) as found:
         for path, body in (
@@ -239,37 +213,32 @@ def test_a_target_without_a_template_or_a_tokenizer_says_so(
 @pytest.mark.parametrize(
     ("path", "body", "wanted"),
     [
-        ("/tokenize", {"prompt": 5}, "prompt must be"),
         ("/tokenize", {}, "prompt is missing"),
         ("/tokenize", {"messages": [], "prompt": "a"}, "unknown field 'prompt'"),
         ("/tokenize", {"prompt": "a", "model": "x"}, "there is no model 'x'"),
         ("/detokenize", {"tokens": [5000]}, "outside the model's vocabulary; ids go to 260"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0 must be"),
-        ("/detokenize", {"tokens": "a"}, "tokens must be"),
     ],
 )
-def test_tokens_of_nonsense_are_refused(path: str, body: Any, wanted: str, server: Running) -> None:
+def test_tokens_of_nonsense_are_refused(path, body, wanted, server):
     """Catches a 500 of the tokenizer."""
     answer = ask(server, path, body)
     assert answer.status_code in (400, 404)
     assert wanted in error_of(answer)["message"]
 
 
-# ── HTTP ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_a_body_that_is_too_large_is_413(kind: str, server: Running) -> None:
+def test_a_body_that_is_too_large_is_413(kind, server):
     """Catches memory that a client fills, also without saying beforehand how much it sends."""
     body = json.dumps(TEXT | {"user": "x" * 300_000}).encode()
-    content: Any = body if kind == "length" else iter([body[:1000], body[1000:250_000], body[250_000:]])
+    content = body if kind == "length" else iter([body[:1000], body[1000:250_000], body[250_000:]])
     headers = {"content-type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 413
     assert "larger than 200000 bytes" in error_of(answer)["message"]
 
 
-def test_a_body_must_say_that_it_is_json(server: Running) -> None:
+def test_a_body_must_say_that_it_is_json(server):
     """Catches a request that the page of another site can make a browser send without asking."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         headers = {"content-type": kind} if kind else {}
@@ -278,7 +247,7 @@ def test_a_body_must_say_that_it_is_json(server: Running) -> None:
         assert "Content-Type: application/json" in error_of(answer)["message"]
 
 
-def test_other_sites_are_not_let_in(server: Running) -> None:
+def test_other_sites_are_not_let_in(server):
     """Catches an open CORS policy, and a name of another site that leads to this machine."""
     asks = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     for path in ("/v1/completions", "/stats", "/metrics", "/"):
@@ -295,14 +264,14 @@ def test_other_sites_are_not_let_in(server: Running) -> None:
         assert httpx.get(f"{server.url}/v1/models", headers={"host": name}).status_code == 200, name
 
 
-def test_a_name_can_be_let_in(talker: TransformersTarget) -> None:
+def test_a_name_can_be_let_in(talker):
     """Catches a proxy in front that can't be used."""
     with running(talker, hosts=("model.example",)) as found:
         answer = httpx.get(f"{found.url}/v1/models", headers={"host": "model.example"})
         assert answer.status_code == 200
 
 
-def test_paths_and_methods_that_there_are_not(server: Running) -> None:
+def test_paths_and_methods_that_there_are_not(server):
     """Catches a page of HTML where clients expect an error object, and a 405 without Allow."""
     for path in ("/v1/completion", "/v1", "/v1/embeddings", "/../etc/passwd", "/page.html"):
         answer = httpx.post(f"{server.url}{path}", json={})
@@ -312,10 +281,10 @@ def test_paths_and_methods_that_there_are_not(server: Running) -> None:
     assert "it takes POST" in error_of(answer)["message"]
 
 
-def test_an_unexpected_failure_tells_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_failure_tells_nothing(server, monkeypatch):
     """Catches a stack, or the words of an exception, in an answer."""
 
-    def fail(*given: Any) -> None:
+    def fail(*given):
         raise RuntimeError("a secret of the server")
 
     monkeypatch.setattr(server.service.reader, "requests", fail)
@@ -325,7 +294,7 @@ def test_an_unexpected_failure_tells_nothing(server: Running, monkeypatch: pytes
     assert error_of(answer)["code"] == "internal_error"
 
 
-def test_a_socket_that_speaks_no_http_changes_nothing(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_socket_that_speaks_no_http_changes_nothing(server, caplog):
     """Catches a server that a port scan ends, and a log full of clients that went away before they had asked."""
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -340,14 +309,11 @@ def test_a_socket_that_speaks_no_http_changes_nothing(server: Running, caplog: p
     assert "ClientDisconnect" not in caplog.text
 
 
-# ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_with_keys_every_request_needs_one(talker: TransformersTarget, tmp_path: Path) -> None:
+def test_with_keys_every_request_needs_one(talker, tmp_path):
     """Catches a route without a guard, a key that still works after it was revoked, and one that works before."""
     file = tmp_path / "keys.json"
     first = keys.add(file, "ann")
-    with running(talker, keys=str(file)) as found:
+    with running(talker, keys=str(file), prefix_bytes=2**24) as found:
         url = f"{found.url}/v1/completions"
         for path in ("/v1/models", "/v1/models/tiny", "/nope"):
             assert httpx.get(f"{found.url}{path}").status_code == 401
@@ -357,6 +323,8 @@ def test_with_keys_every_request_needs_one(talker: TransformersTarget, tmp_path:
             assert "Authorization: Bearer KEY" in error_of(answer)["message"]
         for path in ("/", "/health", "/metrics", "/stats", "/openapi.json"):
             assert httpx.get(f"{found.url}{path}").status_code == 200
+        document = httpx.get(f"{found.url}/openapi.json").json()
+        assert document["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
         for wrong in (f"Bearer {first}x", f"Basic {first}", first, "Bearer", "Bearer x", "Bearer \xe9"):
             answer = httpx.post(url, json=TEXT, headers={"authorization": wrong.encode("latin-1")})
             assert answer.status_code == 401, wrong
@@ -366,6 +334,12 @@ def test_with_keys_every_request_needs_one(talker: TransformersTarget, tmp_path:
         assert found.client(first).completions.create(**asked).choices
         second = keys.add(file, "bob")
         assert found.client(second).completions.create(**asked).choices
+        usages = [
+            found.client(key).completions.create(**asked | {"prompt": "ab" * 90}).usage
+            for key in (first, first, second)
+        ]
+        cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+        assert cached[1] > 0 == cached[0] == cached[2], "one key's prompts are another's"
         keys.revoke(file, "ann")
         with pytest.raises(AuthenticationError):
             found.client(first).completions.create(**asked)
@@ -375,10 +349,8 @@ def test_with_keys_every_request_needs_one(talker: TransformersTarget, tmp_path:
             found.client(second).completions.create(**asked)
 
 
-def test_a_key_has_so_many_requests_at_once(talker: TransformersTarget, tmp_path: Path) -> None:
+def test_a_key_has_so_many_requests_at_once(talker, tmp_path):
     """Catches one client that takes every slot, and a count that never goes down again."""
-    from serve.test_api import LONG, Slow
-
     file = tmp_path / "keys.json"
     headers = {"authorization": f"Bearer {keys.add(file, 'ann', 1)}"}
     other = {"authorization": f"Bearer {keys.add(file, 'bob')}"}
@@ -395,10 +367,7 @@ def test_a_key_has_so_many_requests_at_once(talker: TransformersTarget, tmp_path
         assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=headers).status_code == 200
 
 
-# ── the document ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_document_has_this_servers_limits(server: Running, tmp_path: Path, talker: TransformersTarget) -> None:
+def test_the_document_has_this_servers_limits(server):
     """Catches a client that is told it may ask for what is refused."""
     found = httpx.get(f"{server.url}/openapi.json").json()
     fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
@@ -406,24 +375,15 @@ def test_the_document_has_this_servers_limits(server: Running, tmp_path: Path, t
     assert fields["n"]["anyOf"][0]["maximum"] == 4
     assert fields["max_tokens"]["anyOf"][0]["maximum"] == 100
     assert not found["components"].get("securitySchemes")
-    file = tmp_path / "keys.json"
-    keys.add(file, "ann")
-    with running(talker, keys=str(file)) as other:
-        app = make_app(other.service, other.engine.telemetry, lambda: False)
-        assert document(app, other.service)["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
 
 
-def test_the_documents_schemas_are_the_checks(server: Running) -> None:
-    """Catches a schema that is laxer or stricter than the server: every malformed body is also invalid by it, but for
-    what depends on more than the body's form."""
-    import jsonschema
-
+def test_the_documents_schemas_are_the_checks(server):
+    """Catches a schema that is laxer or stricter than the server."""
     found = httpx.get(f"{server.url}/openapi.json").json()
     semantic = {
-        "nearly cold", "a fewest above the most", "a stop that never comes", "a bias of another model", "deep schema",
-        "a large schema",
-        "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room", "too long",
-        "a draft without a drafter", "an empty prompt", "no prompts", "no token ids",
+        "temperature 1e-30", "a fewest above the most", "stop <|end|>", "logit_bias {'999999': 1}", "deep schema",
+        "a large schema", "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room",
+        "too long", "speculative {'depth': 2}", "an empty prompt", "no prompts", "no token ids",
     }  # fmt: skip
     for name, (path, body, _) in MALFORMED.items():
         if not isinstance(body, dict) or name in semantic:
@@ -431,9 +391,3 @@ def test_the_documents_schemas_are_the_checks(server: Running) -> None:
         which = "ChatRequest" if path.startswith("chat") else "CompletionRequest"
         schema = {"$ref": f"#/components/schemas/{which}", "components": found["components"]}
         assert not jsonschema.Draft202012Validator(schema).is_valid(body), name
-
-
-def test_a_folder_without_a_template_is_a_target(tmp_path: Path) -> None:
-    """Catches a base model that can't be served."""
-    with running(load_target(make_folder(tmp_path / "base", template=None), dtype="float64")) as found:
-        assert ask(found, "/v1/completions", TEXT | {"max_tokens": 2}).status_code == 200

@@ -1,7 +1,5 @@
 """Requests from a file: the same answers as over HTTP, and a run that was stopped goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +33,8 @@ def rows(path: Path) -> dict[str, Any]:
     return {one["custom_id"]: one for one in found}
 
 
-def test_a_file_is_answered_as_generate_does(
-    tmp_path: Path, service: tuple[Service, Post], talker: TransformersTarget
-) -> None:
-    """Catches answers under another request's id, a refusal that ends the run, and more requests than the queue
-    takes."""
+def test_a_file_is_answered_as_generate_does(tmp_path, service, talker):
+    """Catches answers under another request's id and a refusal that ends the run."""
     given, to = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts = [f"{'ab' * i} {i}" for i in range(1, 9)]
     lines = [row(f"p{i}", {"prompt": text, "max_tokens": 8, "temperature": 0}) for i, text in enumerate(prompts)]
@@ -47,7 +42,7 @@ def test_a_file_is_answered_as_generate_does(
     lines.append(row("chat", {"messages": chat, "max_tokens": 8, "temperature": 0}, "/v1/chat/completions"))
     lines += [row("wrong", {"prompt": "a", "temprature": 1}), row("stream", {"prompt": "a", "stream": True}), "\n"]
     given.write_text("".join(lines))
-    told: list[tuple[int, int]] = []
+    told = []
     assert batch.check(given, to) == (11, 0)
     assert batch.run(*service, given, to, lambda *counts: told.append(counts)) == 2
     found = rows(to)
@@ -63,9 +58,8 @@ def test_a_file_is_answered_as_generate_does(
     assert told[-1] == (11, 2) and [done for done, _ in told] == list(range(1, 12))
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path, service: tuple[Service, Post]) -> None:
-    """Catches a request that is answered twice, one that is left out, and half a line that makes the file
-    unreadable."""
+def test_a_run_that_was_stopped_goes_on(tmp_path, service):
+    """Catches a request that is answered twice and one that is left out."""
     given, to = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [row(f"p{i}", {"prompt": "abc", "max_tokens": 2}) for i in range(6)]
     given.write_text("".join(lines[:3]))
@@ -95,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, service: tuple[Service, 
         ('{"custom_id": "\\ud800"}', "line 2 is not JSON"),
     ],
 )
-def test_a_line_that_is_no_request_is_named_before_anything_loads(tmp_path: Path, text: str, wanted: str) -> None:
+def test_a_line_that_is_no_request_is_named_before_anything_loads(tmp_path, text, wanted):
     """Catches hours of work that end at a line that could have been read first."""
     given = tmp_path / "in.jsonl"
     given.write_text(row("a", {"prompt": "a"}) + text)
@@ -103,7 +97,7 @@ def test_a_line_that_is_no_request_is_named_before_anything_loads(tmp_path: Path
         batch.check(given, tmp_path / "out.jsonl")
 
 
-def test_files_that_can_not_be_used_are_refused(tmp_path: Path) -> None:
+def test_files_that_can_not_be_used_are_refused(tmp_path):
     """Catches requests that are overwritten by their answers, and answers into another file's end."""
     given = tmp_path / "in.jsonl"
     with pytest.raises(DataError, match="can't read"):

@@ -1,15 +1,11 @@
 """Keys of a server: what the file holds, who may write it, and what a running server sees of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from verbs import outrider_with
 
@@ -18,7 +14,7 @@ from outrider.errors import ConfigError
 from outrider.serve import keys
 
 
-def test_the_file_holds_no_key_and_belongs_to_its_owner(tmp_path: Path) -> None:
+def test_the_file_holds_no_key_and_belongs_to_its_owner(tmp_path):
     """Catches keys in plain text, equal hashes of equal keys, and a file that others can read."""
     file = tmp_path / "keys.json"
     made = [keys.add(file, name) for name in ("ann", "bob")]
@@ -30,7 +26,7 @@ def test_the_file_holds_no_key_and_belongs_to_its_owner(tmp_path: Path) -> None:
     assert min(map(len, made)) >= 43 + len(keys.PREFIX)
 
 
-def test_a_ring_finds_each_key_and_nothing_else(tmp_path: Path) -> None:
+def test_a_ring_finds_each_key_and_nothing_else(tmp_path):
     """Catches a search that ends at the first or the last key, and a prefix that is enough."""
     file = tmp_path / "keys.json"
     made = {name: keys.add(file, name, n) for n, name in enumerate(("ann", "bob", "eve"), 1)}
@@ -40,17 +36,10 @@ def test_a_ring_finds_each_key_and_nothing_else(tmp_path: Path) -> None:
         assert found is not None and (found.name, found.concurrent) == (name, n)
         for wrong in (key[:-1], key + "a", key.upper(), key.removeprefix(keys.PREFIX), "", " " + key):
             assert ring.find(wrong.encode()) is None
+    assert ring.find(b"\xff\x00" * 40) is None
 
 
-@given(st.binary(max_size=80))
-def test_no_bytes_are_a_key_by_chance(tmp_path_factory: pytest.TempPathFactory, guess: bytes) -> None:
-    """Catches bytes that break the search; a hit by chance has odds of 2**-256."""
-    file = tmp_path_factory.mktemp("ring") / "keys.json"
-    keys.add(file, "ann")
-    assert keys.KeyRing(file).find(guess) is None
-
-
-def test_all_keys_are_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_are_compared_whichever_it_is(tmp_path, monkeypatch):
     """Catches a search whose time tells which key, or that none, was found."""
     file = tmp_path / "keys.json"
     first, *_ = [keys.add(file, name) for name in ("ann", "bob", "eve")]
@@ -63,9 +52,8 @@ def test_all_keys_are_compared_whichever_it_is(tmp_path: Path, monkeypatch: pyte
         assert compared == ["ann", "bob", "eve"]
 
 
-def test_a_running_server_sees_what_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a key that works on after it was revoked, and a damaged file that lets everybody in or in whose place the
-    old keys stay."""
+def test_a_running_server_sees_what_changes(tmp_path, caplog):
+    """Catches a key that works on after it was revoked."""
     file = tmp_path / "keys.json"
     first = keys.add(file, "ann").encode()
     ring = keys.KeyRing(file)
@@ -87,15 +75,12 @@ def test_a_running_server_sees_what_changes(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("{", "can't read the keys"),
-        ("[]", "a mapping is wanted"),
-        ('{"keys": [{"name": "a"}]}', "salt"),
+        ("{", "can't read the keys"), ('{"keys": [{"name": "a"}]}', "salt"),
         ('{"keys": [{"name": "a", "salt": "zz", "sha256": "0", "made": ""}]}', "salt"),
-        ('{"key": []}', "did you mean 'keys'"),
-        ('{"keys": []}', "holds no key, so nobody could ask"),
+        ('{"key": []}', "did you mean 'keys'"), ('{"keys": []}', "holds no key, so nobody could ask"),
     ],
-)
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+)  # fmt: skip
+def test_a_file_that_is_none_of_ours_is_refused(tmp_path, text, wanted):
     """Catches a server that starts without a guard."""
     file = tmp_path / "keys.json"
     file.write_text(text)
@@ -103,7 +88,7 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, text: str, wante
         keys.KeyRing(file)
 
 
-def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_others_may_write_is_refused(tmp_path):
     """Catches a file into which any user of the machine puts a key of their own."""
     file = tmp_path / "keys.json"
     keys.add(file, "ann")
@@ -113,21 +98,18 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
             keys.KeyRing(file)
 
 
-def test_keys_added_at_once_are_all_there(tmp_path: Path) -> None:
+def test_keys_added_at_once_are_all_there(tmp_path):
     """Catches a key that another process's writing lost."""
     file = tmp_path / "keys.json"
     names = [f"k{i}" for i in range(8)]
     threads = [threading.Thread(target=keys.add, args=(file, name)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
     assert sorted(one.name for one in keys.read(file)) == names
 
 
-def test_the_verbs_make_list_and_revoke(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verbs_make_list_and_revoke(tmp_path, capsys, monkeypatch):
     """Catches a key among other output, a list with secrets, and a slip that removes nothing in silence."""
     monkeypatch.setattr(console, "out", Console())  # --json - turns it to standard error for the rest of a process
     file = str(tmp_path / "keys.json")

@@ -1,26 +1,21 @@
 """Learning while serving: what is stored, how acceptance is judged, and that a swap of drafters changes no text."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from conftest import Case, Workshop
+from conftest import Case
 
-from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError
 from outrider.serve.calls import Call
 from outrider.serve.engine import Engine
 from outrider.serve.learning import buffer
 from outrider.serve.learning.acceptance import Counts, change, counts_of, tokens_per_draft
 from outrider.serve.learning.buffer import FILES, Buffer, Text
-from outrider.targets.transformers import TransformersTarget
 from serve.running import MODEL, running
-from serve.test_engine import Caller, alone, mixed
+from serve.test_engine import Caller, alone, mixed, served
 
 DEPTHS = 4
 
@@ -43,10 +38,7 @@ def text(prompt: Sequence[int], drafts: Sequence[tuple[int, int]] = (), answer: 
     return Text(list(prompt), list(answer), list(drafts))
 
 
-# ── the buffer ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_texts_come_back_the_newest_first_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+def test_texts_come_back_the_newest_first_and_a_cut_line_is_left_out(tmp_path):
     """Catches a line that a crash has cut, which would make the whole file unreadable, or the line after it."""
     there = Buffer(tmp_path, 10**6, 4)
     given = [text([n, n + 1], [(3, 1), (2, 2)]) for n in range(40)]
@@ -65,20 +57,20 @@ def test_texts_come_back_the_newest_first_and_a_cut_line_is_left_out(tmp_path: P
     assert len(buffer.read(file)) == len([one for one in given if there.part_of(one.prompt) == "train"]) + 1
 
 
-def test_the_buffer_is_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
+def test_the_buffer_is_bounded_and_the_oldest_go_first(tmp_path):
     """Catches a buffer that grows for ever, and one that deletes what is new."""
-    most = 64_000
+    most = 16_000
     there = Buffer(tmp_path, most, 2)
-    for n in range(3000):
+    for n in range(750):
         there.add([text([n])])
         assert sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl")) <= most
-    found = there.newest("train", 3000)
+    found = there.newest("train", 750)
     assert [one.prompt[0] for one in found] == sorted((one.prompt[0] for one in found), reverse=True)
-    assert found[0].prompt[0] > 2990 and len(there.files("train")) in (FILES - 1, FILES, FILES + 1)
+    assert found[0].prompt[0] > 740 and len(there.files("train")) in (FILES - 1, FILES, FILES + 1)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl")) > most * 0.8
 
 
-def test_a_prompt_is_always_on_the_same_side(tmp_path: Path) -> None:
+def test_a_prompt_is_always_on_the_same_side(tmp_path):
     """Catches a held-out prompt that is trained on when it comes again."""
     there, draw = Buffer(tmp_path, 10**6, 4), random.Random(0)
     prompts = [[draw.randrange(64) for _ in range(5)] for _ in range(400)]
@@ -91,19 +83,16 @@ def test_a_prompt_is_always_on_the_same_side(tmp_path: Path) -> None:
     assert len(there.newest("held_out", 10**4, is_distinct=True)) == len(held_out)
 
 
-def test_texts_of_another_target_are_refused(tmp_path: Path) -> None:
+def test_texts_of_another_target_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"token id 70, but this target's ids end at 63, .*; name another folder"):
         buffer.check([text([1], answer=[5, 70])], 64, tmp_path)
 
 
-def test_rejected_places_are_those_where_another_token_came() -> None:
+def test_rejected_places_are_those_where_another_token_came():
     """Catches an offset by the token that follows what was accepted."""
     #  step 1: two of three accepted, then a correction at 2; step 2: none of one; step 3: nothing drafted; step 4: all
     found = text([1], [(3, 2), (1, 0), (0, 0), (2, 2)], answer=range(8)).rejected
     assert found == [2, 3]
-
-
-# ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def drawn(draw: random.Random, shares: Sequence[float], texts: int, shallow: float = 0.0) -> list[Counts]:
@@ -121,7 +110,7 @@ def drawn(draw: random.Random, shares: Sequence[float], texts: int, shallow: flo
     return found
 
 
-def test_tokens_per_draft_do_not_depend_on_how_deep_a_policy_drafts() -> None:
+def test_tokens_per_draft_do_not_depend_on_how_deep_a_policy_drafts():
     """Catches a version that is rolled back because the load rose."""
     shares, draw = [0.8, 0.6, 0.5, 0.4], random.Random(1)
     wanted = 1 + sum(np.cumprod(shares))
@@ -131,44 +120,28 @@ def test_tokens_per_draft_do_not_depend_on_how_deep_a_policy_drafts() -> None:
         assert float(tokens_per_draft(whole)) == pytest.approx(wanted, rel=0.04)  # 5 standard errors at least
 
 
-def test_the_last_step_of_a_text_does_not_count() -> None:
+def test_the_last_step_of_a_text_does_not_count():
     """Catches ends of texts that are taken for rejections."""
     tried, accepted = counts_of(text([1], [(4, 2), (4, 0)]), DEPTHS)
     assert (tried.tolist(), accepted.tolist()) == ([1, 1, 1, 0], [1, 1, 0, 0])
 
 
-def test_a_drop_is_found_and_noise_is_not() -> None:
+def test_a_drop_is_found_and_noise_is_not():
     """Both directions of error: false alarms at their rate, and a loss of a quarter always found."""
     draw, good, bad = random.Random(2), [0.7, 0.6, 0.5, 0.4], [0.5, 0.4, 0.3, 0.2]
     tail = 0.05
-    alarms = sum(change(drawn(draw, good, 30), drawn(draw, good, 60), tail).is_drop for _ in range(200))
-    assert alarms <= 22  # of 200 with a chance of 1 in 20 each: more with 0.1 %
+    alarms = sum(change(drawn(draw, good, 30), drawn(draw, good, 60), tail).is_drop for _ in range(100))
+    assert alarms <= 14  # of 100 with a chance of 1 in 20 each: more with 0.1 %
     assert all(change(drawn(draw, bad, 30), drawn(draw, good, 60), 0.001).is_drop for _ in range(20))
     assert not any(change(drawn(draw, good, 30), drawn(draw, bad, 60), 0.001).is_drop for _ in range(20))
+    never = drawn(draw, [0.0] * 4, 16)
+    assert change(never, drawn(draw, good, 16), 0.001).is_drop and not change(never, never, 0.001).is_drop
 
 
-def test_a_drafter_that_was_never_right_is_judged_too() -> None:
-    nothing, good = drawn(random.Random(3), [0.0] * 4, 16), drawn(random.Random(4), [0.7] * 4, 16)
-    assert change(nothing, good, 0.001).is_drop
-    assert not change(nothing, nothing, 0.001).is_drop
-
-
-# ── the engine ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def another(workshop: Workshop, target: TransformersTarget) -> Callable[[str], Drafter]:
-    """A drafter of this kind with other weights."""
-    return lambda kind: workshop.build(Case(kind), target)
-
-
-@pytest.mark.parametrize("kind", ["dspark", "eagle3", "medusa", "mtp"])
-def test_a_swap_in_the_middle_of_texts_changes_none(
-    target: TransformersTarget, prompts: list[list[int]], drafter_of: Callable[[Case], Drafter],
-    another: Callable[[str], Drafter], kind: str,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("kind", ["dspark", "mtp"])
+def test_a_swap_in_the_middle_of_texts_changes_none(target, prompts, drafter_of, workshop, kind):
     """Catches a drafter that draws from what the one before it has stored, as if it were the target's."""
-    asked, drafters = mixed(prompts, 24), [another(kind), drafter_of(Case(kind))]
+    asked, drafters = mixed(prompts, 12), [workshop.build(Case(kind), target), drafter_of(Case(kind))]
     with Engine(target, drafter_of(Case(kind)), slots=4, length=128) as engine:
         callers = [Caller.of(each) for each in asked]
         callers[3].on_output = lambda output: engine.replace(drafters[len(callers[3].outputs) % 2])
@@ -181,9 +154,7 @@ def test_a_swap_in_the_middle_of_texts_changes_none(
     assert [caller.tokens for caller in callers] == [alone(target, each) for each in asked]
 
 
-def test_a_drafter_of_another_shape_is_refused(
-    target: TransformersTarget, drafter_of: Callable[[Case], Drafter]
-) -> None:
+def test_a_drafter_of_another_shape_is_refused(target, drafter_of):
     with (
         Engine(target, drafter_of(Case("dspark")), slots=2, length=64) as engine,
         pytest.raises(ConfigError, match=r"can't replace one like .*; start a server with it"),
@@ -191,19 +162,13 @@ def test_a_drafter_of_another_shape_is_refused(
         engine.replace(drafter_of(Case("medusa")))
 
 
-def test_the_listener_is_told_of_every_step_of_texts_that_ended(
-    target: TransformersTarget, prompts: list[list[int]], drafter_of: Callable[[Case], Drafter]
-) -> None:
+def test_the_listener_is_told_of_every_step_of_texts_that_ended(target, prompts, drafter_of):
     """Catches steps that do not add up to the text, and a server that is called busy while it sleeps."""
     asked, listened = mixed(prompts, 12), Listened()
     engine = Engine(target, drafter_of(Case("dspark")), slots=4, length=128)
     engine.listener = listened
     with engine:
-        callers = [Caller.of(each) for each in asked]
-        for caller in callers:
-            engine.submit(caller.call)
-        for caller in callers:
-            caller.wait()
+        callers = served(engine, asked)
         cancelled = Caller.of(mixed(prompts, 1)[0])
         cancelled.on_output = lambda output: engine.cancel(cancelled.call)
         engine.submit(cancelled.call)
@@ -219,7 +184,7 @@ def test_the_listener_is_told_of_every_step_of_texts_that_ended(
     assert listened.states[0] is False and listened.states[1] is True
 
 
-def test_a_request_can_keep_its_texts_out(talker: TransformersTarget) -> None:
+def test_a_request_can_keep_its_texts_out(talker):
     """Catches `store: false` that is taken and forgotten."""
     with running(talker) as there:
         listened = there.engine.listener = Listened()
@@ -230,7 +195,7 @@ def test_a_request_can_keep_its_texts_out(talker: TransformersTarget) -> None:
     assert [call.is_stored for call, _ in listened.texts] == [True, True, False]
 
 
-def test_a_line_of_the_buffer_is_what_the_docs_say(tmp_path: Path) -> None:
+def test_a_line_of_the_buffer_is_what_the_docs_say(tmp_path):
     Buffer(tmp_path, 10**6, 2).add([Text([5], [6, 7], [(4, 1)], 0.5, 20, 0.9)])
     [file] = tmp_path.rglob("*.jsonl")
     assert json.loads(file.read_text()) == {

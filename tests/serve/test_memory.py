@@ -1,7 +1,5 @@
 """Slots are as long as their memory allows, and that is known at the start."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.errors import ConfigError
@@ -9,20 +7,19 @@ from outrider.generation import generate
 from outrider.serve.engine import Engine
 from outrider.targets import memory
 from outrider.targets.memory import slot_length, token_bytes
-from outrider.targets.transformers import TransformersTarget
 
 TOKEN = 4 * 2 * 2 * 8 * 8
 """Of the tiny target: layers, keys and values, heads, head size, float64."""
 
 
-def test_a_token_takes_what_the_buffers_have(target: TransformersTarget) -> None:
+def test_a_token_takes_what_the_buffers_have(target):
     assert token_bytes(target) == TOKEN
     with Engine(target, slots=3, length=50) as engine:
         engine.stop()
     assert engine.cache.stacks.allocated_bytes == 3 * engine.cache.length * TOKEN
 
 
-def test_the_length_is_the_context_or_what_the_budget_allows(target: TransformersTarget) -> None:
+def test_the_length_is_the_context_or_what_the_budget_allows(target):
     context = target.spec.context
     assert slot_length(target, 4, None, None) == context
     assert slot_length(target, 4, None, 4 * 100 * TOKEN) == 100
@@ -37,7 +34,7 @@ def test_the_length_is_the_context_or_what_the_budget_allows(target: Transformer
         slot_length(target, 4, 1, None)
 
 
-def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, monkeypatch) -> None:
+def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, monkeypatch):
     """Catches slots that fail in the middle of a text, hours after the start; and a budget that is not believed."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 100 * TOKEN)
     assert slot_length(target, 4, 100, None) == 100
@@ -47,7 +44,7 @@ def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, monkeypa
     assert slot_length(target, 4, 110, 5 * 100 * TOKEN) == 110
 
 
-def test_generating_within_a_budget(target) -> None:
+def test_generating_within_a_budget(target):
     """Catches a budget that is checked after the cache was allocated, or for another length or number of slots."""
     prompts, each = [[1, 2, 3], [4, 5]], TOKEN * (3 + 8 + 2)
     plain = generate(target, prompts, max_new_tokens=8)

@@ -1,7 +1,5 @@
 """A prediction changes no text, whatever it says; a right one is accepted nearly whole."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Drafter, Policy, Probe
+from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import ConfigError
 from outrider.generation import batch, serve
@@ -29,7 +27,7 @@ PROBING = {"confu", "jacobi_denoising", "tidar"}
 EVERY = pytest.mark.parametrize("case", fast((case for case in cases() if case.kind not in PROBING), FEW))
 """Every other kind; further variants of it only where there is time."""
 NONE, DSPARK = Case("none"), Case("dspark", {"markov": "vanilla"})
-SOME = pytest.mark.parametrize("case", [NONE, DSPARK, Case("ngram"), Case("small_model")], ids=str)
+SOME = pytest.mark.parametrize("case", [NONE, DSPARK], ids=str)
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def predictions(text: list[int]) -> dict[str, list[int]]:
     }  # fmt: skip
 
 
-@EVERY
+@pytest.mark.parametrize("case", [Case("recycle"), Case("eagle3"), Case("dspark")], ids=str)
 def test_no_prediction_changes_a_greedy_text(case, target, prompts, plain, inner_of):
     """Catches a drafter that lost what the prediction drafted, in slots with a prediction and beside them."""
     whole = [plain(target, prompt, COUNT) for prompt in prompts]
@@ -98,10 +96,7 @@ def test_no_prediction_changes_a_greedy_text(case, target, prompts, plain, inner
 @SOME
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_no_prediction_changes_a_seeded_text(case, shared_noise, target, prompts, inner_of):
-    """Catches noise that depends on a prediction, of a slot's own or of another's.
-
-    With noise that is not shared, a slot without a prediction keeps its text, whatever is predicted beside it.
-    """
+    """Catches noise that depends on a prediction, of a slot's own or of another's."""
     plain = Served(target, Drafter(), requests := [
         Request(prompt, 20, Sampling(1.0, seed=n) if n % 3 else Sampling()) for n, prompt in enumerate(prompts)
     ]).texts  # fmt: skip
@@ -124,31 +119,6 @@ def test_a_right_prediction_is_accepted_whole(case, target, prompts, plain, inne
     width = LIMIT + 1
     for accepted in Served(target, drafter, requests).accepted:
         assert accepted == [LIMIT] * (COUNT // width) + [COUNT % width - 1]
-
-
-def test_a_right_prediction_of_a_sampled_text_is_accepted_whole(target, prompts):
-    """Catches a seed whose draws the prediction moves: then its second text would be another."""
-    requests = [Request(prompt, COUNT, Sampling(1.0, seed=n)) for n, prompt in enumerate(prompts)]
-    texts = Served(target, Drafter(), requests).texts
-    again = [
-        Request(request.prompt, COUNT, request.sampling, prediction=text)
-        for request, text in zip(requests, texts, strict=True)
-    ]
-    served = Served(target, Predicted(None, V, LIMIT), again)
-    assert served.texts == texts
-    assert all(sum(accepted) + len(accepted) == COUNT and len(accepted) == 6 for accepted in served.accepted)
-
-
-def test_an_edited_prediction_is_found_again(target, prompts, plain):
-    """Catches a text that, once it has left its prediction, never returns."""
-    text = plain(target, prompts[0], COUNT)
-    served = Served(
-        target, Predicted(None, V, LIMIT), [Request(prompts[0], COUNT, Sampling(), prediction=edited(text))]
-    )
-    steps, drafted = len(served.accepted[0]), sum(map(len, served.drafts[0]))
-    # three edits cost three plain steps each at most until they are found again, and a rejection each
-    assert steps <= COUNT / (LIMIT + 1) + 3 * 4 + 1
-    assert sum(served.accepted[0]) == COUNT - steps and drafted - sum(served.accepted[0]) <= 3 * LIMIT
 
 
 def test_a_wrong_prediction_soon_drafts_nothing(target, prompts, plain):
@@ -177,11 +147,7 @@ class Late(Fixed):
 
 @EVERY
 def test_the_other_drafter_goes_on_where_the_prediction_ends(case, target, prompts, plain, inner_of, monkeypatch):
-    """Catches a drafter that was not given all tokens that the prediction drafted, or takes them for nodes of its own.
-
-    Its drafts after the prediction are those that it makes where that part of the text was decoded plainly.  Two of
-    three requests have a prediction, so that it drafts for one slot while another's prediction is accepted.
-    """
+    """Catches a drafter that was not given all tokens that the prediction drafted."""
     monkeypatch.setattr(Alignment, "_found", lambda self, text: None)
     steps = 3
     count = steps * (LIMIT + 1)
@@ -221,14 +187,18 @@ class Spy(Proposer):
         self.observed.append(draft)
 
 
+def pair(spy: Drafter, prediction: list[int]) -> tuple[Predicted, DecodeState, Any]:
+    """Two slots, the second with a prediction: the drafter, its state and its memory."""
+    table = TableTarget.random(5)
+    drafter, state = Predicted(spy, 5, 8), batch(table, 2)
+    state.admit(0, Request([1, 2], 20, Sampling()))
+    state.admit(1, Request([2, 2], 20, Sampling(), prediction=prediction))
+    return drafter, state, drafter.allocate(table.allocate(2, 40))
+
+
 def test_without_a_prediction_a_step_is_the_other_drafters_own():
     """Catches work in steps that have nothing to do with predictions: the very draft goes through."""
-    table, spy = TableTarget.random(5), Spy()
-    drafter = Predicted(spy, 5, 8)
-    state = batch(table, 2)
-    memory = drafter.allocate(table.allocate(2, 40))
-    state.admit(0, Request([1, 2], 20, Sampling()))
-    state.admit(1, Request([2, 2], 20, Sampling(), prediction=[]))
+    drafter, state, memory = pair(spy := Spy(), [])
     draft = drafter.propose(memory, state, torch.tensor([8, 2]))
     assert draft is spy.draft and spy.asked == [[4, 2]]
     drafter.observe(memory, state, draft, None, None)
@@ -245,17 +215,13 @@ def test_the_other_drafter_observes_its_own_nodes_and_then_those_of_the_predicti
     """Catches a drafter that takes the prediction's nodes for its own, which it would look up in its own tree."""
 
     class Noting(Spy):
-        def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        def observe(self, memory, state, draft, accepted, scores):
             ids = [draft.ids[b][:size] for b, size in enumerate(draft.live)]
             texts = [state.tokens[row] for row in state.rows]
             rows = [scores.logits[b, :, 0].tolist() for b in range(len(ids))]
             self.observed.append((ids, accepted.paths, accepted.next_tokens, texts, rows))
 
-    table, noting = TableTarget.random(5), Noting()
-    drafter, state = Predicted(noting, 5, 8), batch(table, 2)
-    memory = drafter.allocate(table.allocate(2, 40))
-    state.admit(0, Request([1, 2], 20, Sampling()))
-    state.admit(1, Request([2, 2], 20, Sampling(), prediction=[0, 4, 3]))
+    drafter, state, memory = pair(noting := Noting(), [0, 4, 3])
     draft = drafter.propose(memory, state, torch.tensor([3, 3]))
     assert draft.ids == [[3, 1, 2], [0, 4, 3]]
     state.tokens = [[1, 2, 3, 2], [2, 2, 0, 4, 1]]
@@ -268,11 +234,7 @@ def test_the_other_drafter_observes_its_own_nodes_and_then_those_of_the_predicti
 
 def test_a_step_that_failed_leaves_nothing_to_the_next():
     """Catches a draft of a step that never ended, taken for that of the next one without a draft."""
-    table, spy = TableTarget.random(5), Spy()
-    drafter, state = Predicted(spy, 5, 8), batch(table, 2)
-    memory = drafter.allocate(table.allocate(2, 40))
-    state.admit(0, Request([1, 2], 20, Sampling()))
-    state.admit(1, Request([2, 2], 20, Sampling(), prediction=[0, 4, 0]))
+    drafter, state, memory = pair(spy := Spy(), [0, 4, 0])
     drafter.propose(memory, state, torch.tensor([3, 2]))
     drafter.free(memory, [1])
     state.free(1)
@@ -287,9 +249,6 @@ def test_a_drafter_with_a_probe_is_refused():
     class Probing(Drafter):
         probe_rows = 1
 
-        def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
-            return None
-
     with pytest.raises(ConfigError, match="probe"):
         Predicted(Probing(), 5)
 
@@ -303,19 +262,14 @@ INNERS = {
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_predictions_keep_the_distribution(inner, is_alone):
+def test_predictions_keep_the_distribution(inner):
     """Catches a predicted token that is accepted for its own value, or judged by the other drafter's q.
 
-    Half of the slots have a prediction, or all; of three kinds.  False alarm 1e-6.
+    Half of the slots have a prediction, of three kinds.  False alarm 1e-6.
     """
-    kinds = [[1, 1, 1, 1], [2, 0, 4, 3, 1], [0]]
-    predictions = kinds if is_alone else [kinds[0], [], kinds[1], [], kinds[2], []]
+    predictions = [[1, 1, 1, 1], [], [2, 0, 4, 3, 1], [], [0], []]
     drafter = Predicted(INNERS[inner](), 5, 3)
     assert keeps_the_distribution(TABLE, drafter, slots=3000, predictions=predictions)
-
-
-# ── alignment ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def after(prediction: list[int], text: list[int], most: int = 3, begin: int = 0) -> list[int]:
@@ -341,10 +295,7 @@ def test_the_longest_match_counts_and_of_equals_the_nearest():
     assert after([1, *line, 2, 2, *other, 3, 4], [9, *line]) == [2, 2, 8]
     # the text left it after 1, 2: the first line after that is the nearest
     assert after([*line, 0, 1, 2, *line, 3, 4, 4, 4, *line, 5], [*line, 0, 1, 2, 9, *line]) == [3, 4, 4]
-
-
-def test_two_equal_tokens_are_no_match():
-    """Catches a draft after any pair that happens to be in the prediction."""
+    # two equal tokens are no match
     assert after([1, 2, 3, 4], [9, 2, 3]) == [] and after([1, 2, 3, 4], [9, 1, 2, 3]) == [4]
 
 

@@ -1,7 +1,5 @@
 """How a server ends: what runs may end, what does not is told so, and what comes is sent away."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time
@@ -12,21 +10,16 @@ from openai import OpenAI
 
 from outrider import Sampling
 from outrider.serve import server
-from outrider.serve.api import make_app
 from outrider.serve.config import Config
-from outrider.serve.door import Door
-from outrider.serve.service import Service
-from outrider.targets.transformers import TransformersTarget
-from serve.running import MODEL, Running, engine_of, running
+from serve.running import MODEL, Running, running
 from serve.test_api import LONG, PROMPT, Slow, alone
 
 
 def drain(found: Running) -> None:
-    assert found.server.post.loop is not None
     found.server.post.loop.call_soon_threadsafe(found.server.drain)
 
 
-def test_what_runs_ends_and_what_comes_is_sent_away(talker: TransformersTarget) -> None:
+def test_what_runs_ends_and_what_comes_is_sent_away(talker):
     """Catches a stream that a stop cuts off, and a request that is taken after it."""
     with running(talker, Slow(0.005), slots=1, drain_s=60.0) as found, httpx.Client(timeout=30) as client:
         body = LONG | {"stream": True, "n": 2, "max_tokens": 40}
@@ -49,11 +42,9 @@ def test_what_runs_ends_and_what_comes_is_sent_away(talker: TransformersTarget) 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_what_does_not_end_in_time_is_told_so(
-    stream: bool, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_end_in_time_is_told_so(stream, talker, monkeypatch):
     """Catches a server that waits for ever, and a text that stops without a word, as if it were whole."""
-    said: list[str] = []
+    said = []
     with running(talker, Slow(), slots=1, drain_s=0.2) as found:
         found.server.say = said.append
         client = httpx.Client(timeout=30)
@@ -67,7 +58,6 @@ def test_what_does_not_end_in_time_is_told_so(
             assert lines[-1] == "[DONE]"
             error = json.loads(lines[-2])["error"]
         else:
-            assert found.server.post.loop is not None
             found.server.post.loop.call_soon_threadsafe(found.server.post.loop.call_later, 0.3, found.server.drain)
             answer = client.send(request)
             assert answer.status_code == 503
@@ -77,7 +67,7 @@ def test_what_does_not_end_in_time_is_told_so(
     assert said == ["stopping: 1 requests have 0.2 s to end; again to stop at once", "1 requests are ended unfinished"]
 
 
-def test_a_second_signal_ends_at_once(talker: TransformersTarget) -> None:
+def test_a_second_signal_ends_at_once(talker):
     """Catches a server that can only be killed."""
     with running(talker, Slow(), slots=1, drain_s=60.0) as found, httpx.Client(timeout=30) as client:
         with client.stream("POST", f"{found.url}/v1/completions", json=LONG | {"stream": True}) as answer:
@@ -90,14 +80,12 @@ def test_a_second_signal_ends_at_once(talker: TransformersTarget) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_an_engine_that_fails_ends_the_server_with_an_error(
-    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_ends_the_server_with_an_error(talker, monkeypatch):
     """Catches a process that lives on and answers nobody, so that nothing starts it again."""
-    failures: list[Exception] = []
+    failures = []
     serve = server.Server.serve
 
-    async def watched(self: server.Server, sockets: object = None) -> None:
+    async def watched(self, sockets=None):
         try:
             await serve(self, sockets)  # type: ignore[arg-type]
         except server.ServerError as error:
@@ -112,7 +100,7 @@ def test_an_engine_that_fails_ends_the_server_with_an_error(
     assert "the engine failed: RuntimeError: planted" in str(failures[0])
 
 
-def test_a_connection_is_used_again(talker: TransformersTarget) -> None:
+def test_a_connection_is_used_again(talker):
     """Catches a connection that is closed, or left half read, after an answer, a stream or a refusal."""
     with running(talker) as found, httpx.Client() as http:
         client = OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0, http_client=http)
@@ -125,25 +113,7 @@ def test_a_connection_is_used_again(talker: TransformersTarget) -> None:
         assert len(found.server.server_state.connections) == 1
 
 
-def test_it_says_that_it_answers_only_when_it_does(talker: TransformersTarget) -> None:
-    """Catches an address that is said of a socket which does not listen yet: a client's first request is refused."""
-    connected: list[bool] = []
-
-    def connects() -> None:
-        with socket.socket() as client:
-            connected.append(client.connect_ex(sock.getsockname()) == 0)
-        own.should_exit = True
-
-    config = Config(port=0, slots=1)
-    with engine_of(talker, None, config) as (engine, post), server.bound(config) as sock:
-        service = Service(engine, talker, config, name=MODEL)
-        door = Door(make_app(service, engine.telemetry, lambda: False), config, None, engine.telemetry)
-        own = server.Server(door, service, post, ready=connects)
-        server.run(own, sock)
-    assert connected == [True]
-
-
-def test_small_pieces_leave_at_once() -> None:
+def test_small_pieces_leave_at_once():
     """Without the number of its protocol asyncio takes it for no TCP, and each answer waits 40 ms for the last one's
     acknowledgement."""
     with server.bound(Config(port=0)) as sock:

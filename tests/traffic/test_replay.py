@@ -1,8 +1,6 @@
 """Replays against real servers in processes of their own: every call is accounted for, whatever becomes of the
 servers."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools
@@ -28,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import traffic
 from outrider.cli.replay import replay as verb
 from outrider.client.events import Events
 from outrider.errors import ConfigError, DataError
@@ -64,7 +61,6 @@ class Stub:
             *self.options,
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
 
     def kill(self) -> None:
@@ -135,15 +131,12 @@ def faults(result: Replayed, folder: Path) -> list[str]:
     return found
 
 
-# ── every call is accounted for ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again(tmp_path):
     """Catches a call that is lost with its connection, and a sender that stops with the server."""
     stub = Stub("--gap-ms", "20", "--remember")
     trace = log(tmp_path, 240, per_s=120)
 
-    def violence() -> None:
+    def violence():
         while len(httpx.get(stub.url + "/received").json()) < 60:
             time.sleep(0.02)
         stub.kill()
@@ -172,17 +165,10 @@ TROUBLE: dict[int, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def troubled(plain: Stub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Replayed, Path]:
-    folder = tmp_path_factory.mktemp("troubled")
-    trace = log(folder, 20, wishes=TROUBLE)
-    result = replay.replay(trace, [plain.url], Plan(retries=2, timeout_s=0.6, slo={"ttft": 5.0}), folder=folder / "out")
-    return result, folder / "out"
-
-
-def test_each_kind_of_trouble_has_its_name(troubled: tuple[Replayed, Path]) -> None:
+def test_each_kind_of_trouble_has_its_name(plain, tmp_path):
     """Catches trouble that counts as an answer, a cut answer that counts as a failure, and retries that help nobody."""
-    result, folder = troubled
+    trace, folder = log(tmp_path, 20, wishes=TROUBLE), tmp_path / "out"
+    result = replay.replay(trace, [plain.url], Plan(retries=2, timeout_s=0.6, slo={"ttft": 5.0}), folder=folder)
     assert faults(result, folder) == []
     (endpoint,) = result.endpoints
     assert dict(endpoint.cut_off) == {"connection closed": 1, "timeout: silent for 0.6 s": 1, "error in the stream": 1}
@@ -198,47 +184,13 @@ def test_each_kind_of_trouble_has_its_name(troubled: tuple[Replayed, Path]) -> N
     assert rows[10]["answer"].split()[1::2] == list("01234567")
     assert "tpot_s" not in rows[11] and any("no count" in note for note in result.notes)
     assert endpoint.within_limits == endpoint.answered == 20 - 8
+    value = json.loads(json.dumps(result.plain(), allow_nan=False))
+    assert value["outrider_replay"] == 1 and value["endpoints"][0]["ttft_s"]["p99"] > 0
 
 
-def test_the_servers_counters_agree_with_what_its_answers_say(plain: Stub, tmp_path: Path) -> None:
-    """Catches counters that are read before the last answer ended, and answers that are counted twice."""
-    result = replay.replay(log(tmp_path, 30), [plain.url])
-    (endpoint,) = result.endpoints
-    assert endpoint.acceptance is not None and endpoint.reported_acceptance is not None
-    assert endpoint.reported_acceptance["answers"] == 30
-    for name in ("drafts", "drafted", "accepted"):
-        assert endpoint.acceptance[name] == endpoint.reported_acceptance[name] > 0
-    assert endpoint.acceptance["generated"] == endpoint.tokens == 30 * 16
-
-
-def test_a_lost_call_would_be_found(troubled: tuple[Replayed, Path], tmp_path: Path) -> None:
-    """The planted faults: a line that was not written, one written twice, a call that no count holds."""
-    result, folder = troubled
-    lines = (folder / "calls.jsonl").read_text().splitlines()
-    for planted in (lines[:-1], [*lines, lines[0]]):
-        (tmp_path / "calls.jsonl").write_text("\n".join(planted))
-        assert faults(result, tmp_path)
-
-
-def test_a_call_that_is_dropped_in_the_middle_stops_the_replay(
-    plain: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planted fault: a tally that forgets one call in seven is noticed by the replay itself."""
-    take = Endpoint.take
-
-    def forgetful(endpoint: Endpoint, number: int, *rest: Any) -> None:
-        if number % 7:
-            take(endpoint, number, *rest)
-
-    monkeypatch.setattr(Endpoint, "take", forgetful)
-    with pytest.raises(AssertionError, match="2 calls are not accounted for"):
-        replay.replay(log(tmp_path, 14), [plain.url])
-
-
-def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None:
-    """Catches calls that are lost when the user has had enough: those under way are cut off or failed, the rest not
-    sent."""
-    log(tmp_path, 2000, per_s=100, wishes={3: {"hang": True}})
+def test_ctrl_c_stops_and_what_came_is_kept(plain, tmp_path):
+    """Catches calls that are lost when the user has had enough."""
+    log(tmp_path, 2000, per_s=100, wishes={3: {"hang": True}, 4: {"stall": 2}})
     code = "from outrider.cli.replay import replay; import typer; typer.run(replay)"
     command = [sys.executable, "-c", code, "log.jsonl", "--against", plain.url, "--out", "out"]
     process = subprocess.Popen(
@@ -248,7 +200,7 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
     )  # fmt: skip
     written = tmp_path / "out" / "calls.jsonl.part"
     deadline = time.monotonic() + 20
-    while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
+    while not (written.exists() and written.read_bytes().count(b"\n") > 30) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=20)
@@ -258,45 +210,21 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
     assert not kept["is_whole"] and 0 < kept["not_sent"] < 2000
     assert len(lines) + kept["not_sent"] == 2000
     (endpoint,) = kept["endpoints"]
-    assert endpoint["sent"] == endpoint["answered"] + sum(endpoint["failed"].values()) + sum(
-        endpoint["cut_off"].values()
-    )
-    assert endpoint["failed"]["stopped"] >= 1
+    failed, cut_off = endpoint["failed"], endpoint["cut_off"]
+    assert endpoint["sent"] == endpoint["answered"] + sum(failed.values()) + sum(cut_off.values())
+    assert failed["stopped"] >= 1 and cut_off["stopped"] >= 1
+    (row,) = next(line for line in map(json.loads, lines) if line["call"] == 4)["servers"].values()
+    assert row["outcome"] == "cut off" and row["pieces"] == 2 and row["answer"] and row["ttft_s"] > 0
     assert f"{kept['not_sent']} calls were not sent" in said
 
 
-def test_an_answer_that_was_under_way_is_cut_off_and_keeps_what_came(plain: Stub, tmp_path: Path) -> None:
-    """Catches half an answer that a stop turns into a call of which nothing came."""
-    run = replay._Run(
-        log(tmp_path, 2, wishes={0: {"stall": 2}, 1: {"hang": True}}), [server_at(plain.url)], Plan(),
-        (tmp_path / "calls.jsonl").open("w"), None, None,
-    )  # fmt: skip
-
-    async def stopped() -> None:
-        task = asyncio.create_task(run.go())
-        while not any(line.answer and len(line.answer.pieces) == 2 for line in run.clients[0].busy):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(asyncio.wait_for(stopped(), 60))
-    assert run.file is not None
-    run.file.close()
-    (endpoint,) = run.endpoints
-    assert (dict(endpoint.cut_off), dict(endpoint.failed)) == ({"stopped": 1}, {"stopped": 1})
-    rows = {line["call"]: line for line in map(json.loads, (tmp_path / "calls.jsonl").open())}
-    ((row,),) = (rows[0]["servers"].values(),)
-    assert row["outcome"] == "cut off" and row["pieces"] == 2 and row["answer"] and row["ttft_s"] > 0
-
-
 @pytest.mark.parametrize("concurrency", [None, 1])
-def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency: int | None, plain: Stub, tmp_path: Path) -> None:
+def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency, plain, tmp_path):
     """Catches a log that changes under the replay and takes the result of an hour with it."""
     trace = log(tmp_path, 30)
     real = trace.parse
 
-    def changed(row: Any, name: str) -> list[Call]:
+    def changed(row, name):
         if name == "20":
             raise ValueError("not JSON any more")
         return real(row, name)
@@ -311,29 +239,7 @@ def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency: int | None,
     assert len(lines) == kept["endpoints"][0]["sent"] == 30 - kept["not_sent"]
 
 
-def test_a_log_that_changes_under_the_verb_is_one_sentence_and_no_traceback(plain: Stub, tmp_path: Path) -> None:
-    """Catches an error that main() does not know: a log that is cut short while it is sent, as one that is rotated."""
-    # longer than what a file reads ahead
-    rows = [{"prompt": "x" * 50_000, "timestamp": 5 * number} for number in range(3)]
-    path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps(row | {"model": "stub"}) + "\n" for row in rows))
-    code = "import sys; from outrider.cli import main; sys.argv[0] = 'outrider'; main()"
-    command = [sys.executable, "-c", code, "replay", str(path), "--against", plain.url, "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        while "about 10 s" not in (line := process.stdout.readline()):
-            assert line, "it ended before it began"
-        os.truncate(path, path.read_text().index("\n") + 1)
-        _, said = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 1 and "Traceback" not in said
-    assert f"error {path}:" in said and "use a copy" in said
-    assert not json.loads((tmp_path / "out" / "replay.json").read_text())["is_whole"]
-
-
-def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_replay_with_its_own_error(plain, tmp_path):
     """Catches an error inside a call's task that nobody looks at, while the replay goes on without its file."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "calls.jsonl.part").symlink_to("/dev/full")
@@ -341,9 +247,6 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: P
     run = replay._Run(trace, [server_at(plain.url)], Plan(), open("/dev/full", "w", buffering=1), None, None)  # noqa: SIM115
     with pytest.raises(OSError, match="No space"):
         asyncio.run(run.go())
-
-
-# ── several servers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def misplaced(result: Replayed, folder: Path) -> list[str]:
@@ -362,47 +265,9 @@ def misplaced(result: Replayed, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(concurrency=4)], ids=["clock", "callers"])
-def test_two_servers_get_every_call_and_keep_their_own_answers(
-    plain: Stub, other: Stub, plan: Plan, tmp_path: Path
-) -> None:
-    """Catches servers that are swapped, and a server that always comes first."""
-    result = replay.replay(log(tmp_path, 24, per_s=60), [plain.url, other.url], plan, folder=tmp_path / "out")
-    assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
-    assert [endpoint.sent for endpoint in result.endpoints] == [24, 24]
-    [beside] = result.comparisons
-    assert beside.answers is not None and (beside.answers.compared, beside.answers.equal) == (24, 0)
-    assert beside.ratios["ttft_s"].low > 1
-    firsts = []
-    for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
-        sent = {url: row["sent_s"] for url, row in line["servers"].items()}
-        firsts.append((line["call"], min(sent, key=sent.__getitem__)))
-    assert {(number % 2, url) for number, url in firsts} == {(0, plain.url), (1, other.url)}
-
-
-def test_swapped_servers_would_be_found(
-    plain: Stub, other: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planted fault: the second server's answers under the first one's name."""
-    init = replay._Run.__init__
-
-    def swapped(run: Any, *rest: Any) -> None:
-        init(run, *rest)
-        run.clients.reverse()
-
-    monkeypatch.setattr(replay._Run, "__init__", swapped)
-    monkeypatch.setattr(Server, "model_for", lambda server, asked: None)
-    plan = Plan(model="stub", concurrency=2)
-    result = replay.replay(log(tmp_path, 6), [plain.url, other.url], plan, folder=tmp_path / "out")
-    assert any(endpoint.failed for endpoint in result.endpoints[:1])
-
-
 @pytest.mark.parametrize("plan", [Plan(greedy=True), Plan(greedy=True, concurrency=4)], ids=["clock", "callers"])
-def test_each_of_several_servers_is_compared_with_the_first(
-    plain: Stub, other: Stub, twin: Stub, plan: Plan, tmp_path: Path
-) -> None:
-    """Catches neighbours compared with one another, a third server that is left out, and differences where there are
-    none."""
+def test_each_of_several_servers_is_compared_with_the_first(plain, other, twin, plan, tmp_path):
+    """Catches neighbours compared with one another and a third server that is left out."""
     urls = [plain.url, other.url, twin.url]
     result = replay.replay(log(tmp_path, 21), urls, plan, folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
@@ -416,7 +281,7 @@ def test_each_of_several_servers_is_compared_with_the_first(
     assert not any(line["equal"] for line in lines) and not any("sample" in note for note in result.notes)
 
 
-def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_path: Path) -> None:
+def test_split_keeps_a_session_with_one_server(plain, other, tmp_path):
     """Catches turns of a conversation that change servers, and with them lose their cached prefix."""
     named = lambda number: {"prompt": f"x {number}", "session_id": f"s{number % 5}", "timestamp": number / 100}
     rows = [named(number) | {"model": "m"} for number in range(25)]
@@ -427,13 +292,13 @@ def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_pat
     assert sum(endpoint.sent for endpoint in result.endpoints) == 25 and all(
         endpoint.sent for endpoint in result.endpoints
     )
-    places: dict[int, set[str]] = {}
+    places = {}
     for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
         places.setdefault(line["call"] % 5, set()).update(line["servers"])
     assert all(len(urls) == 1 for urls in places.values())
 
 
-def test_answers_are_compared_with_the_logs_own(plain: Stub, tmp_path: Path) -> None:
+def test_answers_are_compared_with_the_logs_own(plain, tmp_path):
     said = httpx.post(
         plain.url + "/v1/completions", json={"model": "stub", "prompt": "p", "stub": {"whole": True}}
     ).json()
@@ -449,7 +314,7 @@ def test_answers_are_compared_with_the_logs_own(plain: Stub, tmp_path: Path) -> 
 
 
 @given(st.text(max_size=8), st.text(max_size=8))
-def test_the_first_difference_is_where_it_is(one: str, two: str) -> None:
+def test_the_first_difference_is_where_it_is(one, two):
     at = first_difference(one, two)
     if one == two:
         assert at is None
@@ -457,16 +322,13 @@ def test_the_first_difference_is_where_it_is(one: str, two: str) -> None:
         assert at is not None and one[:at] == two[:at] and one[at : at + 1] != two[at : at + 1]
 
 
-# ── when calls are sent ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_calls_are_due_at_the_logs_times_divided_by_the_speed(tmp_path: Path) -> None:
+def test_calls_are_due_at_the_logs_times_divided_by_the_speed(tmp_path):
     trace = log(tmp_path, 10, per_s=10)
     assert [at for _, at in dues(trace, Plan(speed=4))] == pytest.approx([number / 40 for number in range(10)])
     assert len(list(dues(trace, Plan(limit=3)))) == 3
 
 
-def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path: Path) -> None:
+def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path):
     """Catches a steady rate in its place, which hides queues, and times that no seed fixes.  Seeded: no false alarm."""
     trace = log(tmp_path, 3000)
     found = np.array([at for _, at in dues(trace, Plan(rate=50, seed=3))])
@@ -475,8 +337,8 @@ def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path: Path) -> None:
     assert found.tolist() == [at for _, at in dues(trace, Plan(rate=50, seed=3))]
 
 
-def test_nothing_is_sent_before_its_time_and_each_once(plain: Stub, tmp_path: Path) -> None:
-    """Catches a schedule that only the sender believes in: the server itself says when each call came."""
+def test_nothing_is_sent_before_its_time_and_each_once(plain, tmp_path):
+    """Catches a schedule that only the sender believes in."""
     before = set(httpx.get(plain.url + "/received").json())
     result = replay.replay(log(tmp_path, 40), [plain.url], folder=tmp_path / "out")
     came = {name: at for name, at in httpx.get(plain.url + "/received").json().items() if name not in before}
@@ -487,19 +349,26 @@ def test_nothing_is_sent_before_its_time_and_each_once(plain: Stub, tmp_path: Pa
         assert came[line["servers"][plain.url]["request_id"]] - start >= line["at_s"]
         assert line["servers"][plain.url]["late_s"] >= 0
     assert result.schedule_error_s is not None and result.schedule_error_s.samples == 40
+    (endpoint,) = result.endpoints
+    assert endpoint.reported_acceptance["answers"] == 40
+    for name in ("drafts", "drafted", "accepted"):
+        assert endpoint.acceptance[name] == endpoint.reported_acceptance[name] > 0
+    assert endpoint.acceptance["generated"] == endpoint.tokens == 40 * 16
 
 
-def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are_callers(
-    plain: Stub, tmp_path: Path
-) -> None:
-    result = replay.replay(log(tmp_path, 30), [plain.url], Plan(concurrency=3), folder=tmp_path / "out")
-    rows = [json.loads(line)["servers"][plain.url] for line in (tmp_path / "out" / "calls.jsonl").open()]
+def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are_callers(plain, tmp_path):
+    """Catches also first calls, slow as they are, among the latencies; or lost for it."""
+    out = tmp_path / "out"
+    result = replay.replay(log(tmp_path, 30), [plain.url], Plan(concurrency=3, warmup=5), folder=out)
+    rows = [json.loads(line)["servers"][plain.url] for line in (out / "calls.jsonl").open()]
     ends = sorted([(row["sent_s"], 1) for row in rows] + [(row["sent_s"] + row["e2e_s"] - 1e-4, -1) for row in rows])
     assert max(np.cumsum([step for _, step in ends])) == 3
-    assert result.schedule_error_s is None
+    (endpoint,) = result.endpoints
+    assert faults(result, out) == [] and endpoint.answered == 30 and result.schedule_error_s is None
+    assert (endpoint.e2e_s.samples, endpoint.gap_s.samples) == (25, 25 * 7)
 
 
-def test_a_pause_doubles_and_does_what_the_server_says() -> None:
+def test_a_pause_doubles_and_does_what_the_server_says():
     """Catches Retry-After that is ignored, and callers that all come back at once."""
     noise = random.Random(0)
     pauses = [[Answer(0.0, attempts=attempt).pause_s(noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
@@ -508,31 +377,12 @@ def test_a_pause_doubles_and_does_what_the_server_says() -> None:
     assert Answer(0.0, retry_after_s=2.5).pause_s(noise) == 2.5
     assert Answer(0.0, retry_after_s=3600).pause_s(noise) is None
     assert Answer(0.0, retry_after_s=30.5).pause_s(noise) is None
-
-
-def test_what_is_sent_again_is_what_the_page_says() -> None:
-    """Catches a page that names other statuses than the code does."""
-    page = " ".join((ROOT / "docs" / "replay.md").read_text().split())
-    again = [
-        status for status in range(200, 600) if Answer(0.0, status=status, failure=f"HTTP {status}").is_worth_another
-    ]
+    again = [status for status in range(200, 600) if Answer(0.0, status=status, failure="x").is_worth_another]
     assert again == [200, 408, 429, 500, 502, 503, 504]
-    assert "408, 429, 500, 502, 503, 504, or a 200 whose stream" in page and "Retry-After above 30 s is not" in page
-    assert Answer(0.0, status=200, failure="the stream ended before the answer did").is_worth_another
 
 
-def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_path: Path) -> None:
-    """Catches first calls, slow as they are, among the latencies; or lost for it."""
-    result = replay.replay(log(tmp_path, 12), [plain.url], Plan(warmup=5, rate=200), folder=tmp_path / "out")
-    (endpoint,) = result.endpoints
-    assert faults(result, tmp_path / "out") == [] and endpoint.answered == 12
-    assert endpoint.e2e_s is not None and endpoint.gap_s is not None and result.schedule_error_s is not None
-    assert (endpoint.e2e_s.samples, endpoint.gap_s.samples, result.schedule_error_s.samples) == (7, 7 * 7, 7)
-
-
-def test_a_call_is_sent_as_the_plan_says() -> None:
-    """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its
-    turns."""
+def test_a_call_is_sent_as_the_plan_says():
+    """Catches a limit that makes short answers long and a model that a server does not have."""
     said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
     call = Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
     server = Server(address_of("x"), ("ours", "more"), None, None)
@@ -549,8 +399,6 @@ def test_a_call_is_sent_as_the_plan_says() -> None:
     assert call.body["messages"] == said and "stream" not in call.body
 
 
-# ── the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 EVENTS = (
     b'\xef\xbb\xbf: hello\n\ndata: {"a":1}\r\n\r\nevent: x\rdata:two\rdata: lines\r\r\n\ndata: x\r\ndata: y\r\n\r\n'
     b"id: 3\n\ndata\n\ndata: [DONE]\n\n"
@@ -558,18 +406,12 @@ EVENTS = (
 
 
 @given(st.lists(st.integers(0, len(EVENTS))))
-def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
+def test_events_are_the_same_however_the_bytes_are_cut(cuts):
     """Catches an event lost between two reads, a carriage return parted from its newline, a comment taken for data."""
     events = Events()
     places = [0, *sorted(cuts), len(EVENTS)]
     found = [event for start, end in itertools.pairwise(places) for event in events.feed(EVENTS[start:end])]
     assert found + list(events.end()) == ['{"a":1}', "two\nlines", "x\ny", "", "[DONE]"]
-
-
-def test_an_event_without_its_empty_line_is_still_heard() -> None:
-    events = Events()
-    assert list(events.feed(b"data: [DONE]")) == []
-    assert list(events.end()) == ["[DONE]"]
 
 
 @contextmanager
@@ -617,13 +459,11 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
 @pytest.mark.parametrize(
     ("said", "failure"),
     [
-        (OK + b"\r\n" + EVENT, None),
-        (OK + b"Connection: close\r\n\r\n" + EVENT + b"data: [DONE]\n\n", None),
+        (OK + b"\r\n" + EVENT, None), (OK + b"Connection: close\r\n\r\n" + EVENT + b"data: [DONE]\n\n", None),
         (OK + b"Content-Length: %d\r\n\r\n" % len(EVENT) + EVENT, None),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n%x;a=b\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(EVENT), EVENT), None),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"\r\n" + EVENT, None),
-        (OK + b"Content-Length: 999\r\n\r\n" + EVENT, "connection closed"),
-        (OK + b"\r\ndata: {\n\n", "not understood"),
+        (OK + b"Content-Length: 999\r\n\r\n" + EVENT, "connection closed"), (OK + b"\r\ndata: {\n\n", "not understood"),
         (OK + b"\r\ndata: [1]\n\n", "not understood: an event that is a list"),
         (OK + b'\r\ndata: {"choices": [1]}\n\n', "not understood"),
         (OK + b"\r\n: nothing\n\n", "the stream ended before the answer did"),
@@ -633,25 +473,24 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
         (OK + b"Content-Length: -3\r\n\r\n", "not understood: bad Content-Length"),
         (OK + b"Content-Encoding: gzip\r\n\r\n", "not understood: the answer is compressed"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not understood: illegal status line"),
-        (b"A" * 70_000, "not understood: Receive buffer too long"),
-        (b"", "connection closed"),
+        (b"A" * 70_000, "not understood: Receive buffer too long"), (b"", "connection closed"),
         (b"HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\noops", "HTTP 500: oops"),
         (b'HTTP/1.1 422 X\r\nContent-Length: 17\r\n\r\n{"error": "extra"}'[:-1], "HTTP 422"),
     ],
-)
-@pytest.mark.parametrize("pieces", [1, 11])
-def test_whatever_a_server_says_is_an_answer(said: bytes, failure: str | None, pieces: int) -> None:
+)  # fmt: skip
+def test_whatever_a_server_says_is_an_answer(said, failure):
     """Catches a server that ends the replay, or that is waited for without an end, by what it says."""
-    with speaking(said, pieces) as url:
-        answer = asked(url)
-    if failure is None:
-        assert answer.failure is None and answer.text == "hi"
-    else:
-        assert answer.failure is not None and answer.failure.startswith(failure)
-    assert answer.ended_s >= answer.began_s
+    for pieces in (1, 11):
+        with speaking(said, pieces) as url:
+            answer = asked(url)
+        if failure is None:
+            assert answer.failure is None and answer.text == "hi"
+        else:
+            assert answer.failure is not None and answer.failure.startswith(failure)
+        assert answer.ended_s >= answer.began_s
 
 
-def test_a_server_that_is_not_there_or_says_nothing_is_an_answer_too() -> None:
+def test_a_server_that_is_not_there_or_says_nothing_is_an_answer_too():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert asked(f"http://127.0.0.1:{port}").failure == "no connection: Connection refused"
@@ -660,9 +499,9 @@ def test_a_server_that_is_not_there_or_says_nothing_is_an_answer_too() -> None:
     assert (asked("http://host.invalid:1").failure or "").startswith("no connection: ")
 
 
-def test_a_key_goes_along_and_no_name_ends_a_header() -> None:
+def test_a_key_goes_along_and_no_name_ends_a_header():
     """Catches a key that is left out, and an id from a log that writes headers of its own."""
-    heard: list[bytes] = []
+    heard = []
     with speaking(OK + b"\r\n" + EVENT, heard=heard) as url:
         asked(url, key="k1")
         asked(url.replace("//", "//me:pw%3A1@"), name="a\r\nX-Evil: 1")
@@ -673,7 +512,7 @@ def test_a_key_goes_along_and_no_name_ends_a_header() -> None:
     assert b"\r\nX-Request-Id: a__X-Evil:_1\r\n" in heard[1]
 
 
-def test_addresses_are_understood_and_passwords_not_shown() -> None:
+def test_addresses_are_understood_and_passwords_not_shown():
     for url in (
         "127.0.0.1:80/v1",
         "http://127.0.0.1/",
@@ -687,10 +526,7 @@ def test_addresses_are_understood_and_passwords_not_shown() -> None:
             address_of(url)
 
 
-# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_gaps_in_bins_have_the_percentiles_of_the_gaps_themselves() -> None:
+def test_gaps_in_bins_have_the_percentiles_of_the_gaps_themselves():
     noise = np.random.default_rng(0).lognormal(-4, 1, 5000)
     gaps = Gaps()
     for gap in (0.0, *noise):
@@ -706,7 +542,7 @@ def answered(number: int, endpoint: Endpoint, ttft: float, e2e: float, tokens: i
     endpoint.take(number, Answer(0.0, ttft, e2e, e2e, tokens=tokens, is_done=True, due_s=0.0))
 
 
-def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
+def test_tpot_and_goodput_are_what_they_are_said_to_be():
     """Catches TPOT over all tokens instead of all but the first, and a limit that is met by half."""
     kept = Endpoint("u", slo={"ttft": 0.5, "tpot": 0.05})
     answered(0, kept, 0.4, 0.8, 11)  # 40 ms a token
@@ -720,9 +556,8 @@ def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
     assert kept.tpot_s is not None and kept.tpot_s.samples == 3 and kept.goodput_per_s == pytest.approx(2 / 1.4)
 
 
-def test_goodput_is_of_the_time_of_the_calls_that_are_timed() -> None:
-    """Catches calls of a few seconds divided by the minutes of the warm-up, and a limit that is met by what nobody
-    knows."""
+def test_goodput_is_of_the_time_of_the_calls_that_are_timed():
+    """Catches calls of a few seconds divided by the minutes of the warm-up."""
     slo = {"tpot": 0.05}
     kept = Endpoint("u", slo=slo)
     for number, counts in enumerate([False] * 30 + [True] * 10):
@@ -737,7 +572,7 @@ def test_goodput_is_of_the_time_of_the_calls_that_are_timed() -> None:
     assert not unseen.meets(slo)
 
 
-def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little() -> None:
+def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little():
     """Catches answers of one call beside those of another, which happens as soon as one server loses a call."""
     noise = np.random.default_rng(1)
     first, second = Endpoint("a"), Endpoint("b")
@@ -753,8 +588,6 @@ def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little()
     assert alone.low < 0.5 < alone.high
 
 
-# ── the verb ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 app = typer.Typer()
 app.command()(verb)
 
@@ -763,41 +596,21 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stub, tmp_path: Path) -> None:
+def test_the_verb_prints_a_table_and_writes_what_it_says(plain, other, tmp_path):
     trace, out, kept = log(tmp_path, 12), tmp_path / "out", tmp_path / "kept.json"
-    arguments = (
-        trace.path,
-        "--against",
-        f"{plain.url},{other.url}",
-        "--slo",
-        "ttft=500,tpot=50",
-        "--out",
-        out,
-        "--json",
-        kept,
-    )
-    done = run(*arguments)
+    more = ("--slo", "ttft=500,tpot=50", "--out", out, "--json", kept)
+    done = run(trace.path, "--against", f"{plain.url},{other.url}", *more)
     assert done.exit_code == 0, done.output
-    for word in (
-        "12 calls over 0 s (raw)",
-        "TTFT ms, mean",
-        "second / first",
-        "0 of 12 equal",
-        "tokens per step",
-        "within ttft 500",
-    ):
+    for word in ("12 calls over 0 s (raw)", "TTFT ms, mean", "second / first", "0 of 12 equal", "within ttft 500"):
         assert word in done.output
     value = json.loads(kept.read_text())
-    assert (
-        value == json.loads((out / "replay.json").read_text())
-        and value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
-    )
-    again = run(*arguments)
+    assert value == json.loads((out / "replay.json").read_text())
+    assert value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
+    again = run(trace.path, "--against", plain.url, *more)
     assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
-    assert run(*arguments, "--over").exit_code == 0
 
 
-def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: Stub, tmp_path: Path) -> None:
+def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain, tmp_path):
     """Catches a replay that ends well though nothing was answered, and a log's model that is changed in silence."""
     rows = [{"prompt": "x", "model": "gpt-4", "timestamp": 0, "stub": {"status": 400}}]
     path = tmp_path / "log.jsonl"
@@ -813,13 +626,10 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: 
         ((), ConfigError, "nothing to do"),
         (("--against", "URL", "--rate", "0"), ConfigError, "above 0"),
         (("--against", "URL", "--rate", "1", "--concurrency", "1"), ConfigError, "choose one"),
-        (("--against", "URL", "--rate", "1", "--speed", "2"), ConfigError, "choose one"),
         (("--against", "URL", "--slo", "ttft"), ConfigError, "milliseconds"),
         (("--against", "URL", "--slo", "mood=1"), ConfigError, "no limit 'mood'"),
         (("--against", "URL", "--key-from", "ABSENT_KEY"), ConfigError, "no such environment variable"),
         (("--against", "URL", "--slo", "ttft=nan,tpot=5"), ConfigError, "--slo ttft must be above 0 ms, got nan"),
-        (("--against", "URL", "--slo", "ttft=5,tpot=-1"), ConfigError, "--slo tpot must be above 0 ms, got -1"),
-        (("--against", "URL", "--slo", "e2e=inf"), ConfigError, "above 0"),
         (("--against", "URL", "--calls", "-3"), ConfigError, "--calls must be above 0, got -3"),
         (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout must be above 0, got 0"),
         (("--against", "URL", "--retries", "-1"), ConfigError, "at least 0, got 0 and -1"),
@@ -830,9 +640,7 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: 
         (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
     ],
 )
-def test_what_can_not_be_done_is_said_before_anything_is_sent(
-    arguments: tuple[str, ...], kind: type[Exception], said: str, plain: Stub, tmp_path: Path
-) -> None:
+def test_what_can_not_be_done_is_said_before_anything_is_sent(arguments, kind, said, plain, tmp_path):
     before = len(httpx.get(plain.url + "/received").json())
     path, saved = log(tmp_path, 3).path, tmp_path / "saved.jsonl"
     named = lambda part: part.replace("URL", plain.url).replace("LOG", str(path)).replace("SAVED", str(saved))
@@ -842,20 +650,23 @@ def test_what_can_not_be_done_is_said_before_anything_is_sent(
     assert len(httpx.get(plain.url + "/received").json()) == before
 
 
-def test_a_file_that_is_there_is_written_over_only_with_over(tmp_path: Path) -> None:
-    """Catches a --save that takes what somebody kept."""
+def test_a_file_that_is_there_is_written_over_only_with_over(plain, tmp_path):
+    """Catches a --save that takes what somebody kept, and --calls that sends a few and saves all."""
     path, saved = log(tmp_path, 3).path, tmp_path / "saved.jsonl"
     saved.write_text("precious")
     done = run(path, "--save", saved)
     assert isinstance(done.exception, DataError) and "--over" in str(done.exception) and saved.read_text() == "precious"
-    assert run(path, "--save", saved, "--over").exit_code == 0
-    assert traces.read(saved).size == 3
+    done = run(path, "--save", saved, "--over", "--calls", "2")
+    assert done.exit_code == 0 and "2 calls written" in done.output
+    assert [call.id for call in traces.read(saved).calls()] == ["call0", "call1"]
+    path = path.rename(tmp_path / "calls.jsonl")  # named as our own file is
+    done = run(path, "--against", plain.url, "--out", tmp_path, "--over")
+    assert isinstance(done.exception, ConfigError) and traces.read(path).size == 3
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "link.jsonl", "twin.jsonl", "part"])
-def test_the_log_that_is_read_is_never_written_onto(name: str, tmp_path: Path) -> None:
-    """Catches a log that its own copy replaces, redacted and cut to one call: by its name, by another, or on the
-    way."""
+def test_the_log_that_is_read_is_never_written_onto(name, tmp_path):
+    """Catches a log that its own copy replaces, redacted and cut to one call."""
     path = log(tmp_path, 3).path
     (tmp_path / "link.jsonl").symlink_to(path)
     os.link(path, tmp_path / "twin.jsonl")
@@ -867,24 +678,8 @@ def test_the_log_that_is_read_is_never_written_onto(name: str, tmp_path: Path) -
     assert path.read_bytes() == before
 
 
-def test_over_does_not_take_a_log_out_of_the_folder_that_is_written(plain: Stub, tmp_path: Path) -> None:
-    """Catches a log named as our own file is, which --over deletes before it is read."""
-    path = log(tmp_path, 3).path.rename(tmp_path / "calls.jsonl")
-    done = run(path, "--against", plain.url, "--out", tmp_path, "--over")
-    assert isinstance(done.exception, ConfigError) and traces.read(path).size == 3
-
-
-def test_saving_takes_as_many_calls_as_were_asked_for(tmp_path: Path) -> None:
-    """Catches --calls that sends a few and saves all."""
-    path, saved = log(tmp_path, 5).path, tmp_path / "saved.jsonl"
-    done = run(path, "--save", saved, "--calls", "2")
-    assert done.exit_code == 0 and "2 calls written" in done.output
-    assert [call.id for call in traces.read(saved).calls()] == ["call0", "call1"]
-
-
-def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path: Path) -> None:
-    """Catches a copy that is taken for greedy, cut or reported, and is none of it; --redact and --format do have an
-    effect."""
+def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path):
+    """Catches a copy that is taken for greedy, cut or reported, and is none of it."""
     path, saved = log(tmp_path, 2).path, tmp_path / "saved.jsonl"
     idle = {
         "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)],
@@ -900,11 +695,11 @@ def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path: Path) -
     assert run(path, "--save", saved, "--redact", "--format", "raw", "--skip-bad").exit_code == 0
 
 
-def test_a_log_that_changes_while_it_is_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_changes_while_it_is_saved_leaves_nothing(tmp_path, monkeypatch):
     """Catches half a copy that looks whole."""
     path, saved, real = log(tmp_path, 3).path, tmp_path / "saved.jsonl", traces.read
 
-    def read_then_cut(*rest: Any) -> traces.Trace:
+    def read_then_cut(*rest):
         trace = real(*rest)
         os.truncate(path, 10)
         return trace
@@ -915,80 +710,25 @@ def test_a_log_that_changes_while_it_is_saved_leaves_nothing(tmp_path: Path, mon
     assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_a_log_without_times_wants_a_rate(plain: Stub, tmp_path: Path) -> None:
+def test_a_log_without_times_wants_a_rate(plain, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps({"prompt": "x"}) + "\n")
     done = run(path, "--against", plain.url)
     assert isinstance(done.exception, ConfigError) and "--rate" in str(done.exception)
-    assert run(path, "--against", plain.url, "--rate", "100").exit_code == 0
 
 
-def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain: Stub, tmp_path: Path) -> None:
-    """Catches text that goes into a line, an error's words or an example; without --redact it is there."""
+def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain, other, tmp_path):
+    """Catches text that goes into a line, an error's words or an example, and ids, which may be addresses of people."""
     trace = log(tmp_path, 6, wishes={3: {"status": 400}})
     for redact in (True, False):
         saved = tmp_path / "saved.jsonl"
-        arguments = ("--against", plain.url, "--out", tmp_path / "out", "--over", "--save", saved)
+        arguments = ("--against", f"{plain.url},{other.url}", "--out", tmp_path / "out", "--over", "--save", saved)
         assert run(trace.path, *arguments, *(["--redact"] if redact else [])).exit_code == 0
-        texts = [path.read_text() for path in (*(tmp_path / "out").iterdir(), saved)]
-        assert any("secret" in text or "told to" in text or " 1 " in text for text in texts) != redact
+        texts = "\n".join(path.read_text() for path in (*(tmp_path / "out").iterdir(), saved))
+        for word in ("secret", "told to", " 1 ", "call1"):
+            assert (word in texts) != redact, word
 
 
-def test_redacted_no_name_of_a_call_is_written_either(plain: Stub, other: Stub, tmp_path: Path) -> None:
-    """Catches ids, which may be addresses of people, in the examples of what differs."""
-    trace = log(tmp_path, 3)
-    real = trace.parse
-    trace = dataclasses.replace(trace, parse=lambda *row: [dataclasses.replace(*real(*row), answer="else")])
-    for redact in (True, False):
-        folder = tmp_path / f"out {redact}"
-        result = replay.replay(trace, [plain.url, other.url], Plan(redact=redact), folder=folder)
-        assert (
-            result.comparisons[0].answers is not None
-            and result.comparisons[0].answers.first_differences
-            and result.log_answers
-        )
-        assert any("call1" in path.read_text() for path in folder.iterdir()) != redact
-
-
-def test_no_torch_is_loaded() -> None:
-    """Catches an import that makes a replay wait for torch, and hold its 300 MB."""
-    code = "import outrider.traffic.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_the_benchmark_fails_when_a_promise_is_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a benchmark that prints "false" and exits 0; planted: a call that is lost, lateness, memory that
-    grows."""
-    kept = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
-    assert all(traffic.promises(kept).values())
-    for part, name, value in (
-        ("schedule", "memory_mib", {"after_a_quarter": 60, "at_the_end": 69}), ("schedule", "memory_mib", None),
-        ("death", "not_accounted_for", 1), ("schedule", "sent_after_due_ms", {"p99": 11.0}),
-    ):  # fmt: skip
-        found = kept | {part: kept[part] | {name: value}}
-        assert sum(not is_kept for is_kept in traffic.promises(found).values()) == 1
-        monkeypatch.setattr(traffic, "schedule", lambda *_, found=found: found["schedule"])
-        monkeypatch.setattr(traffic, "death", lambda *_, found=found: found["death"])
-        monkeypatch.setattr(traffic, "READERS", {})
-        monkeypatch.setattr(sys, "argv", ["traffic.py", "--out", str(tmp_path / "found.json")])
-        with pytest.raises(SystemExit, match="not kept: "):
-            traffic.main()
-        assert not all(json.loads((tmp_path / "found.json").read_text())["promises"].values())
-    monkeypatch.setattr(traffic, "schedule", lambda *_: kept["schedule"])
-    monkeypatch.setattr(traffic, "death", lambda *_: kept["death"])
-    traffic.main()
-
-
-def test_memory_is_read_after_a_quarter_and_at_the_end() -> None:
-    assert traffic.memory([2**20 * size for size in (10, 20, 30, 40)]) == {"after_a_quarter": 20, "at_the_end": 40}
-    assert traffic.memory([1, 2, 3]) is None
-
-
-def test_limits_are_in_milliseconds() -> None:
+def test_limits_are_in_milliseconds():
     assert limits("ttft=500, tpot=50ms") == {"ttft": 0.5, "tpot": 0.05}
     assert limits(None) == {}
-
-
-def test_what_is_kept_is_json(troubled: tuple[Replayed, Path]) -> None:
-    value = json.loads(json.dumps(troubled[0].plain(), allow_nan=False))
-    assert value["outrider_replay"] == 1 and value["endpoints"][0]["ttft_s"]["p99"] > 0
