@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import make_tokenizer
 
-from outrider import demo
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, available, read
-from outrider.data.rendering import prompt_tokens, render, template_hash
+from outrider.data.rendering import prompt_tokens, render
 from outrider.data.sources import select
 from outrider.errors import DataError
 from outrider.measure import tasks
-from outrider.targets.transformers import TransformersTarget
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
@@ -41,6 +38,7 @@ def read_all(path: Path, **settings: Any) -> list[Conversation]:
         ({"messages": [], "conversations": [USER]}, [USER]),
         ({"turns": ["hi", "hi"]}, [USER, USER]),
         ({"prompt": "hi"}, [USER]),
+        ({"prompt": "🙂"}, [{"role": "user", "content": "🙂"}]),  # JSON writes it as a pair of surrogates
         ({"prompt": "hi", "response": "yo"}, [USER, REPLY]),
         ({"instruction": "hi", "output": "yo"}, [USER, REPLY]),
         ({"instruction": "hi", "input": "", "output": "yo"}, [USER, REPLY]),
@@ -149,43 +147,26 @@ def test_a_missing_file_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch,
             list(read(Config(conversations=name)))
 
 
-def test_a_truncated_line_is_named_with_its_number(tmp_path: Path) -> None:
-    """Catches a JSONDecodeError without file and line, and a number that does not count empty lines."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": "c')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 4 is not JSON \(the line is cut off\).*--skip-bad"):
-        read_all(path)
-
-
 def test_a_line_cut_inside_a_character_is_named_with_its_number(tmp_path: Path) -> None:
-    """Catches one torn byte making the whole file unreadable, where --skip-bad should leave one line out."""
+    """Catches one torn byte making the whole file unreadable, and a number that does not count empty lines."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"prompt": "a"}\n{"prompt": "über"}\n{"prompt": "ü'.encode()[:-1])
-    with pytest.raises(DataError, match="line 3"):
+    path.write_bytes('{"prompt": "a"}\n\n{"prompt": "über"}\n{"prompt": "ü'.encode()[:-1])
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4.*--skip-bad"):
         read_all(path)
     assert [conversation.messages[0]["content"] for conversation in read_all(path, skip_bad=True)] == ["a", "über"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: Path) -> None:
-    """Catches a prompt that begins with an invisible character, and a mark of UTF-16 that becomes another error's
-    cause."""
+    """Catches a prompt that begins with an invisible character."""
     path, line = tmp_path / name, '{"prompt": "hi"}' if name == "a.jsonl" else "hi"
     for mark in ("\ufeff", "\ufeff\n"):
         path.write_text(f"{mark}{line}\n{line}\n", encoding="utf-8")
         assert [conversation.messages for conversation in read_all(path)] == [[USER], [USER]]
     for encoding in ("utf-16", "utf-16-be"):
         path.write_bytes(f"\ufeff{line}\n".encode(encoding) if encoding == "utf-16-be" else line.encode(encoding))
-        with pytest.raises(
-            DataError, match=rf"{name}, line 1 begins with a UTF-16 byte order mark; save the file as UTF-8"
-        ):
+        with pytest.raises(DataError, match=rf"{name}, line 1 begins with a UTF-16 byte order mark; save the file as"):
             read_all(path)
-
-
-def test_a_pair_of_surrogates_is_its_character(tmp_path: Path) -> None:
-    """Catches an escaped character beyond 16 bits being refused: JSON writes it as two halves."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude42"}\n')
-    assert read_all(tmp_path / "a.jsonl")[0].messages[0]["content"] == "🙂"
 
 
 def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
@@ -221,24 +202,11 @@ def test_a_data_set_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_an_id_is_the_row_s_own_or_its_place(tmp_path: Path) -> None:
-    """Catches ids that depend on how many rows were read, so that nothing is known again."""
+    """Catches ids that depend on how many rows were read, and a report with two prompts under one name."""
     path = write(tmp_path / "a.jsonl", {"id": 7, "prompt": "a"}, {"prompt": "b"}, {"id": "x", "prompt": "c"})
     assert [conversation.id for conversation in read_all(path)] == ["7", "a.jsonl:2", "x"]
-
-
-def test_two_rows_of_one_id_are_told_apart(tmp_path: Path) -> None:
-    """Catches a report in which two prompts stand under one name."""
-    path = write(tmp_path / "a.jsonl", {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
+    write(path, {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
     assert len({conversation.id for conversation in read_all(path)}) == 3
-
-
-def test_more_prompts_begin_with_fewer() -> None:
-    """Catches a larger count of the demo's prompts that throws away the answers there are."""
-    few, many = (list(demo.prompts("held_out", count)) for count in (3, 9))
-    assert many[:3] == few
-    assert len({name for name, _ in many}) == 9
-    assert [name for name, _ in demo.prompts("held_out", 9, seed=1)] != [name for name, _ in many]
-    assert all(name.partition(":")[0].split("/")[0].removesuffix(".py") in demo.HELD_OUT for name, _ in many)
 
 
 def test_an_unknown_library_split_or_task_is_refused() -> None:
@@ -250,8 +218,7 @@ def test_an_unknown_library_split_or_task_is_refused() -> None:
 
 
 def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches code that runs because its source was asked for, tests taken for source, and a name that stands for
-    nothing."""
+    """Catches code that runs because its source was asked for, tests taken for source."""
     package = tmp_path / "quietpkg"
     (package / "tests").mkdir(parents=True)
     for name in ("__init__.py", "deep/a.py", "tests/b.py"):
@@ -265,19 +232,6 @@ def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(DataError, match="no installed package with Python source"):
             select(Config(conversations=f"packages:{name}"))
 
-
-def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
-    """Catches a measurement that is shown the answer, or loses what the system said."""
-    system = {"role": "system", "content": "be"}
-    path = write(tmp_path / "quiz.jsonl", {"messages": [system, USER, REPLY, USER]}, {"prompt": "b", "response": "c"})
-    assert [prompt.messages() for prompt in tasks.prompts(str(path), 9)] == [
-        [system, USER],
-        [{"role": "user", "content": "b"}],
-    ]
-    assert tasks.task_name(str(path)) == "quiz"
-
-
-# ── rendering ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TALKS = {
     "one turn": [USER, REPLY],
@@ -299,8 +253,7 @@ TALKS = {
 
 @pytest.mark.parametrize("talk", TALKS)
 def test_exactly_the_assistants_tokens_train(talk: str) -> None:
-    """Catches a role's name, a user's word or a closing token on the wrong side; transformers' own mask is the
-    judge."""
+    """Catches a role's name, a user's word or a closing token on the wrong side."""
     tokenizer, messages = make_tokenizer(), TALKS[talk]
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     wanted = tokenizer.apply_chat_template(messages[: last + 1], return_dict=True, return_assistant_tokens_mask=True)
@@ -313,17 +266,6 @@ def test_exactly_the_assistants_tokens_train(talk: str) -> None:
     assert sum(end - start for start, end in found.learn) == sum(mask)
 
 
-def test_a_conversation_that_begins_with_the_assistant_is_rendered() -> None:
-    """Catches a chat template asked to render no message at all; many public data sets begin with a greeting."""
-    tokenizer, messages = make_tokenizer(), [REPLY, USER, REPLY]
-    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    found = render(tokenizer, messages, 100)
-    assert found.tokens == wanted["input_ids"]
-    assert [i for start, end in found.learn for i in range(start, end)][-3:] == [
-        i for i, m in enumerate(wanted["assistant_masks"]) if m
-    ][-3:]
-
-
 @pytest.mark.parametrize("talk", ["one turn", "three turns", "a system", "two questions"])
 def test_without_a_template_exactly_the_answers_train(talk: str) -> None:
     """Catches the first token of the next question being learnt as the end of an answer."""
@@ -332,13 +274,8 @@ def test_without_a_template_exactly_the_answers_train(talk: str) -> None:
     assert found.tokens == [*tokenizer.encode("".join(m["content"] for m in messages)), tokenizer.eos_token_id]
     texts = [tokenizer.decode(found.tokens[start:end]).removesuffix("<|end|>") for start, end in found.learn]
     assert texts == [m["content"] for m in messages if m["role"] == "assistant"]
-
-
-def test_without_an_end_token_only_tokens_are_rendered() -> None:
-    """Catches None among the ids where the tokenizer has no end of text."""
-    found = render(make_tokenizer(template=None, end=None), [USER, REPLY], 100)
-    assert all(isinstance(token, int) for token in found.tokens)
-    assert found.learn[0][1] == len(found.tokens)
+    endless = render(make_tokenizer(template=None, end=None), [USER, REPLY], 100)
+    assert None not in endless.tokens and endless.learn[0][1] == len(endless.tokens)
 
 
 def test_a_text_is_cut_at_its_length() -> None:
@@ -351,13 +288,6 @@ def test_a_text_is_cut_at_its_length() -> None:
         assert cut.learn == [(start, min(end, length)) for start, end in whole.learn if start < length]
 
 
-def test_spans_rise_and_do_not_touch_the_prompt() -> None:
-    """Catches spans that overlap, so that a token would count twice."""
-    found = render(make_tokenizer(), TALKS["three turns"], 10_000)
-    assert all(before[1] <= after[0] for before, after in pairwise(found.learn))
-    assert found.learn[0][0] == len(prompt_tokens(make_tokenizer(), [USER]))
-
-
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}hi"
 
 
@@ -367,25 +297,12 @@ def test_what_the_template_refuses_is_a_data_error(template: str) -> None:
     tokenizer = make_tokenizer(template)
     messages = TALKS["a system"]
     for call in (lambda: prompt_tokens(tokenizer, messages[:2]), lambda: render(tokenizer, messages, 99)):
-        with pytest.raises(
-            DataError, match=r"the target's chat template refuses these messages \(.+\); correct the row"
-        ):
+        with pytest.raises(DataError, match=r"target's chat template refuses these messages \(.+\); correct the row"):
             call()
 
 
-def test_messages_that_a_target_refuses_are_a_data_error(
-    talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_a_target_refuses_are_a_data_error(talker, monkeypatch) -> None:
     """Catches the same traceback where prompts are not prepared but decoded or measured."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", STRICT)
     with pytest.raises(DataError, match="chat template refuses these messages: System role not supported"):
         talker.encode(TALKS["a system"][:2])
-
-
-def test_templates_are_told_apart() -> None:
-    """Catches answers of one template being used with another."""
-    tokenizers = [make_tokenizer(), make_tokenizer(), make_tokenizer("{{ messages }}"), make_tokenizer(None)]
-    hashes = [template_hash(tokenizer) for tokenizer in tokenizers]
-    assert hashes[0] == hashes[1]
-    assert len(set(hashes)) == 3
-    assert hashes[3] is None

@@ -25,8 +25,7 @@ def states(rows: int = 300, width: int = 256, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_come_back_within_their_rounding(kind: Kind) -> None:
-    """Catches halves or groups that are swapped, a scale of another row, and outliers that take all precision: the
-    error counts on ordinary channels alone."""
+    """Catches halves or groups that are swapped, a scale of another row."""
     rows = states()
     found = encodings.decode(kind, encodings.encode(kind, rows), torch.float32)
     ordinary = torch.ones(256, dtype=torch.bool)
@@ -34,6 +33,8 @@ def test_rows_come_back_within_their_rounding(kind: Kind) -> None:
     error = encodings.relative_error(found[1:, ordinary], rows[1:, ordinary])
     assert error <= encodings.TOLERANCE[kind] / (2 if kind != "int4" else 1.5)
     assert encodings.relative_error(found, rows) <= encodings.TOLERANCE[kind]
+    zeros = torch.zeros(4, 16)
+    assert torch.equal(encodings.decode(kind, encodings.encode(kind, zeros), torch.float32), zeros)
     # and another text's states are seen
     assert encodings.relative_error(states(seed=1), rows) > 2 * encodings.TOLERANCE[kind]
 
@@ -50,22 +51,11 @@ def test_rows_may_be_taken_one_by_one(kind: Kind, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_stay_zeros(kind: Kind) -> None:
-    """Catches a division by an empty scale."""
-    found = encodings.decode(kind, encodings.encode(kind, torch.zeros(4, 16)), torch.float32)
-    assert torch.equal(found, torch.zeros(4, 16))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_a_row_are_what_is_said(kind: Kind) -> None:
-    """Catches an estimate of disk that forgets scales."""
+    """Catches an estimate of disk that forgets scales, and a last channel that vanishes."""
     parts = encodings.encode(kind, states(100, 2560))
     taken = sum(part.nbytes for name, part in parts.items() if name != encodings.SHARED)
     assert taken == 100 * encodings.bytes_per_row(kind, 2560)
-
-
-def test_an_odd_number_of_channels_is_refused_in_int4() -> None:
-    """Catches a last channel that vanishes."""
     with pytest.raises(DataError, match="int4 holds an even number of channels, got 15; choose int8"):
         encodings.encode("int4", torch.ones(2, 15))
 
@@ -89,12 +79,3 @@ def test_a_rotation_gives_back_what_its_directions_hold(tmp_path: object) -> Non
     assert fit(taps, (2, 5, 9), 4).share < 0.95
     with pytest.raises(DataError, match="prepare.rotate must be below 48"):
         fit(taps, (2, 5, 9), 48)
-
-
-def test_a_token_of_a_large_target_takes_what_is_promised() -> None:
-    """Catches scales or indices that grow: Qwen3-4B's shape, five taps and the final state."""
-    size = encodings.bytes_per_token
-    assert size("fp8", 2560, 5) <= 15_700 and size("int8", 2560, 5) <= 15_700
-    assert size("int4", 2560, 5) <= 8_200
-    assert size("int4", 2560, 5, top_logprobs=64) <= 7_300
-    assert size("int8", 2560, 5, top_logprobs=64, rotate=2560) <= 4_100

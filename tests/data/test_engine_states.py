@@ -82,11 +82,15 @@ def test_states_of_an_engine_are_those_of_the_target(talker: TransformersTarget,
 
 
 def test_a_layer_beside_the_right_one_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches the commonest fault of such captures, which trains drafters that nothing accepts.  Two
-    layers, since one of this random model's changes little."""
+    """Catches the commonest fault of such captures, which trains drafters that nothing accepts, and a KeyError."""
     server = Server(talker, tmp_path, engine_layers(TAPS, talker.spec.layers), off_by=2)
     with pytest.raises(DataError, match="the final states of text t0 give log-probabilities that differ .* by"):
         list(engine(talker, server)(texts()))
+    for status, wrong in ((200, "names no hidden_states_path"), (500, "did not read text t0")):
+        transport = httpx.MockTransport(lambda _, status=status: httpx.Response(status, json={"choices": []}))
+        states = EngineStates("http://engine", "tiny", TAPS, 4, talker.finish, transport=transport)
+        with pytest.raises(DataError, match=wrong):
+            list(states(texts()))
 
 
 def test_a_file_is_read_when_its_writer_lets_go(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -126,15 +130,6 @@ def test_a_file_of_something_else_is_refused(tokens: Any, shape: Any, wrong: str
     save_file({"token_ids": torch.tensor(tokens or text.tokens), "hidden_states": torch.zeros(shape)}, path)
     with pytest.raises(DataError, match=wrong):
         read_states(path, text, [1, 3, 4])
-
-
-def test_a_server_without_the_connector_is_named(talker: TransformersTarget) -> None:
-    """Catches a KeyError as the answer to a server that was started otherwise, or is down."""
-    for status, wrong in ((200, "names no hidden_states_path"), (500, "did not read text t0")):
-        transport = httpx.MockTransport(lambda _, status=status: httpx.Response(status, json={"choices": []}))
-        states = EngineStates("http://engine", "tiny", TAPS, 4, talker.finish, transport=transport)
-        with pytest.raises(DataError, match=wrong):
-            list(states(texts()))
 
 
 def test_the_arguments_name_the_layers_from_one() -> None:

@@ -59,6 +59,12 @@ def test_a_call_of_a_tool_has_no_text_and_stays() -> None:
     assert found[4] == {"role": "assistant", "content": "네", "reasoning_content": "hm"}
     with pytest.raises(DataError, match="text as content"):
         parse({"messages": [USER, {"role": "assistant", "content": None}]}, "a:1")
+    # an error's text is no answer
+    row = {"id": "x", "request": {"messages": [USER]}, "response": {"status_code": 500, "body": answered("oops")}}
+    assert parse(row, "a:1").messages == [USER]
+    assert parse({"body": {"messages": [USER]}, "error": {"code": 1}, "response": answered("x")}, "a:1").messages == [
+        USER
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,15 +82,6 @@ def test_a_row_without_text_is_refused_by_name(row: dict[str, Any], problem: str
     """Catches an image that is left out in silence, and a traceback where a log has no texts."""
     with pytest.raises(DataError, match=f"a:1.*{problem}"):
         parse(row, "a:1")
-
-
-def test_a_failed_request_is_a_prompt_without_answer() -> None:
-    """Catches an error's text being trained on."""
-    row = {"id": "x", "request": {"messages": [USER]}, "response": {"status_code": 500, "body": answered("oops")}}
-    assert parse(row, "a:1").messages == [USER]
-    assert parse({"body": {"messages": [USER]}, "error": {"code": 1}, "response": answered("x")}, "a:1").messages == [
-        USER
-    ]
 
 
 def test_a_log_that_replay_writes_is_read(tmp_path: Path) -> None:

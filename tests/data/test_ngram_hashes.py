@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.data import hash_files, ngram_hashes
-from outrider.data.answers import ANSWERS, MANIFEST, NGRAM_HASHES
+from outrider.data.answers import ANSWERS, NGRAM_HASHES
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation
 from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
@@ -47,9 +45,6 @@ def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_
 
 def shared(one: str, other: str) -> int:
     return len(np.intersect1d(hashes(one).runs, hashes(other).runs))
-
-
-# ── one text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -81,8 +76,7 @@ def test_form_does_not_matter(text: str, change: Callable[[str], str]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=40), st.lists(st.sampled_from("abc"), max_size=40))
 def test_texts_share_a_hash_just_where_they_share_a_run(one: list[str], other: list[str]) -> None:
-    """Catches a rolling sum that forgets the order of words, where it stands, or its last window: the slow twin keeps
-    words."""
+    """Catches a rolling sum that forgets the order of words or its last window."""
 
     def runs(words: list[str]) -> set[tuple[str, ...]]:
         return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
@@ -94,28 +88,6 @@ def test_texts_share_a_hash_just_where_they_share_a_run(one: list[str], other: l
     assert mine.whole is None or mine.whole not in mine.runs
 
 
-def test_letters_count_where_words_are_not_set_apart() -> None:
-    """Catches Korean or Chinese compared by words, of which a question has too few or one, and a quotation that is
-    missed."""
-    assert shared(KOREAN, KOREAN.replace(" ", "")) == len(hashes(KOREAN).runs)
-    for text in (KOREAN, CHINESE):
-        quoted = f"The following question was asked in an exam: {text} Please translate it into English."
-        assert shared(text, quoted) == len(hashes(text).runs) > 0
-    mixed = "파이썬에서 list를 정렬할 때 sort()와 sorted()의 차이를 설명하고 예를 들어 주세요"
-    assert shared(mixed, "질문: " + mixed.upper()) == len(hashes(mixed).runs) > 0
-
-
-def test_an_instruction_in_common_is_no_overlap() -> None:
-    """Catches runs that are too short: any two questions of an exam would be flagged."""
-    asked = ["다음 글을 읽고 물음에 답하시오.", "Read the following text and answer the question."]
-    texts = [
-        ("고래는 바다에 사는 포유류이다", "화산은 땅속의 용암이 솟는 산이다"),
-        ("Whales live at sea.", "Lava comes from below."),
-    ]
-    for instruction, (one, other) in zip(asked, texts, strict=True):
-        assert shared(f"{instruction} {one}" * 2, f"{instruction} {other}" * 2) == 0
-
-
 def random_runs(count: int) -> np.ndarray:
     """Of texts of 100 words from 200: much alike, so what collides easily does."""
     order = random.Random(7)
@@ -123,31 +95,12 @@ def random_runs(count: int) -> np.ndarray:
     return np.concatenate([hashes(" ".join(order.choices(words, k=100))).runs for _ in range(count // 88)])
 
 
-def check_that_hashes_are_wide(count: int) -> None:
-    """No two of `count` runs have one hash, and every bit is drawn evenly, so that the rate of false alarms is 2**-64 a
-    pair.
-
-    A prompt of 88 runs beside a full file of 2**23 then raises one with a chance of 4e-11.
-    """
-    found = random_runs(count)
+def test_false_alarms_are_rarer_than_one_in_a_million() -> None:
+    """Catches hashes that are cut or badly mixed.  A false alarm of the test: 3e-9 by a collision, 1e-7 by a bit."""
+    found = random_runs(300_000)
     assert len(np.unique(found)) == len(found)
     shares = [np.mean((found >> np.uint64(bit)) & np.uint64(1)) for bit in range(64)]
     assert np.abs(np.array(shares) - 0.5).max() < 6 * 0.5 / len(found) ** 0.5
-
-
-def test_false_alarms_are_rarer_than_one_in_a_million() -> None:
-    """Catches hashes that are cut or badly mixed.  A false alarm of the test: 3e-9 by a collision, 1e-7 by a bit."""
-    check_that_hashes_are_wide(300_000)
-
-
-@pytest.mark.parametrize("bits", [16, 32])
-def test_a_hash_that_is_cut_is_seen(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a test of width that any hash passes; 32 bits of 300 thousand runs collide but for one chance in
-    10**4."""
-    mixed = ngram_hashes._mixed
-    monkeypatch.setattr(ngram_hashes, "_mixed", lambda sums: mixed(sums) & np.uint64((1 << bits) - 1))
-    with pytest.raises(AssertionError):
-        check_that_hashes_are_wide(300_000)
 
 
 def test_odd_texts_have_hashes_too() -> None:
@@ -156,9 +109,6 @@ def test_odd_texts_have_hashes_too() -> None:
     assert hashes("\ud800 half").whole == hashes("half").whole
     assert len(hashes("a" * 100_000).runs) == 0
     assert len(hashes("one two " * 50_000).runs) == 2
-
-
-# ── many texts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("limit", [10**6, 700])
@@ -182,19 +132,10 @@ def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: 
     assert len(known) <= limit and (one_in == 1 or sum(one % (one_in // 2) == 0 for one in slow) > limit)
 
 
-def test_the_same_texts_make_the_same_file(tmp_path: Path) -> None:
-    """Catches metadata in an order of its own: a resumed run would look like another."""
-    texts = [[QUESTION, "go on"], [KOREAN], []]
-    opened(tmp_path / "one", {"prompts": texts, "answers": texts[:1]})
-    opened(tmp_path / "two", {"prompts": texts[::-1], "answers": texts[:1]})
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
-
-
 def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
     """Catches a part asked for another, or a paraphrase flagged."""
     found = opened(
-        tmp_path / "g", {"prompts": [["short one"], [f"Please solve: {QUESTION}"]], "answers": [[f"{KOREAN}"]]}
+        tmp_path / "g", {"prompts": [["short one"], [], [f"Please solve: {QUESTION}"]], "answers": [[KOREAN]]}
     )
     assert found.holding(f"Question 7.\n{QUESTION.upper()}") == ("prompts",)
     assert found.holding(KOREAN) == ("answers",)
@@ -210,8 +151,7 @@ def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_what_everybody_says_does_not_count_but_a_whole_prompt_does(tmp_path: Path) -> None:
-    """Catches a system prompt in every conversation flagging all; and a question that was repeated often passing for
-    clean."""
+    """Catches a system prompt in every conversation flagging all."""
     system = "You are a helpful assistant who answers in plain words and never says more than was asked for by the user"
     few, many = (
         [[system, f"question {i}"] for i in range(COMMON)],
@@ -235,9 +175,6 @@ def test_a_sample_finds_long_texts_and_every_whole_one(tmp_path: Path) -> None:
     assert found.holding(texts[3])
 
 
-# ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def swapped(path: Path) -> None:
     opened(path, {"prompts": [["another"]], "answers": []})
 
@@ -255,16 +192,11 @@ def test_a_file_that_is_not_the_one_its_manifest_names_is_refused(harm: Callable
     collected.add("prompts", [QUESTION])
     facts = collected.save(tmp_path / "g")
     assert read(Named(tmp_path / "g", facts)).holding(QUESTION)
+    with pytest.raises(DataError, match="format 0"):
+        read(Named(tmp_path / "g", facts | {"format": 0}))
     harm(tmp_path / "g")
     with pytest.raises(DataError, match=r"manifest says|missing"):
         read(Named(tmp_path / "g", facts))
-
-
-def test_hashes_of_another_rule_are_refused(tmp_path: Path) -> None:
-    """Catches hashes compared with others that were made differently: nothing would ever be found."""
-    facts = Collector("p").save(tmp_path / "g")
-    with pytest.raises(DataError, match="format 0"):
-        read(Named(tmp_path / "g", facts | {"format": 0}))
 
 
 def test_a_disk_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
@@ -274,15 +206,6 @@ def test_a_disk_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) ->
     with pytest.raises(DataError, match="can't write"):
         Collector("p").save(place / "g")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_hashes_need_no_torch() -> None:
-    """Catches an import that takes seconds where a gate only looks two files up."""
-    asked = "import sys, outrider.data.ngram_hashes, outrider.data.contamination; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", asked]).returncode == 0
-
-
-# ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def asked(count: int = 5) -> list[Conversation]:
@@ -295,8 +218,7 @@ def answer(target: TransformersTarget, folder: Path, conversations: list[Convers
 
 
 def test_prepare_keeps_hashes_of_prompts_and_answers(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches prompts hashed with their template, answers forgotten, or a manifest that then refuses its own
-    answers."""
+    """Catches prompts hashed with their template, answers forgotten."""
     answer(talker, tmp_path, asked())
     found = named(tmp_path)
     assert found is not None
@@ -323,6 +245,11 @@ def test_a_resumed_prepare_keeps_the_same_file(talker: TransformersTarget, tmp_p
     answer(talker, tmp_path / "parts", asked(3))
     assert (tmp_path / "parts" / NGRAM_HASHES).stat().st_mtime_ns == before
     assert not list(tmp_path.glob("*/*.part"))
+    swapped(tmp_path / "parts" / NGRAM_HASHES)  # a manifest is not trusted without its file
+    answer(talker, tmp_path / "parts", asked())
+    assert (tmp_path / "parts" / NGRAM_HASHES).read_bytes() == found[0]
+    answer(talker, tmp_path / "none", asked(1), ngram_hashes=False)
+    assert not (tmp_path / "none" / NGRAM_HASHES).exists() and named(tmp_path / "none") is None
 
 
 def test_hashes_of_fewer_answers_than_there_are_do_not_count(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -343,20 +270,3 @@ def test_hashes_of_fewer_answers_than_there_are_do_not_count(talker: Transformer
     answer(talker, tmp_path, asked(3))
     found = named(tmp_path)
     assert found is not None and found.facts["unknown"] == 0
-
-
-def test_a_lost_file_is_written_again(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a manifest trusted without its file."""
-    answer(talker, tmp_path, asked(2))
-    before = (tmp_path / NGRAM_HASHES).read_bytes()
-    swapped(tmp_path / NGRAM_HASHES)
-    answer(talker, tmp_path, asked(2))
-    assert (tmp_path / NGRAM_HASHES).read_bytes() == before
-
-
-def test_nothing_is_kept_where_nothing_is_wanted(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches the setting `grams: false` having no effect, or making other answers of these."""
-    answer(talker, tmp_path, asked(1), ngram_hashes=False)
-    assert not (tmp_path / NGRAM_HASHES).exists() and named(tmp_path) is None
-    answer(talker, tmp_path, asked(1))
-    assert (tmp_path / MANIFEST).exists() and named(tmp_path) is not None

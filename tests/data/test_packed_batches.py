@@ -29,8 +29,7 @@ def source(target: TransformersTarget, budget: int | None = BUDGET, **how: int) 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 90))
 def test_every_text_is_packed_once_and_no_batch_exceeds_the_budget(lengths: list[int], budget: int) -> None:
-    """Catches a text that is lost or comes twice, a row that is too short for its texts, and a batch whose padding
-    was not counted."""
+    """Catches a text that is lost or comes twice, and a row that is too short for its texts."""
     batches = packed(range(len(lengths)), lengths, budget)
     assert sorted(i for rows in batches for row in rows for i in row) == list(range(len(lengths)))
     for rows in batches:
@@ -64,16 +63,8 @@ def test_a_step_has_the_same_texts_packed_as_padded(talker: TransformersTarget) 
         assert not wanted
 
 
-def test_rows_of_a_packed_batch_hold_several_texts(talker: TransformersTarget) -> None:
-    """Catches packing that pads every text."""
-    varied = [Answer(f"t{n}", [n] * n, [(1, 6)]) for n in (20, 13, 12, 8, 7, 14, 6)]
-    features = LiveFeatures(talker, varied, TAPS, batch=7, length=64, budget=BUDGET)
-    found = [(tuple(batch.tokens.shape), batch.per_row) for batch in features.packed(range(1))]
-    assert found == [((2, 20), 2), ((3, 13), 1), ((1, 7), 1)]
-
-
 def test_texts_read_live_are_read_within_the_budget(talker: TransformersTarget, monkeypatch) -> None:
-    """Catches a pass of the target over more tokens than the budget allows, with states in a cache and without."""
+    """Catches a pass of the target over more tokens than the budget allows, and a budget exceeded in silence."""
     seen, read = [], talker.read
     monkeypatch.setattr(talker, "read", lambda tokens, taps: seen.append(tokens.numel()) or read(tokens, taps))
     for cache_bytes in (0, 2**30):
@@ -81,9 +72,10 @@ def test_texts_read_live_are_read_within_the_budget(talker: TransformersTarget, 
         assert features.is_cached == bool(cache_bytes)
         list(features.packed(range(2)))
     assert len(seen) > 4 and max(seen) <= BUDGET
-
-
-def test_a_text_longer_than_the_budget_is_refused(talker: TransformersTarget) -> None:
-    """Catches a budget that is exceeded in silence."""
     with pytest.raises(DataError, match="train.tokens 19 is less than the longest text, 20 tokens; set at least"):
         source(talker, 19)
+    # rows hold several texts
+    varied = [Answer(f"t{n}", [n] * n, [(1, 6)]) for n in (20, 13, 12, 8, 7, 14, 6)]
+    features = LiveFeatures(talker, varied, TAPS, batch=7, length=64, budget=BUDGET)
+    found = [(tuple(batch.tokens.shape), batch.per_row) for batch in features.packed(range(1))]
+    assert found == [((2, 20), 2), ((3, 13), 1), ((1, 7), 1)]

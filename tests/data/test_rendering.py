@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +54,7 @@ def test_marks_and_prompts_agree(length: int) -> None:
 
 
 def test_marks_that_end_inside_an_answer_are_followed() -> None:
-    """Catches a mask that trains what closes a turn where the template says that it does not; the last letter has
-    several bytes."""
+    """Catches a mask that trains what closes a turn where the template says that it does not."""
     inner = TEMPLATE.replace(
         "{{ m['content'] }}<|end|>{% endgeneration %}", "{{ m['content'] }}{% endgeneration %}<|end|>"
     )
@@ -119,9 +117,7 @@ def test_thinking_shapes_the_answers(talker: TransformersTarget) -> None:
     assert on == kept | {"thinking": "on"}
 
 
-def test_answers_without_a_sure_boundary_are_counted(
-    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_without_a_sure_boundary_are_counted(talker, tmp_path, monkeypatch) -> None:
     """Catches an answer that is left out in silence."""
     tokenizer, skipped = make_tokenizer(FORGETS), Skipped()
     path = prepare(

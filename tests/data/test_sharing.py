@@ -61,10 +61,8 @@ def alone(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) 
     return prepare(talker, talker.tokenizer, CONVERSATIONS, tmp_path_factory.mktemp("alone"), CONFIG)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_processes_write_the_file_of_one(
-    count: int, alone: Path, talker: TransformersTarget, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("count", [3])
+def test_several_processes_write_the_file_of_one(count, alone, talker, tmp_path) -> None:
     """Catches a prompt that two answer, one that nobody does, and an order that depends on who was faster."""
     written = together(talker, tmp_path, count)
     assert sum(written) == COUNT and all(written)
@@ -78,12 +76,9 @@ def test_several_processes_write_the_file_of_one(
         assert ledger.counts() == {"open": 0, "taken": 0, "answered": COUNT, "failed": 0, "skipped": 0}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_what_a_killed_process_wrote_is_used(
-    count: int, alone: Path, talker: TransformersTarget, tmp_path: Path
-) -> None:
-    """A run of three was killed: process 1 was in the middle of a line, and process 2 had its answers taken in but not
-    yet removed.  Catches a share that is lost or answered again, and an answer that is there twice."""
+@pytest.mark.parametrize("count", [2])
+def test_what_a_killed_process_wrote_is_used(count, alone, talker, tmp_path) -> None:
+    """Catches a share that is lost or answered again: of three, one was killed in a line."""
     lines = alone.read_bytes().splitlines(keepends=True)
     prepare(talker, talker.tokenizer, CONVERSATIONS[:1], tmp_path, CONFIG)
     (tmp_path / ANSWERS).write_bytes(b"".join([lines[0], *lines[3:5]]))

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from outrider.data import source_manifest, sources
+from outrider.data.answers import Answer, hold_out
 from outrider.data.config import Config, Source
 from outrider.data.conversations import Conversation, Skipped
 from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import NEAR, SIZE, content_key, near_duplicates, signature
+from outrider.data.duplicates import NEAR, SIZE, content_key, near_duplicates
 from outrider.data.readers import rows
 from outrider.data.sources import NothingLeft, Selection, opening, select
 from outrider.data.split import Openings, held_out
@@ -25,40 +26,8 @@ from outrider.errors import DataError
 from outrider.measure.tasks import Prompt as TaskPrompt
 from outrider.measure.tasks import prompts as task_prompts
 
-WORDS = [
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "green",
-    "seven",
-    "paper",
-    "light",
-    "house",
-    "train",
-    "water",
-    "glass",
-    "music",
-    "north",
-    "table",
-]
-KOREAN = [
-    "사과",
-    "강물",
-    "바위",
-    "구름",
-    "초록",
-    "일곱",
-    "종이",
-    "불빛",
-    "기차",
-    "유리",
-    "음악",
-    "북쪽",
-    "책상",
-    "학교",
-    "바다",
-]
+WORDS = "apple river stone cloud green seven paper light house train water glass music".split()  # noqa: SIM905
+KOREAN = "사과 강물 바위 구름 초록 일곱 종이 불빛 기차 유리 음악 북쪽 책상 학교 바다".split()  # noqa: SIM905
 
 
 def write(path: Path, texts: list[str], **more: Any) -> Path:
@@ -77,9 +46,6 @@ def mixed(tmp_path: Path, **settings: Any) -> Config:
     weights = settings.pop("weights", (None, None, None))
     given = [{"path": str(tmp_path / f"{n}.jsonl"), "weight": w} for n, w in zip("abc", weights, strict=True)]
     return Config(sources=given, **settings)
-
-
-# ── mixing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_without_weights_and_count_everything_is_used_once(tmp_path: Path) -> None:
@@ -135,29 +101,15 @@ def test_sources_are_spread_over_the_whole(tmp_path: Path, monkeypatch: pytest.M
         assert part["a"] >= 14 and part["b"] >= 7
 
 
-def test_the_window_is_bounded_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches long conversations that are all held at once."""
-    monkeypatch.setattr(sources, "WINDOW_CHARACTERS", 1000)
-    given, taken = [Conversation(str(i), [{"role": "user", "content": "x" * 400}]) for i in range(20)], []
-
-    def counted() -> Any:
-        for one in given:
-            taken.append(one)
-            yield one
-
-    out = []
-    for one in sources.shuffled(counted(), 0):
-        out.append(one.id)
-        assert len(taken) - len(out) <= 2
-    assert sorted(out, key=int) == [one.id for one in given]
-
-
 def test_a_source_has_its_own_count(tmp_path: Path) -> None:
-    """Catches a count of one source that is ignored, or that counts rows which are left out."""
+    """Catches a count of one source that is ignored, and a run file that names two things of which one is ignored."""
     write(tmp_path / "a.jsonl", ["", *(f"long enough {i}" for i in range(20)), "x"])
     path = tmp_path / "a.jsonl"
     given = Config(sources=[{"path": str(path), "count": 5}], min_characters=3, skip_bad=True)
     assert len(texts_of(select(given))) == 5
+    with pytest.raises(ValueError, match="leave one of them out"):
+        Config(conversations="a.jsonl", sources=[{"path": "b.jsonl"}])
+    assert Config(sources=[{"path": "b.jsonl"}, {"name": "c/d"}]).label == "b.jsonl, c/d"
 
 
 def test_ids_are_told_from_each_other_across_sources(tmp_path: Path) -> None:
@@ -179,16 +131,6 @@ def test_a_source_that_changes_is_refused(tmp_path: Path) -> None:
         write(path, texts)
         with pytest.raises(DataError, match=r"a\.jsonl has changed since it was read"):
             list(found)
-
-
-def test_both_lists_are_refused(tmp_path: Path) -> None:
-    """Catches a run file that names two things of which one is ignored."""
-    with pytest.raises(ValueError, match="leave one of them out"):
-        Config(conversations="a.jsonl", sources=[{"path": "b.jsonl"}])
-    assert Config(sources=[{"path": "b.jsonl"}, {"name": "c/d"}]).label == "b.jsonl, c/d"
-
-
-# ── what is left out ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_lengths_are_limits(tmp_path: Path) -> None:
@@ -226,8 +168,7 @@ def sentence(words: list[str], seed: int, count: int = 60) -> str:
 
 @pytest.mark.parametrize("words", [WORDS, KOREAN], ids=["english", "korean"])
 def test_nearly_equal_conversations_are_used_once(words: list[str], tmp_path: Path) -> None:
-    """Catches copies with another greeting, other capitals or one word changed; and different texts of the same words
-    that are taken for copies."""
+    """Catches copies with another greeting, other capitals or one word changed."""
     texts = [sentence(words, i) for i in range(30)]
     copies = [
         text.upper() + "!" if i % 3 == 0 else text.replace(" ", ",  ", 3) if i % 3 == 1 else text + " 7"
@@ -258,19 +199,6 @@ def test_near_duplicates_are_those_that_every_pair_gives() -> None:
     assert 10 < slow.sum() < 110
     assert (near_duplicates(signatures) == slow).all()
     assert not near_duplicates(np.zeros((0, SIZE), np.uint32)).any()
-
-
-def test_a_signature_estimates_what_texts_share() -> None:
-    """Catches numbers that depend on the process, or runs that are not those of the letters."""
-    assert signature("가나다라마바사 아자차카타파하").jaccard(signature("가나다라마바사, 아자차카타파하!")) == 1
-    assert signature("a").jaccard(signature("b")) == 0
-    assert signature("").jaccard(signature("!?")) == 1
-    text = sentence(WORDS, 1, 400)
-    shared = signature(text).jaccard(signature(text + sentence(WORDS, 2, 400)))
-    assert 0.3 < shared < 0.75
-
-
-# ── contamination ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Prompt(NamedTuple):
@@ -325,6 +253,8 @@ def test_only_the_first_turn_is_compared_as_a_short_whole() -> None:
     evaluated = Evaluated({"quiz": [Prompt("1", ("go on",))]})
     assert evaluated.overlap(("tell me of apples", "go on")) is None
     assert evaluated.overlap(("Go on!", "x")) == ("quiz", "1", "whole")
+    later = Evaluated({"quiz": [Prompt("1", (LONG,))]}).overlap(("hello", f"Please answer. {LONG}"))
+    assert later == ("quiz", "1", "words"), "a long prompt is found in every turn"
 
 
 def test_contaminated_conversations_are_left_out_and_named(tmp_path: Path) -> None:
@@ -340,9 +270,6 @@ def test_contaminated_conversations_are_left_out_and_named(tmp_path: Path) -> No
     assert written["contamination"]["first"] == [
         {"id": "a.jsonl:2", "place": "a.jsonl:2", "task": "quiz", "prompt": "7", "how": "whole"}
     ]
-
-
-# ── what went in ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
@@ -364,9 +291,6 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
     assert (tmp_path / "answers/sources.json").read_bytes() == before
 
 
-# ── training and held-out ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_conversations_that_begin_alike_are_on_one_side() -> None:
     """Catches a log that has a talk once for each of its turns, of which one is held out and the others train."""
     draw = np.random.default_rng(1)
@@ -374,16 +298,16 @@ def test_conversations_that_begin_alike_are_on_one_side() -> None:
     openings = np.repeat(draw.integers(0, 2**64, 100, dtype=np.uint64), 4)
     known = Openings(hashes, openings)
     assert (known.of(hashes) == openings).all()
+    answers = [Answer(str(i), [1], [(0, 1)], prompt_hash=f"{one:016x}") for i, one in enumerate(hashes.tolist())]
+    learnt, out = ({int(openings[int(one.id)]) for one in part} for part in hold_out(answers, 25, known))
+    assert len(out) == 6 and not learnt & out
     is_out = held_out(hashes, openings, 25)
     assert is_out.sum() == 24
     assert not set(openings[is_out]) & set(openings[~is_out])
     more = np.concatenate([hashes, draw.integers(0, 2**64, 40, dtype=np.uint64)])
     assert known.of(more)[-1] == more[-1], "an unknown prompt begins as itself"
     assert held_out(more, known.of(more), 25)[:400][is_out].mean() > 0.7
-
-
-def test_the_rows_of_one_talk_begin_alike() -> None:
-    """Catches an opening that has an answer in it, or lacks what the system says."""
+    # an opening has no answer in it
     system, first, second = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
     whole = Conversation("a", [system, first, second, first])
     assert opening(whole) == opening(Conversation("b", [system, first])) == [system, first]
@@ -410,9 +334,6 @@ def test_hashes_of_prompts_are_known_without_their_texts(regenerate: bool, tmp_p
     assert sorted(found.prompt_hashes.tolist()) == sorted(int(one.prompt_hash, 16) for one in asked)
     beginning = dict(zip(found.prompt_hashes.tolist(), found.openings.tolist(), strict=True))
     assert all(beginning[int(one.prompt_hash, 16)] == content_key(opening(one.conversation)) for one in asked)
-
-
-# ── held out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def with_held_out(tmp_path: Path, texts: list[str], **settings: Any) -> Config:

@@ -9,7 +9,6 @@ import torch
 
 from outrider.data.answers import Answer, StoredAnswers, to_line
 from outrider.data.texts import Texts
-from outrider.errors import DataError
 
 
 def some(count: int = 37) -> list[Answer]:
@@ -54,8 +53,3 @@ def test_a_file_that_another_run_sorts_anew_is_read_on_as_it_was(stored: StoredA
     other.write_bytes(b"".join(sorted(path.read_bytes().splitlines(keepends=True), reverse=True)))
     other.replace(path)
     assert [list(text.tokens) for text in texts.answers] == before
-
-
-def test_nothing_to_learn_is_refused() -> None:
-    with pytest.raises(DataError, match="none of the 2 answers has 4 tokens to learn within 3 tokens"):
-        Texts([Answer(f"a{i}", [1, 2, 3, 4, 5], [(3, 5)]) for i in range(2)], batch=2, length=3)

@@ -73,8 +73,7 @@ def test_the_template_shows_them_and_they_do_not_train(template: str) -> None:
 
 
 def test_tools_tell_prompts_apart(tmp_path: Path) -> None:
-    """Catches two requests that differ in their tools alone taken for duplicates, and hashes of those without tools
-    that are others than before."""
+    """Catches two requests that differ in their tools alone taken for duplicates."""
     rows = [{"messages": ASKED}, {"messages": ASKED, "tools": [WEATHER]}, {"messages": ASKED, "tools": [CLOCK]}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
     found = select(Config(conversations=str(tmp_path / "p.jsonl"), deduplicate="exact"))

@@ -20,8 +20,7 @@ from outrider.cli import console
 from outrider.compiled import values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
-from outrider.errors import CheckpointError, DataError, TrainingError
-from outrider.nn.heads import ConfidenceHead
+from outrider.errors import CheckpointError, DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate
@@ -41,9 +40,6 @@ def planted(drafts: int = 16_000, by: Scaling = PLANTED, seed: int = 0) -> Outco
     return Outcomes(logits.sigmoid(), kept.cumprod(-1).bool(), torch.ones_like(kept), torch.arange(drafts) % 7)
 
 
-# ── the error ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_bins_hold_equally_many():
     """Catches bins of equal width, and a mean over bins that forgets how many are in each."""
     predicted = torch.tensor([0.1, 0.9, 0.2, 0.8, 0.3])
@@ -53,60 +49,17 @@ def test_bins_hold_equally_many():
     assert ece(predicted, kept, bins=5) == pytest.approx((0.1 + 0.8 + 0.3 + 0.8 + 0.1) / 5)
 
 
-def test_perfect_promises_err_as_much_as_noise_says():
-    """Catches a noise of other bins, draws or promises than the error it stands beside."""
-    outcomes = planted(8000).scaled(PLANTED)
-    for error, noise in zip(outcomes.errors(), outcomes.noise(draws=20), strict=True):
-        assert 0.4 * noise < error < 1.8 * noise
-
-
-def test_a_chance_of_one_slot_is_no_chance_of_reaching_it():
-    """Planted fault: judged by what each slot alone promises, perfect confidences look far off."""
-    outcomes = planted(8000).scaled(PLANTED)
-    alone = [ece(outcomes.confidence[:, k], outcomes.survived[:, k]) for k in range(3)]
-    assert alone[0] == outcomes.errors()[0]
-    assert min(alone[1:]) > 5 * max(outcomes.noise(draws=20))
-
-
-# ── scaling ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_planted_scaling_is_found_again():
-    """Catches a product with the wrong elders, a search in the wrong direction, a shift on the wrong side of the
-    division."""
+    """Catches a product with the wrong elders, a search in the wrong direction."""
     found = scaling(planted())
     torch.testing.assert_close(found.temperatures, PLANTED.temperatures, rtol=0.2, atol=0)
     torch.testing.assert_close(found.shifts, PLANTED.shifts, rtol=0, atol=0.15)
     judged = planted(seed=1)
     after = judged.scaled(found)
     assert min(judged.errors()) > 0.025
-    assert max(error / noise for error, noise in zip(after.errors(), after.noise(draws=20), strict=True)) < 2.5
-
-
-def test_the_papers_own_way_scales_and_does_not_shift():
-    """Catches shifts that are asked not to be there."""
-    only = Scaling(PLANTED.temperatures, torch.zeros(3).double())
-    found = scaling(planted(8000, only), shifting=False)
-    torch.testing.assert_close(found.temperatures, only.temperatures, rtol=0.2, atol=0)
-    assert not found.shifts.any()
-
-
-def test_a_scaling_of_the_wrong_slots_is_no_better():
-    """Planted fault: every slot gets its neighbour's; the errors say so."""
-    outcomes = planted(6000)
-    found = scaling(outcomes)
-    wrong = Scaling(found.temperatures.roll(1), found.shifts.roll(1))
-    assert sum(outcomes.scaled(wrong).errors()) > 3 * sum(outcomes.scaled(found).errors())
-
-
-def test_no_order_within_a_slot_changes():
-    """Catches a negative or infinite temperature, and what is nearly certain turned to NaN."""
-    outcomes = planted(500)
-    outcomes.confidence[:3] = torch.tensor([[0.0], [1.0], [1 - 1e-12]]).double()
-    after = outcomes.scaled(scaling(outcomes)).confidence
-    for before, now in zip(outcomes.confidence.T, after.T, strict=True):
-        assert bool((now[before.argsort()].diff() >= 0).all())
-    assert bool(after.isfinite().all())
+    assert not scaling(planted(2000), shifting=False).shifts.any(), "the paper's own way"
+    for error, noise in zip(after.errors(), after.noise(draws=20), strict=True):
+        assert 0.4 * noise < error < 2.5 * noise
 
 
 def test_slots_that_were_not_seen_do_not_count():
@@ -118,9 +71,6 @@ def test_slots_that_were_not_seen_do_not_count():
     for k in range(3):
         halved = Outcomes(outcomes.confidence, spoilt, known, outcomes.prompts).scaled(PLANTED)
         assert halved.errors()[k] < 2.5 * halved.noise(draws=20)[k]
-
-
-# ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Foretold(Drafter):
@@ -138,23 +88,15 @@ class Foretold(Drafter):
         return Draft.chain(torch.tensor([tokens]), budget.clamp(max=3), None, torch.tensor([[0.9, 0.8, 0.7]]))
 
 
+@pytest.mark.usefixtures("spares")
 def test_what_is_watched_is_what_was_kept(talker: TransformersTarget):
-    """Catches outcomes one slot off, slots beyond the room that is left, and drafts of no nodes."""
+    """Catches outcomes one slot off, slots beyond the room that is left, and steps whose drafting does not pay."""
     prompt = talker.encode("say")
     text = generate(talker, [prompt], max_new_tokens=6)[0].tokens
     found = calibrate.watch(talker, Foretold(text, 2), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False], [True, True, False]]
     assert found.known.tolist() == [[True, True, True], [True, True, False]]
     assert found.confidence[0].tolist() == pytest.approx([0.9, 0.8, 0.7])
-
-
-@pytest.mark.usefixtures("spares")
-def test_every_step_that_is_watched_drafts(talker: TransformersTarget):
-    """Catches a calibration that sees only the steps, and only the slots, whose drafting paid on this machine."""
-    prompt = talker.encode("say")
-    text = generate(talker, [prompt], max_new_tokens=6)[0].tokens
-    found = calibrate.watch(talker, Foretold(text, 2), [prompt], max_new_tokens=6, temperature=0.0)
-    assert found.survived.tolist() == [[True, True, False], [True, True, False]]
 
 
 def test_a_text_that_ends_hides_what_stands_behind(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
@@ -166,9 +108,6 @@ def test_a_text_that_ends_hides_what_stands_behind(talker: TransformersTarget, m
     found = calibrate.watch(talker, Foretold(text, 3), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False]]
     assert found.known.tolist() == [[True, True, False]]
-
-
-# ── a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -236,9 +175,7 @@ def test_another_scaling_is_another_package(talker: TransformersTarget):
     assert values_of(model) != before
 
 
-def test_a_second_calibration_finds_nothing_more(
-    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_second_calibration_finds_nothing_more(saved, talker, monkeypatch):
     """Catches a scaling that replaces the one that was measured, instead of adding to it."""
     monkeypatch.setattr(calibrate, "MIN_DRAFTS", 40)
     first = calibrate.calibrate(saved, talker, prompts(talker, 6), max_new_tokens=60)
@@ -248,8 +185,7 @@ def test_a_second_calibration_finds_nothing_more(
 
 
 def test_a_checkpoint_of_before_there_was_a_scaling_loads(saved: Path, talker: TransformersTarget):
-    """Catches a strictness that makes every older confidence head useless, and one that then lets other weights be
-    missing."""
+    """Catches a strictness that makes every older confidence head useless."""
     weights = load_file(saved / checkpoint.WEIGHTS)
     older = {name: weight for name, weight in weights.items() if not name.endswith((".temperatures", ".shifts"))}
     assert len(older) == len(weights) - 2
@@ -260,20 +196,6 @@ def test_a_checkpoint_of_before_there_was_a_scaling_loads(saved: Path, talker: T
     save_file(older, saved / checkpoint.WEIGHTS)
     with pytest.raises(CheckpointError, match="lacks weights: confidence_head.proj.bias"):
         load_drafter(saved, talker)
-
-
-def test_a_full_disk_leaves_the_checkpoint(saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
-    """Catches half a checkpoint, or a manifest that speaks of temperatures that are not there."""
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingError, match="the disk is full"):
-        checkpoint.amend(saved, {"confidence_head.temperatures": torch.zeros(3)}, {"calibration": {}})
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-    assert [path.name for path in saved.parent.iterdir()] == ["c"]
 
 
 def test_what_cannot_be_calibrated_is_said(saved: Path, talker: TransformersTarget, tmp_path: Path):
@@ -290,20 +212,7 @@ def test_what_cannot_be_calibrated_is_said(saved: Path, talker: TransformersTarg
         calibrate.watch(talker, model.double().eval().drafter(), prompts(talker, 1), temperature=0.0)
 
 
-def test_a_new_head_promises_what_it_was_trained_to():
-    """Catches a scaling that is not neutral at first, and confidences of less than float32."""
-    head = ConfidenceHead(4, 3).bfloat16()
-    logits = torch.tensor([0.5, -1.0, 6.0])
-    torch.testing.assert_close(head.served(logits), logits.sigmoid())
-    assert head.served(logits.bfloat16()).dtype == torch.float32
-
-
-# ── the command line ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_training_calibrates_itself_once_and_the_verb_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_training_calibrates_itself_once_and_the_verb_again(folder, tmp_path, monkeypatch, capsys):
     """Catches a recipe whose wish is ignored, a second run that does it again, and a verb that finds no target."""
 
     def outrider(*words: str) -> str:
@@ -328,9 +237,7 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(
     assert said == checkpoint.manifest_of(place)["calibration"] != first["calibration"]
 
 
-def test_a_wish_without_prompts_is_refused_before_training(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_wish_without_prompts_is_refused_before_training(folder, tmp_path, monkeypatch):
     """Catches hours of training that end in an error."""
     monkeypatch.chdir(tmp_path)
     write_run_file(tmp_path / "tiny.yaml", folder, train={"steps": 2, "calibrate": 16}, evaluate=None)

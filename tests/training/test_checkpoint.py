@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,62 +22,43 @@ from tiny import make_folder
 
 from outrider import checkpoint, drafters, generate, load_drafter
 from outrider.config import build
-from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import weights_of
-from training.bench import KINDS, fit, make_model
-
-PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]
+from training.bench import KINDS, make_model
 
 
-def drafts(target: TransformersTarget, drafter: Drafter, temperature: float) -> list[Any]:
-    """All that a drafter proposes while three prompts are continued, and the texts."""
-    seen: list[Any] = []
-    propose = drafter.propose
-
-    def watched(*given: Any) -> Draft:
-        draft = propose(*given)
-        seen.append(
-            (
-                draft.tokens.tolist(),
-                draft.sizes.tolist(),
-                None if draft.confidence is None else draft.confidence.tolist(),
-            )
-        )
-        return draft
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    found = generate(target, PROMPTS, drafter, max_new_tokens=8, sampling=Sampling(temperature, seed=1), slots=2)
-    return [*seen, [generation.tokens for generation in found]]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_model_drafts_as_before(
-    kind: str, temperature: float, talker: TransformersTarget, tmp_path: Path
-) -> None:
+def test_a_saved_model_drafts_as_before(kind, talker, tmp_path) -> None:
     """Catches a weight that is not saved, or a setting that comes back as its default."""
     model = make_model(talker, kind, rope_theta=500.0)
     checkpoint.save(tmp_path / "c", model)
-    loaded = load_drafter(tmp_path / "c", talker)
-    mine = drafts(talker, model.double().eval().drafter(), temperature)
-    theirs = drafts(talker, loaded, temperature)
-    assert len(mine) > 3
-    assert theirs == mine
+    loaded: Any = load_drafter(tmp_path / "c", talker)
+    assert loaded.model.config == model.config
+    mine, theirs = model.double().state_dict(), loaded.model.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    texts = [
+        generate(talker, [[1, 2, 3, 4, 5], [7]], drafter, max_new_tokens=8, sampling=Sampling(1.0, seed=1))
+        for drafter in (loaded, model.eval().drafter())
+    ]
+    assert [(one.tokens, one.accepted) for one in texts[0]] == [(one.tokens, one.accepted) for one in texts[1]]
 
 
-def test_a_checkpoint_holds_no_weight_of_the_target(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches embedding or head being saved with every drafter: most of its bytes, and not ours to give away."""
+def test_a_checkpoint_holds_no_weight_of_the_target(talker, tmp_path, monkeypatch) -> None:
+    """Catches embedding or head saved with every drafter, and a target whose commit is not told."""
     model = make_model(talker)
     checkpoint.save(tmp_path / "c", model)
     saved = load_file(tmp_path / "c" / checkpoint.WEIGHTS)
     own = {f"confidence_head.{name}" for name in model.confidence_head.defaults}
     assert saved.keys() == dict(model.named_parameters()).keys() | own
     assert {path.name for path in (tmp_path / "c").iterdir()} == {checkpoint.MANIFEST, checkpoint.WEIGHTS}
+    monkeypatch.setattr(talker, "spec", replace(talker.spec, revision="5f0b02c75b57c5855da9ae460ce51323ea669d8a"))
+    checkpoint.save(tmp_path / "c", make_model(talker))
+    said = checkpoint.manifest_of(tmp_path / "c")["target"]
+    assert {"name", "revision", "precision", "tokenizer_hash", "weights_hash"} <= said.keys()
+    assert said["revision"] == talker.spec.revision
 
 
 def test_saving_again_replaces_the_whole_folder(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -89,35 +71,6 @@ def test_saving_again_replaces_the_whole_folder(talker: TransformersTarget, tmp_
     assert checkpoint.manifest_of(place)["training"] == {"step": 2}
 
 
-def test_a_manifest_says_which_target_it_was(
-    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a checkpoint that can't tell at which commit its target was read."""
-    monkeypatch.setattr(talker, "spec", replace(talker.spec, revision="5f0b02c75b57c5855da9ae460ce51323ea669d8a"))
-    checkpoint.save(tmp_path / "c", make_model(talker))
-    said = checkpoint.manifest_of(tmp_path / "c")["target"]
-    assert {"name", "revision", "precision", "tokenizer_hash", "weights_hash"} <= said.keys()
-    assert said["revision"] == talker.spec.revision
-
-
-def test_what_was_measured_is_added_without_touching_weights(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a report that copies gigabytes, or loses the rest of the manifest; training on starts without it."""
-    place = tmp_path / "c"
-    checkpoint.save(place, make_model(talker), {"step": 1})
-    before = (place / checkpoint.WEIGHTS).stat().st_mtime_ns
-    checkpoint.amend(place, {}, {"report": {"made": "today"}})
-    found = checkpoint.manifest_of(place)
-    assert found["report"] == {"made": "today"}
-    assert found["training"] == {"step": 1}
-    assert (place / checkpoint.WEIGHTS).stat().st_mtime_ns == before
-    assert {path.name for path in place.iterdir()} == {checkpoint.MANIFEST, checkpoint.WEIGHTS}
-    checkpoint.save(place, make_model(talker, seed=2), {"step": 2})
-    assert "report" not in checkpoint.manifest_of(place)
-
-
-# ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def saved(talker: TransformersTarget, tmp_path: Path) -> Path:
     checkpoint.save(tmp_path / "c", make_model(talker), {"step": 1})
@@ -126,18 +79,6 @@ def saved(talker: TransformersTarget, tmp_path: Path) -> Path:
 
 def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_crash_between_the_renames_loses_nothing(saved: Path, talker: TransformersTarget) -> None:
-    """Catches a reader that looks only where the checkpoint should be; with and without the half-written next one."""
-    weights = load_file(saved / checkpoint.WEIGHTS)
-    saved.rename(saved.with_name("c.old"))
-    (saved.with_name("c.part")).mkdir()
-    assert load_drafter(saved, talker).limit == 3
-    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
-    checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
-    assert [path.name for path in saved.parent.iterdir()] == ["c"]
-    assert not torch.equal(load_file(saved / checkpoint.WEIGHTS)["backbone.fc.weight"], weights["backbone.fc.weight"])
 
 
 class Stop(BaseException):
@@ -151,14 +92,14 @@ STEPS = [
 ]  # fmt: skip
 
 
-def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
-    """Every step of a save is noted, and the process ends before step `at`, counted from 0."""
+def stopping(monkeypatch: pytest.MonkeyPatch, at: int, error: type[BaseException]) -> list[str]:
+    """Every step of a save is noted, and those from step `at` on raise this; counted from 0."""
     taken: list[str] = []
 
     def stopped(name: str, real: Any) -> Any:
         def step(*given: Any, **more: Any) -> Any:
             if len(taken) == at:
-                raise Stop
+                raise error(errno.EIO, "broken")
             taken.append(name)
             return real(*given, **more)
 
@@ -169,10 +110,9 @@ def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
     return taken
 
 
+@pytest.mark.parametrize("error", [Stop, OSError])
 @pytest.mark.parametrize("how", ["over a whole one", "over remains", "amend", "amend weights"])
-def test_a_reader_finds_a_whole_checkpoint_wherever_a_save_was_stopped(
-    how: str, saved: Path, talker: TransformersTarget
-) -> None:
+def test_a_reader_finds_a_whole_checkpoint_wherever_a_save_was_stopped(how, error, saved, talker) -> None:
     """Catches a step behind which no manifest, or a manifest without its weights, stands where a reader looks."""
     whole = saved.with_name("whole")
     saved.rename(whole)
@@ -184,26 +124,21 @@ def test_a_reader_finds_a_whole_checkpoint_wherever_a_save_was_stopped(
         shutil.copytree(whole, saved.with_name("c.old") if how == "over remains" else saved)
         if how == "over remains":
             shutil.copytree(whole, saved, ignore=shutil.ignore_patterns(checkpoint.MANIFEST))
-        with pytest.MonkeyPatch.context() as patch:
-            taken, is_stopped = stopping(patch, at), False
-            try:
-                if how.startswith("amend"):
-                    checkpoint.amend(saved, weights if how == "amend weights" else {}, {"training": {"step": 2}})
-                else:
-                    checkpoint.save(saved, new, {"step": 2})
-            except Stop:
-                is_stopped = True
+        with pytest.MonkeyPatch.context() as patch, suppress(Stop, TrainingError):
+            taken = stopping(patch, at, error)
+            if how.startswith("amend"):
+                checkpoint.amend(saved, weights if how == "amend weights" else {}, {"training": {"step": 2}})
+            else:
+                checkpoint.save(saved, new, {"step": 2})
         step = checkpoint.manifest_of(saved)["training"]["step"]
         found = load_file(checkpoint.whole(saved) / checkpoint.WEIGHTS)["backbone.fc.weight"]
         assert torch.equal(found, weights["backbone.fc.weight"].float()) == (step == 2 and how != "amend"), taken
-        if not is_stopped:
+        if len(taken) < at:
             break
     assert at >= 4 and step == 2
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_takes_its_place(
-    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_takes_its_place(saved, talker, monkeypatch) -> None:
     """Catches a rename that a power cut leaves behind with empty files in the folder."""
     synced: list[int] = []
     missing: list[str] = []
@@ -221,26 +156,20 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_its_place(
     assert synced[-1] == saved.parent.stat().st_ino
 
 
-def test_a_training_goes_on_after_a_crash_between_the_renames(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a resume that starts anew because only the .old folder is there."""
+def test_what_is_half_deleted_is_no_checkpoint(saved, monkeypatch) -> None:
+    """Catches a manifest that outlives the weights it speaks of."""
 
-    def stop(step: int, found: Any) -> None:
-        if step == 3:
-            raise KeyError
+    def crash(folder: Path, **_: Any) -> None:
+        (folder / checkpoint.WEIGHTS).unlink()
+        raise Stop
 
-    with pytest.raises(KeyError):
-        fit(tmp_path, talker, on_step=stop)
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")
-    seen: list[int] = []
-    fit(tmp_path, talker, on_step=lambda step, _: seen.append(step))
-    assert seen == [3, 4, 5, 6]
-    assert (tmp_path / "checkpoint").exists()
-    assert not (tmp_path / "checkpoint.old").exists()
+    monkeypatch.setattr(shutil, "rmtree", crash)
+    with pytest.raises(Stop):
+        checkpoint.discard(saved)
+    assert not checkpoint.is_there(saved)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(
-    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(saved, talker, monkeypatch) -> None:
     """Catches a half-written checkpoint in the place of a whole one, or its remains beside it."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     monkeypatch.setattr(checkpoint, "save_file", full)
@@ -248,52 +177,6 @@ def test_a_full_disk_leaves_the_old_checkpoint(
         checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert [path.name for path in saved.parent.iterdir()] == ["c"]
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_rename_that_fails_leaves_a_whole_checkpoint(
-    at: int, saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a save that has taken the old one away when the new one can't be put there."""
-    real, calls = Path.rename, []
-
-    def rename(self: Path, to: Path) -> Path:
-        calls.append(to)
-        if len(calls) == at:
-            raise OSError(errno.EIO, "broken")
-        return real(self, to)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(TrainingError, match="broken"):
-        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
-    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
-    assert load_drafter(saved, talker).limit == 3
-
-
-def test_two_saves_that_fail_leave_a_whole_checkpoint(
-    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches the second save deleting the .old folder, the only whole one after a crash between the renames."""
-    saved.rename(saved.with_name("c.old"))
-
-    def broken(self: Path, to: Path) -> Path:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(Path, "rename", broken)
-    with pytest.raises(TrainingError, match="broken"):
-        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
-    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
-    assert load_drafter(saved, talker).limit == 3
-
-
-def test_a_folder_that_cannot_be_written_is_said(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a NotADirectoryError that reaches the user."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="can't write checkpoint"):
-        checkpoint.save(tmp_path / "file" / "c", make_model(talker))
-
-
-# ── refused ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def change_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -315,14 +198,6 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable
     return damage
 
 
-def truncate(folder: Path) -> None:
-    os.truncate(folder / checkpoint.WEIGHTS, 1000)
-
-
-def deep(folder: Path) -> None:
-    (folder / checkpoint.MANIFEST).write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}")
-
-
 class Trap:
     """Writes a file when it is unpickled."""
 
@@ -330,32 +205,25 @@ class Trap:
         return open, ("/tmp/outrider-was-tricked-by-a-checkpoint", "w")
 
 
-def pickled(folder: Path) -> None:
-    for name in (checkpoint.WEIGHTS, "pytorch_model.bin"):
-        (folder / name).write_bytes(pickle.dumps(Trap()))
-
-
 def norm(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     return change_weights(lambda w: w.update({"backbone.norm.weight": make(w["backbone.norm.weight"])}))
 
 
-def spoil(weights: dict[str, torch.Tensor]) -> None:
-    weights["backbone.norm.weight"][3] = float("nan")
+def write(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(data)
 
 
-DAMAGES = {
-    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "has neither outrider.json nor "
-    "config.json"),
-    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is not a checkpoint "
-    "manifest"),
-    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint "
-    "manifest"),
-    "a list": (change_manifest(lambda m: [m]), "is not a checkpoint manifest"),
-    "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is not a checkpoint manifest"),
-    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is not a checkpoint "
-    "manifest"),
-    "next version": (change_manifest(lambda m: m.update(version=2)), "has version 2, but this Outrider reads "
-    "version 1"),
+MANIFEST, WEIGHTS = checkpoint.MANIFEST, checkpoint.WEIGHTS
+NORM, NO_MANIFEST = "backbone.norm.weight", "is not a checkpoint manifest"
+DEEP = b'{"a":' + b"[" * 99_999 + b"]" * 99_999 + b"}"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "has neither outrider.json nor config.json"),
+    "no JSON": (write(MANIFEST, b'{"version": 1, '), NO_MANIFEST),
+    "no text": (write(MANIFEST, b"\xff\xfe\x00"), NO_MANIFEST),
+    "a list": (change_manifest(lambda m: [m]), NO_MANIFEST),
+    "no kind": (change_manifest(lambda m: m.pop("kind") and None), NO_MANIFEST),
+    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), NO_MANIFEST),
+    "next version": (change_manifest(lambda m: m.update(version=2)), "version 2, but this Outrider reads version 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
     "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
     "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden was 33, is 32"),
@@ -365,32 +233,22 @@ DAMAGES = {
     "other block": (change_manifest(lambda m: m["config"].update(layers=2)), "lacks weights"),
     "missing weight": (change_weights(lambda w: w.pop("backbone.fc.weight")), "lacks weights: backbone.fc.weight"),
     "extra weight": (change_weights(lambda w: w.update(lm_head=torch.zeros(2))), "has unknown weights: lm_head"),
-    "misshapen weight": (
-        change_weights(lambda w: w.update({"backbone.norm.weight": torch.zeros(2)})),
-        "has wrongly shaped weights: backbone.norm.weight",
-    ),
-    "NaN weight": (change_weights(spoil), "has non-finite weights: backbone.norm.weight"),
-    "truncated weights": (truncate, "can't be read"),
-    "no weights": (lambda folder: (folder / checkpoint.WEIGHTS).unlink(), "can't be read"),
-    "empty weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_bytes(b""), "can't be read"),
+    "misshapen weight": (norm(lambda w: torch.zeros(2)), f"has wrongly shaped weights: {NORM}"),
+    "NaN weight": (norm(lambda w: w.index_fill(0, torch.tensor([3]), float("nan"))), f"non-finite weights: {NORM}"),
+    "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "can't be read"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "can't be read"),
     "version is true": (change_manifest(lambda m: m.update(version=True)), "its version must be of type int, got bool"),
     "kind is a list": (change_manifest(lambda m: m.update(kind=["dspark"])), "its kind must be of type str, got list"),
     "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts must be of type dict, got list"),
     "training is text": (change_manifest(lambda m: m.update(training="x")), "its training must be of type dict"),
-    "deep nesting": (deep, "nested too deeply"),
-    "a key that is in it twice": (
-        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'),
-        "'version' is in it twice",
-    ),
-    "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), "has 8-bit weights: backbone.norm.weight"),
-    "whole numbers": (norm(lambda w: w.to(torch.int8)), "has wrongly typed weights: backbone.norm.weight"),
-    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), "has wrongly typed weights: "
-    "backbone.norm"),
-    "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), "has non-finite weights: "
-    "backbone.norm.weight"),
-    "a pickle": (pickled, "can't be read"),
-    "text as weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_text("<html>404</html>"), "can't be read"),
-}  # fmt: skip
+    "deep nesting": (write(MANIFEST, DEEP), "nested too deeply"),
+    "a key that is in it twice": (write(MANIFEST, b'{"version": 1, "version": 1}'), "'version' is in it twice"),
+    "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), f"has 8-bit weights: {NORM}"),
+    "whole numbers": (norm(lambda w: w.to(torch.int8)), f"has wrongly typed weights: {NORM}"),
+    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), f"has wrongly typed weights: {NORM}"),
+    "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), f"has non-finite weights: {NORM}"),
+    "a pickle": (write(WEIGHTS, pickle.dumps(Trap())), "can't be read"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -454,9 +312,7 @@ def test_values_that_the_targets_type_cannot_hold_are_refused(folder: Path, tmp_
         (lambda m: m["config"].update(block=-3), "drafter.block"),
     ],
 )
-def test_a_manifest_of_no_known_drafter_is_refused(
-    change: Any, said: str, saved: Path, talker: TransformersTarget
-) -> None:
+def test_a_manifest_of_no_known_drafter_is_refused(change, said, saved, talker) -> None:
     """Catches a KeyError for a kind of a later version, or a setting that is dropped."""
     change_manifest(change)(saved)
     with pytest.raises(OutriderError) as caught:
@@ -464,39 +320,11 @@ def test_a_manifest_of_no_known_drafter_is_refused(
     assert said in str(caught.value) or "ngram" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"seed": 1}, "weights_hash"),
-        ({"vocab_size": 300}, "vocabulary was 261, is 300"),
-        ({"num_hidden_layers": 5}, "layers was 4, is 5"),
-    ],
-)
-def test_another_target_is_refused(sizes: dict[str, int], said: str, saved: Path, tmp_path: Path) -> None:
-    """Catches a drafter loaded for a target of the same shape, which would draft without ever being right."""
-    other = load_target(make_folder(tmp_path / "other", **sizes))
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load_drafter(saved, other)
-    assert "load the target it was trained for" in str(caught.value)
-
-
-def test_the_same_target_under_another_name_and_dtype_is_no_other(
-    saved: Path, tmp_path: Path, talker: TransformersTarget
-) -> None:
+def test_the_same_target_under_another_name_and_dtype_is_no_other(saved, tmp_path, talker) -> None:
     """Catches a binding to a path, or to the precision of the weights."""
     moved = load_target(make_folder(tmp_path / "moved"), dtype="float32")
     assert moved.spec.name != talker.spec.name
     assert load_drafter(saved, moved).limit == 3
-
-
-# ── load_drafter ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
-    """Catches settings that are dropped on the way."""
-    assert load_drafter("ngram", talker, length=3).limit == 3
-    drafter = load_drafter("dspark", talker, block=2, layers=1, taps=(0, 2), rank=4, heads=2, kv_heads=1, head_dim=8)
-    assert (drafter.limit, drafter.taps) == (2, (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -523,9 +351,7 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
         ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_built_is_said(
-    name: str, settings: dict[str, Any], error: type[Exception], said: str, talker: TransformersTarget
-) -> None:
+def test_what_cannot_be_built_is_said(name, settings, error, said, talker) -> None:
     """Catches a traceback of torch's, or a default taken in silence."""
     with pytest.raises(error) as caught:
         load_drafter(name, talker, **settings)
@@ -545,25 +371,3 @@ def test_an_id_that_is_not_to_be_had_is_said(talker: TransformersTarget, monkeyp
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="can't be fetched from the hub"):
         load_drafter("no-such/drafter", talker)
-
-
-def test_a_small_model_of_another_vocabulary_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches drafts in another tokenizer's ids; also where only the words behind the ids differ."""
-    make_folder(tmp_path / "wider", vocab_size=300)
-    make_folder(tmp_path / "swapped")
-    path = tmp_path / "swapped" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"A": 32', '"A": 33').replace('"B": 33', '"B": 32'))
-    with pytest.raises(
-        DrafterError, match=r"a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"
-    ):
-        load_drafter("small_model", talker, model=str(tmp_path / "wider"))
-    with pytest.raises(DrafterError, match="choose a model with the target's tokenizer"):
-        load_drafter("small_model", talker, model=str(tmp_path / "swapped"))
-
-
-def test_a_small_model_of_the_same_vocabulary_drafts(folder: Path, talker: TransformersTarget) -> None:
-    """Catches a refusal of the one model that surely fits: the target itself, all of whose drafts are kept."""
-    found = generate(
-        talker, [PROMPTS[0]], load_drafter("small_model", talker, model=str(folder), length=3), max_new_tokens=12
-    )
-    assert found[0].accepted == [3, 3, 3]

@@ -12,7 +12,6 @@ import torch
 from outrider.errors import ConfigError, DataError
 from outrider.policies.relay import relay
 from outrider.policies.sentences import Piece
-from outrider.targets.load import load_target
 from outrider.training.cues import Trace, calibrate, margins, ranked
 
 
@@ -31,8 +30,7 @@ def trace(seed: int, sure: str, words=("So", "But", "Now", "Then")) -> Trace:
 
 @pytest.mark.parametrize("sure", ["So", "But", "Then"])
 def test_the_planted_cue_is_the_only_one_that_is_selected(sure: str) -> None:
-    """Catches margins that are pooled from the cue itself, past the end of its sentence, or of another word.  20
-    sentences in each of 5 texts: the planted mean is 50 standard errors from the others'."""
+    """Catches margins that are pooled from the cue itself, past the end of its sentence, or of another word."""
     table = ranked([trace(seed, sure) for seed in range(5)], ["So", "But", "Now", "Then"])
     assert table.cues[0].word == sure
     assert table.selected == (sure,)
@@ -58,22 +56,19 @@ def test_figures_of_a_cue_are_those_of_its_sentences() -> None:
     assert ranked([Trace(pieces, [0.5] * 8)], ["So"], min_count=3).selected == ()
 
 
-def test_a_table_is_what_relay_reads(tmp_path) -> None:
+def test_a_table_is_what_relay_reads(tmp_path, target, prompts) -> None:
     """Catches a file whose form changed on one side."""
     table = ranked([trace(0, "So")], ["So", "But"])
     table.save(tmp_path / "cues.json", target="t")
     assert relay(tmp_path / "cues.json").cues == table.selected == ("So",)
     assert json.loads((tmp_path / "cues.json").read_text())["target"] == "t"
-
-
-def test_nothing_to_rank_by_is_refused(target, prompts) -> None:
     with pytest.raises(DataError, match="no answer holds a token"):
         ranked([Trace([], [])])
     with pytest.raises(ConfigError, match="no tokenizer"):
         calibrate(target, target, prompts[:1])
 
 
-def test_margins_are_the_models_own_at_each_token(target, prompts) -> None:
+def test_margins_are_the_models_own_at_each_token(target, short_target, prompts) -> None:
     """Catches the margin of the next row, and probabilities of another text."""
     text = prompts[2]
     wanted = []
@@ -82,20 +77,6 @@ def test_margins_are_the_models_own_at_each_token(target, prompts) -> None:
         best = p.topk(2).values
         wanted.append(float(best[0] - best[1]))
     assert margins(target, text, 4) == pytest.approx(wanted, abs=1e-6)
-
-
-def test_margins_of_a_text_longer_than_the_context_are_those_of_its_end(short_target) -> None:
-    text = [n % 60 for n in range(50)]
-    assert margins(short_target, text, 3) == pytest.approx(margins(short_target, text[30:], 1), abs=1e-6)
-    assert margins(short_target, text, 45) == pytest.approx(margins(short_target, text[30:], 15), abs=1e-6)
-
-
-def test_the_demo_is_calibrated() -> None:
-    """Catches margins that are shifted against the answer's tokens: each trace has one for each of them."""
-    target = load_target("demo", compile=False)
-    done: list[int] = []
-    prompts = [target.encode(text) for text in ("def read(path):\n", "class Queue:\n    def __init__(self")]
-    table = calibrate(target, target, prompts, max_new_tokens=40, words=["self", "def"], min_count=1, say=done.append)
-    assert done == [1, 2]
-    assert 40 < table.tokens <= 80
-    assert 0 < table.mean < 1
+    text = [n % 60 for n in range(50)]  # longer than the context
+    for start, own in ((3, 1), (45, 15)):
+        assert margins(short_target, text, start) == pytest.approx(margins(short_target, text[30:], own), abs=1e-6)

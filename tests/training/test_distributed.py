@@ -19,14 +19,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import write_run_file
+from torch.distributed import HashStore
 
 import outrider
 from outrider import checkpoint
 from outrider.data.features import LiveFeatures
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.processes import Alone
 from outrider.targets.transformers import TransformersTarget
+from outrider.training import alive
 from outrider.training.config import Config
+from outrider.training.distributed import _end
 from outrider.training.trainer import train
 from training.bench import TAPS, make_answers, make_model, make_source
 from training.long_text import gradients
@@ -41,7 +44,6 @@ JOBS: list[dict[str, Any]] = [
     {"name": "drawn_later", "kind": "domino", "batch": 3},
     {"name": "fsdp", "distributed": "fsdp", "probe": True, "probe_every": 2, "patience": 2},
     {"name": "muon", "distributed": "fsdp", "optimizer": "muon", "batch": 3},
-    {"name": "split", "kind": "grouped", "sequence_parallel": 2, "batch": 1},
     {"name": "split_packed", "kind": "dflash_grouped", "sequence_parallel": 2, "batch": 2, "tokens": 70},
     {"name": "split_fsdp", "kind": "grouped", "sequence_parallel": 2, "distributed": "fsdp", "batch": 3},
 ]
@@ -104,8 +106,7 @@ def one(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("name", [job["name"] for job in JOBS])
 def test_two_processes_learn_what_one_learns(name: str, two: Path, one: Callable[[str], tuple[Path, Any]]) -> None:
-    """Catches a loss divided by a process's own rows, anchors drawn by process, rows that are learnt twice or never, a
-    gradient that is a mean and not a sum, and moments that lie in another layout in the checkpoint."""
+    """Catches a loss divided by a process's own rows, anchors drawn by process, rows that are learnt twice or never."""
     folder, alone = one(name)
     mine, theirs = found(two, name, 0), found(two, name, 1)
     assert [row["loss"] for row in mine] == [row["loss"] for row in theirs]
@@ -126,11 +127,8 @@ def test_two_processes_learn_what_one_learns(name: str, two: Path, one: Callable
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_processes_with_half_of_a_text_each_find_its_gradient(
-    rank: int, two: Path, talker: TransformersTarget
-) -> None:
-    """In float64.  Catches a key, a block or a head that another process's row does not see, or sees twice, and a
-    process that holds more than its half of what the backward pass needs."""
+def test_two_processes_with_half_of_a_text_each_find_its_gradient(rank, two, talker) -> None:
+    """In float64. Catches a key, a block or a head that another process's row does not see, or sees twice."""
     mine, whole = torch.load(two / f"split.{rank}.pt"), gradients(talker)
     assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-12)
     assert mine["gradients"].keys() == whole["gradients"].keys()
@@ -140,19 +138,9 @@ def test_two_processes_with_half_of_a_text_each_find_its_gradient(
     assert mine["taps"] == -(-whole["taps"] // 2)
 
 
-def test_the_first_process_alone_writes(two: Path) -> None:
-    """Catches a line of metrics, or a checkpoint, for each process."""
-    rows = [json.loads(line) for line in (two / "padded" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    facts = checkpoint.manifest_of(two / "padded" / "checkpoint")["training"]
-    assert facts["world_size"] == 2
-    assert facts["tokens"] == rows[-1]["tokens"]
-
-
 @pytest.mark.parametrize(("again", "whole"), [("ddp_again", "padded"), ("fsdp_again", "fsdp_once")])
 def test_a_stop_of_two_processes_changes_no_bit(again: str, whole: str, two: Path) -> None:
-    """Only the last process was asked to stop, after step 3, which the others know with the gradients of step 4.
-    Catches one that goes on without it, and moments that come back in another order in each process."""
+    """Catches a process that goes on where only the last was asked to stop, after step 3; the others know in step 4."""
     first, second = tensors(two, again), tensors(two, whole)
     assert first.keys() == second.keys()
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
@@ -161,53 +149,26 @@ def test_a_stop_of_two_processes_changes_no_bit(again: str, whole: str, two: Pat
 
 @pytest.mark.parametrize("name", ["padded", "accumulated", "packed", "drawn_later"])
 def test_a_step_speaks_to_the_others_twice(name: str, two: Path) -> None:
-    """Once with what was found, and once with all gradients; the first row's calls are of the beginning too, and the
-    last step asks for a stop once more.  Catches a question that takes a call of its own in every step."""
+    """Catches a question that takes a call of its own in every step; the first row has those of the beginning, too."""
     rows = found(two, name, 1)
     assert all(row["calls"] == ["all_gather", "all_reduce"] for row in rows[1:-1]), [row["calls"] for row in rows]
 
 
-def test_all_processes_decide_alike_by_what_the_first_measured(two: Path) -> None:
-    """Catches a process that goes on where `patience` ended the others; it would wait for ever."""
+def test_the_first_process_alone_writes(two) -> None:
+    """Catches lines of metrics for each process, one that patience does not end, and bytes of another process."""
+    rows = [json.loads(line) for line in (two / "padded" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    facts = checkpoint.manifest_of(two / "padded" / "checkpoint")["training"]
+    assert (facts["world_size"], facts["tokens"]) == (2, rows[-1]["tokens"])
     steps = [[row["step"] for row in found(two, "fsdp", rank)] for rank in range(2)]
     assert steps[0] == steps[1]
     assert (two / "fsdp" / "checkpoints" / "best" / checkpoint.MANIFEST).exists()
-
-
-@pytest.mark.slow
-def test_one_process_then_two_then_one_go_on_at_the_same_text(
-    two: Path, folder: Path, talker: TransformersTarget, one: Callable[[str], tuple[Path, Any]], tmp_path: Path
-) -> None:
-    """Catches an order of texts, or a draw, that depends on the number of processes."""
-    job = {"name": "padded"}
-    trained(talker, tmp_path, job | {"stop_at": 2})
-    together(2, tmp_path, folder, [job | {"stop_at": 4}])
-    rows = [*found(tmp_path, "padded", 0), *trained(talker, tmp_path, job)]
-    place, whole = one("padded")
-    assert [row["step"] for row in rows] == [3, 4, 5, 6]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole[2:]], rel=NOISE)
-    before, after = tensors(place, "padded"), tensors(tmp_path, "padded")
-    assert max(float((before[key] - after[key]).abs().max()) for key in before if key != "rng") < 1e-3
-
-
-def test_a_gather_takes_what_is_small_in_one_call_and_what_is_large_in_two(two: Path) -> None:
-    """Catches bytes that are cut off, that belong to another process, and a large value that only one has."""
     for row in (json.loads((two / f"gathered.{rank}.json").read_text()) for rank in range(2)):
         assert row["small"] == [["given by", 0], ["given by", 1]] and row["small_calls"] == 1
         assert row["large"] == [0, 100_000] and row["large_calls"] == 2
 
 
 @pytest.mark.slow
-def test_four_processes_learn_what_one_learns(
-    folder: Path, one: Callable[[str], tuple[Path, Any]], tmp_path: Path
-) -> None:
-    """As of two; the last batch of a pass has three rows for them."""
-    together(4, tmp_path, folder, [JOBS[0]])
-    assert [row["loss"] for row in found(tmp_path, "padded", 3)] == pytest.approx(
-        [row["loss"] for row in one("padded")[1]], rel=NOISE
-    )
-
-
 def test_where_one_dies_all_end_and_one_message_says_which(folder: Path, tmp_path: Path) -> None:
     """Catches a process that waits for ever, two messages, none, and a checkpoint that is spoilt by the end."""
     prompts = [{"messages": [{"role": "user", "content": f"the cat sat on mat number {i}"}]} for i in range(12)]
@@ -246,7 +207,27 @@ def _process(launcher: int, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-# ── without other processes ───────────────────────────────────────────────────────────────────────────────────────────
+def test_a_process_whose_beat_stands_still_is_named(monkeypatch) -> None:
+    """Catches the living named for the dead, two that say so, and a wait where one has said why all end."""
+    monkeypatch.setattr(alive, "BEAT_S", 0.01)
+    monkeypatch.setattr(alive, "STILL_S", 0.3)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    store = HashStore()
+    watches = [alive.Watch(store, rank, 3) for rank in range(3)]
+    while len(watches[0]._beats) < 2:
+        time.sleep(0.01)
+    watches[2].close()
+    assert watches[0].lost(60) == []
+    with pytest.raises(TrainingError, match=r"^process 2 of 3 died"):
+        _end(watches[0], RuntimeError("connection reset"))
+    assert watches[0]._has_spoken()
+    for error, code in ((KeyboardInterrupt(), 130), (ValueError(), 1)):
+        with pytest.raises(SystemExit) as caught:
+            _end(watches[1], error)
+        assert caught.value.code == code
+    for watch in watches:
+        watch.close()
+    assert "processes 1, 2 of 3" in watches[0].obituary([1, 2])
 
 
 class Two(Alone):
@@ -265,21 +246,12 @@ class Two(Alone):
         ("domino", {"sequence_parallel": 2}, "drafter 'domino' reads whole texts"),
     ],
 )
-def test_what_can_not_be_shared_is_refused(
-    kind: str, settings: dict[str, Any], problem: str, talker: TransformersTarget, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_what_can_not_be_shared_is_refused(kind, settings, problem, talker, tmp_path, monkeypatch) -> None:
     """Catches a process without a row in every batch, and a method that would learn something else."""
     model = make_model(talker, "vanilla" if kind == "specblock" else kind)
     monkeypatch.setattr(model, "rows_are_independent", kind != "specblock")
     with pytest.raises(ConfigError, match=problem):
         train(model, make_source(talker), Config(steps=2, **settings), tmp_path, processes=Two())
-
-
-def test_packed_batches_need_a_row_for_each_process(talker: TransformersTarget) -> None:
-    source = LiveFeatures(talker, make_answers(), TAPS, batch=4, length=64, budget=70)
-    with pytest.raises(DataError, match=r"train.tokens 70 holds 2 texts .* 3 processes share"):
-        source.share(0, 3)
 
 
 @pytest.mark.parametrize("budget", [None, 70])
@@ -297,3 +269,6 @@ def test_the_rows_of_all_processes_are_those_of_one(budget: int | None, talker: 
                 for name in ("tokens", "loss_mask", "documents", "taps", "hidden"):
                     assert torch.equal(getattr(own, name), getattr(batch, name)[own.share.rows])
             assert sum(len(own.tokens) for own in shared if own.share.counts) == len(batch.tokens)
+    source = LiveFeatures(talker, make_answers(), TAPS, batch=4, length=64, budget=70)
+    with pytest.raises(DataError, match=r"train.tokens 70 holds 2 texts .* 3 processes share"):
+        source.share(0, 3)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError
 from outrider.training import losses
 
@@ -53,11 +51,6 @@ def rows(m: int = 6, vocabulary: int = 7, scale: float = 2.0) -> tuple[Tensor, T
     return draft, target, torch.randint(vocabulary, (m,), generator=noise)
 
 
-def test_the_losses_are_these_seven() -> None:
-    """Catches a loss that is added without a row in these tests."""
-    assert NAMES == ["ce", "jsd", "kl", "lk_alpha", "lk_lambda", "rkl", "tv"]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_divergence_is_its_definition(name: str) -> None:
     """Catches p and q swapped, a missing half, or a wrong sum; float32 against float64, so to 1e-5."""
@@ -84,25 +77,6 @@ def test_a_gradient_is_the_slope(name: str) -> None:
             assert float(draft.grad[m, v]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-4)
 
 
-def test_total_variation_is_the_expected_rejection() -> None:
-    """Catches a TV that is the whole L1 distance, or an overlap that is not 1 - TV."""
-    draft, target, labels = rows(50)
-    kept = overlap(target.softmax(-1), draft.softmax(-1))
-    torch.testing.assert_close(losses.tv(draft, target, labels), 1 - kept)
-    torch.testing.assert_close(losses.lk_alpha(draft, target, labels), -kept.log(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ce"])
-def test_equal_distributions_cost_nothing(name: str) -> None:
-    """Catches a divergence that depends on the logits' common shift, or is not 0 at its minimum."""
-    _, target, labels = rows()
-    draft = (target + 3.0).requires_grad_()
-    found = DIVERGENCES[name](draft, target, labels)
-    assert found.abs().max() < 1e-5
-    found.sum().backward()
-    assert draft.grad.abs().max() < 0.5 if name in ("tv", "lk_alpha", "lk_lambda") else draft.grad.abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
     """Catches log 0 and 0 * inf where draft and target have nothing in common, in float32 and bfloat16."""
@@ -119,8 +93,7 @@ def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
-    """Catches a target that is renormalised over the draft's vocabulary, 0 * inf, and a gradient to tokens out of
-    reach."""
+    """Catches a target that is renormalised over the draft's vocabulary, 0 * inf."""
     draft, target, labels = rows()
     reach = torch.tensor([0, 2, 3, 6])
     small = draft[:, reach].requires_grad_()
@@ -161,40 +134,8 @@ def test_lk_lambda_goes_from_kl_to_tv() -> None:
     for overlap_found, weight in ((0.0, 1.0), (0.5, math.exp(-0.5)), (1.0, math.exp(-1.0))):
         found = losses.combine({"lk_lambda": 2.0}, draft, target, labels, overlap_found)
         torch.testing.assert_close(found, 2 * (weight * far + (1 - weight) * near))
-
-
-def test_at_the_limit_of_a_drafter_these_losses_keep_more() -> None:
-    """Catches a TV term that does not pull: a drafter of rank 2 can't say 16 distributions, and what it keeps hangs on
-    what it gives up. (The point of arXiv 2602.23881: KL spreads itself over what it can't hold.)
-    """
-    distributions = 3 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    kept = {name: at_its_limit(name, distributions) for name in ("kl", "lk_lambda", "lk_alpha")}
-    assert kept["kl"] + 0.03 < kept["lk_lambda"] < kept["lk_alpha"] - 0.03, kept
-
-
-def at_its_limit(loss: str, target: Tensor, rank: int = 2, steps: int = 400) -> float:
-    """Mean overlap with the distributions [m, V] of a drafter whose logits are a matrix of this rank and a bias,
-    trained to its end."""
-    noise = torch.Generator().manual_seed(9)
-    weights = [
-        0.1 * torch.randn(*size, generator=noise, dtype=target.dtype) for size in ((16, rank), (rank, 32), (1, 32))
-    ]
-    left, right, bias = (weight.requires_grad_() for weight in weights)
-    optimizer, labels, kept = torch.optim.Adam([left, right, bias], lr=0.05), torch.zeros(16, dtype=torch.long), 0.0
-    for _ in range(steps):
-        draft = left @ right + bias
-        kept = float(overlap(target.softmax(-1), draft.softmax(-1)).mean())
-        optimizer.zero_grad()
-        losses.combine({loss: 1.0}, draft, target, labels, kept).mean().backward()
-        optimizer.step()
-    return kept
-
-
-def test_a_combination_is_the_weighted_sum() -> None:
-    """Catches a weight that is lost or used twice."""
-    draft, target, labels = rows()
     found = losses.combine({"ce": 0.1, "tv": 1.8}, draft, target, labels)
-    torch.testing.assert_close(found, 0.1 * losses.ce(draft, target, labels) + 1.8 * losses.tv(draft, target, labels))
+    torch.testing.assert_close(found, 0.1 * losses.ce(draft, target, labels) + 1.8 * near)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +152,3 @@ def test_an_unknown_loss_is_refused_with_the_nearest_one(loss: dict[str, float],
     with pytest.raises(ConfigError) as caught:
         losses.check(loss)
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_do_not_see_each_other(name: str) -> None:
-    """Catches a reduction over rows, which chunks would then change."""
-    f: Callable[[Tensor, Tensor, Tensor], Tensor] = losses.DIVERGENCES[name]
-    draft, target, labels = rows()
-    apart = torch.cat([f(draft[i : i + 1], target[i : i + 1], labels[i : i + 1]) for i in range(len(draft))])
-    torch.testing.assert_close(f(draft, target, labels), apart)

@@ -67,8 +67,7 @@ def test_weights_by_depth_take_the_place_of_the_methods_own(fixed: Fixed) -> Non
 
 
 def test_dpace_weighs_a_row_by_how_far_its_block_reaches(fixed: Fixed) -> None:
-    """Catches prefix and suffix taken for each other, a sum that runs into the next block, and a row that is not
-    learnt."""
+    """Catches prefix and suffix taken for each other, a sum that runs into the next block."""
     found = rows.weights({"dpace": 0.5}, fixed, slice(0, 8), fixed.draft)
     q = fixed.draft.detach().softmax(-1).gather(-1, fixed.labels[:, None])[:, 0].tolist()
     wanted = []
@@ -80,19 +79,12 @@ def test_dpace_weighs_a_row_by_how_far_its_block_reaches(fixed: Fixed) -> None:
     torch.testing.assert_close(found, torch.tensor(wanted))
     assert not found.requires_grad
     torch.testing.assert_close(rows.weights({"dpace": 0.5}, fixed, slice(3, 8), fixed.draft[3:]), found[3:])
-
-
-def test_dpace_of_a_block_that_goes_on_from_another(fixed: Fixed) -> None:
-    """Catches depths above a block that count as never reached, so that it weighs nothing."""
-    deeper = replace(fixed, depth=fixed.depth + torch.tensor([0, 0, 0, 2, 2, 2, 1, 1]))
-    found = rows.weights({"dpace": 0.5}, deeper, slice(0, 8), fixed.draft)
-    torch.testing.assert_close(found, rows.weights({"dpace": 0.5}, fixed, slice(0, 8), fixed.draft))
+    deeper = replace(fixed, depth=fixed.depth + torch.tensor([0, 0, 0, 2, 2, 2, 1, 1]))  # blocks that go on from others
+    torch.testing.assert_close(rows.weights({"dpace": 0.5}, deeper, slice(0, 8), fixed.draft), found)
 
 
 @pytest.mark.parametrize("position", [{}, {"exp": 4.0}, {"power": 0.8}, {"dpace": 0.5}])
-def test_the_loss_hangs_not_on_the_size_of_the_chunks(
-    fixed: Fixed, position: dict[str, float], monkeypatch: Any
-) -> None:
+def test_the_loss_hangs_not_on_the_size_of_the_chunks(fixed, position, monkeypatch) -> None:
     """Catches a normalisation by chunk."""
     config = Config(loss={"kl": 1.0}, position=position)
     found = []
@@ -121,9 +113,6 @@ def test_a_wrong_weight_is_refused(position: dict[str, float], said: str) -> Non
     assert said in str(caught.value)
 
 
-# ── selection ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_most_learnable_rows_are_taken(fixed: Fixed) -> None:
     """Catches the sign turned, rows that are not learnt among them, and a share of the chunk in place of the batch."""
     reference = replace(fixed, draft=fixed.draft.detach().roll(1, 0))
@@ -134,16 +123,8 @@ def test_the_most_learnable_rows_are_taken(fixed: Fixed) -> None:
         found = rows.most_learnable(fixed, reference, 0.4, losses.kl, size)
         assert sorted(best) == [row for row in range(8) if found[row]]
     assert rows.most_learnable(fixed, reference, 1.0, losses.kl, 100).tolist() == (fixed.weight > 0).tolist()
-
-
-def test_a_reference_that_is_the_drafter_itself_selects_all(fixed: Fixed) -> None:
-    """Catches ties that are broken by place: where nothing differs, nothing is told apart."""
-    found = rows.most_learnable(fixed, fixed, 0.4, losses.kl, 100)
-    assert found.tolist() == (fixed.weight > 0).tolist()
-
-
-def test_a_reference_of_other_rows_is_refused(fixed: Fixed) -> None:
-    """Catches a selection by rows that don't belong together."""
+    # where nothing differs, nothing is told apart
+    assert rows.most_learnable(fixed, fixed, 0.4, losses.kl, 100).tolist() == (fixed.weight > 0).tolist()
     with pytest.raises(ConfigError, match="predicts other rows"):
         rows.most_learnable(fixed, replace(fixed, labels=fixed.labels.flip(0)), 0.4, losses.kl, 100)
 

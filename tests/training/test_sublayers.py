@@ -32,12 +32,12 @@ def steady(monkeypatch):
 
 def test_a_search_finds_what_can_be_spared(idle, prompts, steady):
     """Catches agreement measured on other keys than the text's, a score without costs, and luck."""
-    found = search(idle, prompts, tokens=24, tries=40, length=4, seed=1)
+    found = search(idle, prompts, tokens=24, tries=24, length=4, seed=1)
     best = found[0]
     assert {2} <= set(best.skip_attention) and {0, 2} & set(best.skip_mlp)
     assert best.speedup == max(one.speedup for one in found)
-    assert 30 <= len(found) <= 40 and len({one.skip for one in found}) == len(found)
-    assert search(idle, prompts, tokens=24, tries=40, length=4, seed=1) == found
+    assert 15 <= len(found) <= 24 and len({one.skip for one in found}) == len(found)
+    assert search(idle, prompts, tokens=24, tries=24, length=4, seed=1) == found
     free = next((one for one in found if one.skip == Skip(frozenset({2}), frozenset({2}))), None)
     assert free is None or free.agreement == 1.0
 

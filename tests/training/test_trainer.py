@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from data.test_regenerate import room_of
 from safetensors.torch import load_file
 
 from outrider import checkpoint
@@ -55,6 +54,13 @@ def interrupt(number: int = signal.SIGINT) -> None:
 
 def crash() -> None:
     raise Stop
+
+
+def stopped(folder: Path, target: TransformersTarget, at: int = 3, stop: Any = interrupt, **settings: Any) -> Path:
+    """A training that was stopped after this step."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(folder, target, on_step=stopper(at, stop), **settings)
+    return folder
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -98,16 +104,13 @@ def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) 
     return find
 
 
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
-@pytest.mark.parametrize(("at", "number"), [(1, signal.SIGINT), (3, signal.SIGTERM), (5, signal.SIGINT)])
-def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(
-    kind: str, at: int, number: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Catches a moment, a random state, a step or a line of metrics that is lost; the second model starts elsewhere.
-    SIGTERM is what a scheduler sends."""
+@pytest.mark.parametrize(
+    ("kind", "at", "number"), [("dflash", 1, signal.SIGINT), ("vanilla", 3, signal.SIGTERM), ("rnn", 5, signal.SIGINT)]
+)
+def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(kind, at, number, talker, whole, tmp_path) -> None:
+    """Catches a moment, a random state, a step or a line of metrics that is lost."""
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, kind, on_step=stopper(at, functools.partial(interrupt, number)))
+    stopped(tmp_path, talker, at, functools.partial(interrupt, number), kind=kind)
     assert signal.getsignal(number) is before
     assert step_of(tmp_path) == at
     torch.manual_seed(99)
@@ -118,9 +121,7 @@ def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
-def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(
-    at: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(at, talker, whole, tmp_path) -> None:
     """Catches steps that are logged twice, or skipped, where the crash came between two saves or right before one."""
     with pytest.raises(Stop):
         fit(tmp_path, talker, on_step=stopper(at, crash))
@@ -134,49 +135,25 @@ OTHERS = [{"dtype": "bfloat16"}, {"optimizer": "muon"}, {"loss": {"lk_lambda": 1
 
 
 @pytest.mark.parametrize("settings", OTHERS, ids=["bfloat16", "muon", "lk_lambda"])
-def test_other_arithmetic_goes_on_bit_for_bit_too(
-    settings: dict[str, Any], talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Catches weights that are saved in the precision of the passes, the moments of a second optimiser and the mean
-    overlap that a loss goes by, where they are not."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt), **settings)
+def test_other_arithmetic_goes_on_bit_for_bit_too(settings, talker, whole, tmp_path) -> None:
+    """Catches weights that are saved in the precision of the passes."""
+    stopped(tmp_path, talker, **settings)
     fit(tmp_path, talker, seed=99, **settings)
     same_training(tmp_path, whole("vanilla", **settings))
 
 
-def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(
-    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(talker, whole, tmp_path, monkeypatch) -> None:
     """Catches `auto` that is chosen anew, where the machine is another or was measured again: half in each type is
     neither."""
     monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "float32")
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt), dtype="auto")
+    stopped(tmp_path, talker, dtype="auto")
     monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "bfloat16")
     fit(tmp_path, talker, seed=99, dtype="auto")
     same_training(tmp_path, whole("vanilla"))
     assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "float32"
 
 
-def test_a_type_that_this_machine_is_slow_at_is_warned_of(
-    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches a forced choice that costs hours and says nothing; it is obeyed all the same."""
-    slow = {"bfloat16": {"training": 90.0, "64": 1.0}, "float32": {"training": 3.0, "64": 1.0}}
-    monkeypatch.setattr(trainer.machine, "matmul_times", lambda: trainer.machine.MatmulTimes(slow))
-    fit(tmp_path, talker, dtype="bfloat16", steps=1)
-    assert (
-        "train.dtype=bfloat16" in caplog.text
-        and "30.0 times as long" in caplog.text
-        and "train.dtype=auto" in caplog.text
-    )
-    assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "bfloat16"
-
-
-def test_lk_lambda_goes_by_the_overlap_that_was_found_of_late(
-    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lk_lambda_goes_by_the_overlap_that_was_found_of_late(talker, tmp_path, monkeypatch) -> None:
     """Catches a loss that is never told, one that is told of another step, and looks that hang on what is logged."""
     told: list[float] = []
     real = losses.lk_lambda
@@ -212,16 +189,8 @@ def test_a_second_ctrl_c_stops_at_once(talker: TransformersTarget, tmp_path: Pat
         interrupt()
         raise AssertionError("still running")
 
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(1, twice))
+    stopped(tmp_path, talker, 1, twice)
     assert not (tmp_path / "checkpoint").exists()
-
-
-def test_anchors_are_drawn_anew_in_every_step(talker: TransformersTarget) -> None:
-    """Catches tests of a resume that would pass without any random state, because nothing is drawn."""
-    model, batch = make_model(talker), make_source(talker).batch(0)
-    torch.manual_seed(0)
-    assert not torch.equal(model.predict(batch).labels, model.predict(batch).labels)
 
 
 def test_a_finished_training_is_left_alone(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -236,9 +205,7 @@ def test_a_finished_training_is_left_alone(talker: TransformersTarget, tmp_path:
     )
 
 
-def test_two_do_not_train_in_one_folder(
-    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_do_not_train_in_one_folder(talker, tmp_path, monkeypatch) -> None:
     """Catches two processes whose steps stand in one another's metrics and checkpoints."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(time, "monotonic", itertools.count().__next__)
@@ -250,64 +217,26 @@ def test_two_do_not_train_in_one_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_probe_is_written_once(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a second probe line, and a second measurement, each time a finished training is started again."""
-    for _ in range(2):
-        train(
-            make_model(talker), make_source(talker), Config(**SETTINGS), tmp_path, probe=lambda model: {"probed": 1.5}
-        )
-    assert [row["step"] for row in metrics(tmp_path) if "probed" in row] == [6]
-
-
-def test_a_torn_line_of_metrics_is_cut_off(
-    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Catches a resume that fails on, or keeps, the half line that a crash left."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss": 1.0, "acceptance": [0.5')
-    fit(tmp_path, talker)
-    same_training(tmp_path, whole("vanilla"))
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """The disk refuses whatever would make a file larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_lines_of_metrics_wait_for_room(tmp_path: Path) -> None:
-    """Catches a training that a full disk ends at a line of metrics, and a line that is torn, lost or written twice."""
+    """Catches a line that is torn, lost or written twice, and a file emptied before its shorter self is there."""
     with Metrics(tmp_path, 0) as written:
-        with files_of_at_most(50):
+        with room_of(50):
             for step in range(1, 6):
                 written.write({"step": step, "loss": 0.5})
         assert (tmp_path / "metrics.jsonl").stat().st_size == 50
         written.write({"step": 6, "loss": 0.5})
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    with files_of_at_most(60), pytest.raises(TrainingError, match="lacks its last"), Metrics(tmp_path, 6) as written:
+    with room_of(60), pytest.raises(TrainingError, match="lacks its last"), Metrics(tmp_path, 6) as written:
         written.write({"step": 7, "loss": 0.5})
-
-
-def test_a_full_disk_does_not_take_the_metrics_that_were_there(tmp_path: Path) -> None:
-    """Catches a file that is emptied before its shorter self can be written."""
     whole = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 9))
     (tmp_path / "metrics.jsonl").write_text(whole)
-    with files_of_at_most(20), pytest.raises(TrainingError, match="can't write"):
+    with room_of(20), pytest.raises(TrainingError, match="can't write"):
         Metrics(tmp_path, 4)
     assert (tmp_path / "metrics.jsonl").read_text() == whole
 
 
 @pytest.mark.parametrize("damage", [b"{}", b"{5}", b"[1]", b"\xff}", b"null", b'{"step": "a"}'], ids=str)
-def test_a_damaged_line_of_metrics_is_left_out_and_said(
-    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_line_of_metrics_is_left_out_and_said(damage, tmp_path, caplog) -> None:
     """Catches a run that can't go on for one bad line of what nothing reads."""
     good = [json.dumps({"step": step, "loss": 0.5}).encode() for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], damage, good[1], b'{"step": 3, "lo']))
@@ -324,8 +253,9 @@ def test_a_run_folder_that_is_a_file_is_refused(talker: TransformersTarget, tmp_
             fit(folder, talker)
 
 
-def test_other_answers_are_not_other_steps(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a loop that looks at more of its source than `batch(step)`."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_other_answers_are_not_other_steps(accumulate, talker, tmp_path) -> None:
+    """Catches a loop that looks at more of its source than `batch(step)`, and a batch that comes in two steps."""
     asked: list[int] = []
     source = make_source(talker)
 
@@ -336,11 +266,8 @@ def test_other_answers_are_not_other_steps(talker: TransformersTarget, tmp_path:
             asked.append(step)
             return source.batch(step)
 
-    fit(tmp_path, talker, source=Counted())
+    fit(tmp_path, talker, source=Counted(), steps=6 // accumulate, accumulate=accumulate)
     assert asked == list(range(6))
-
-
-# ── what is not finite ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Planted:
@@ -359,69 +286,18 @@ class Planted:
         return dataclasses.replace(batch, **{self.name: bad})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["taps", "hidden"])
-def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(
-    name: str, value: float, talker: TransformersTarget, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "value"), [("taps", float("nan")), ("hidden", float("inf"))])
+def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(name, value, talker, tmp_path) -> None:
     """Catches a NaN that is trained on, blamed on another tensor, or saved over the last good weights."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(3, interrupt), skip=0)
+    stopped(tmp_path, talker, skip=0)
     before = written(tmp_path)
     with pytest.raises(TrainingError, match=rf"^step 4: .*first bad tensor: batch\.{name} \(\d, .*train\.lr"):
         fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3), skip=0)
     assert written(tmp_path) == before
 
 
-@pytest.mark.parametrize("at", ["backbone.fc.weight", "markov_head.markov_w2.weight", "confidence_head.proj.bias"])
-def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(
-    at: str, talker: TransformersTarget, tmp_path: Path
-) -> None:
-    """Catches a weight that went bad between two steps and is not found among the inputs."""
-    model = make_model(talker)
-    seen: list[int] = []
-    kept: dict[str, bytes] = {}
-
-    def spoil(step: int, found: Mapping[str, Any]) -> None:
-        seen.append(step)
-        if step == 3:
-            kept.update(written(tmp_path))
-            with torch.no_grad():
-                model.get_parameter(at).flatten()[0] = float("nan")
-
-    with pytest.raises(TrainingError, match=f"^step 4: .*first bad tensor: weight {at} "):
-        train(model, make_source(talker), Config(**SETTINGS, skip=0), tmp_path, on_step=spoil)
-    assert seen == [1, 2, 3]
-    assert step_of(tmp_path) == 2
-    assert written(tmp_path) == kept
-
-
-def test_bad_batches_are_skipped_and_change_nothing(
-    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches a bad batch that moves weights or moments, and a run that is stopped among them and goes on otherwise."""
-
-    class Spoilt(Planted):
-        def batch(self, step: int) -> Batch:
-            return super().batch(step) if step in (2, 3) else self.source.batch(step)
-
-    source = lambda: Spoilt(make_source(talker), "taps", float("nan"), 0)
-    seen: list[dict[str, Any]] = []
-    fit(tmp_path / "whole", talker, source=source(), on_step=lambda step, found: seen.append(dict(found)))
-    assert [number for number, found in enumerate(seen) if "bad" in found] == [2, 3]
-    assert "step 3: the loss is nan" in caplog.text and "the step is skipped" in caplog.text
-    assert [row["step"] for row in metrics(tmp_path / "whole")] == [1, 2, 5, 6]
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "stopped", talker, source=source(), on_step=stopper(3, interrupt))
-    fit(tmp_path / "stopped", talker, source=source())
-    same_training(tmp_path / "stopped", tmp_path / "whole")
-
-
-def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(
-    talker: TransformersTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Catches a training that goes on with bad weights, writes them, or starts again from the last checkpoint for
-    ever."""
+def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(talker, tmp_path, caplog) -> None:
+    """Catches a training that goes on with bad weights, writes them."""
     model, spoilt = make_model(talker), [3]
 
     def spoil(step: int, found: Mapping[str, Any]) -> None:
@@ -460,9 +336,6 @@ def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> Non
     assert first_bad(model, batch).startswith("batch.hidden")
 
 
-# ── no place to save ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_what_a_crash_left_beside_a_whole_checkpoint_is_deleted(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a run that was killed in its last save, and has an old checkpoint beside the new one for ever."""
     fit(tmp_path, talker)
@@ -475,31 +348,6 @@ def test_what_a_crash_left_beside_a_whole_checkpoint_is_deleted(talker: Transfor
     assert step_of(tmp_path) == 6
 
 
-def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
-    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a traceback, a half checkpoint, or one that no longer resumes."""
-    real, calls = checkpoint.save_file, []
-
-    def full(tensors: Any, path: Path) -> None:
-        calls.append(path)
-        if len(calls) == 4:  # the second save: weights went, moments did not
-            path.write_bytes(b"torn")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingError, match=r"(?i)the disk is full.*free some space and run again"):
-        fit(tmp_path, talker)
-    assert step_of(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint", "checkpoints"]
-    fit(tmp_path, talker, seed=99)
-    same_training(tmp_path, whole("vanilla"))
-
-
-# ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -509,13 +357,9 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
         ({"extra": {"confidence": 0.0}}, "train.extra was {}, is {'confidence': 0.0}"),
     ],
 )  # fmt: skip
-def test_other_settings_do_not_resume(
-    change: dict[str, Any], named: str, talker: TransformersTarget, tmp_path: Path
-) -> None:
-    """Catches a checkpoint that is half one training and half another; the message names every key that differs,
-    with both values."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(1, interrupt))
+def test_other_settings_do_not_resume(change, named, talker, tmp_path) -> None:
+    """Catches a checkpoint that is half one training and half another; the message names every key that differs."""
+    stopped(tmp_path, talker, 1)
     before = written(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, talker, **change)
@@ -525,16 +369,14 @@ def test_other_settings_do_not_resume(
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_training_goes_on_where_its_steps_are_raised(at: int, talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a longer training that is refused, that begins again, or whose rate jumps; stopped or ended, bit for
-    bit."""
+    """Catches a longer training that is refused, that begins again, or whose rate jumps."""
     stop = stopper(at, interrupt) if at < 6 else None
     for place in (tmp_path / "once", tmp_path / "twice"):
         with suppress(KeyboardInterrupt):
             fit(place, talker, warmup=0.25, on_step=stop)
         assert step_of(place) == at
     fit(tmp_path / "once", talker, steps=12, warmup=0.25)
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "twice", talker, steps=12, warmup=0.25, on_step=stopper(at + 1, interrupt))
+    stopped(tmp_path / "twice", talker, at + 1, steps=12, warmup=0.25)
     fit(tmp_path / "twice", talker, steps=12, warmup=0.25)
     same_training(tmp_path / "once", tmp_path / "twice")
     rates = [row["lr"] for row in metrics(tmp_path / "once")]
@@ -572,8 +414,7 @@ def test_epochs_are_passes_over_the_texts(talker: TransformersTarget, tmp_path: 
 
 def test_another_drafter_does_not_resume(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches weights of one shape or kind being loaded into another."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, on_step=stopper(1, interrupt))
+    stopped(tmp_path, talker, 1)
     for kind, settings, named in (
         ("vanilla", {"block": 2}, "drafter.block"),
         ("rnn", {}, "drafter.markov"),
@@ -581,12 +422,6 @@ def test_another_drafter_does_not_resume(talker: TransformersTarget, tmp_path: P
     ):
         with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
             train(make_model(talker, kind, **settings), make_source(talker), Config(**SETTINGS), tmp_path)
-
-
-def test_an_unknown_loss_is_refused_before_the_first_step(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a KeyError after the features of the first batch were computed."""
-    with pytest.raises(ValueError, match=r"did you mean .tv."):
-        fit(tmp_path, talker, loss={"tvv": 1.0}, source=object())
 
 
 def test_the_rate_rises_and_falls() -> None:
@@ -614,6 +449,16 @@ def test_a_rate_that_joins_another_curve_does_not_jump() -> None:
         assert rates[after:] == [rate(at, long) for at in range(step + after, 300)] and rates[-1] < 0.01
 
 
+def test_what_a_drafter_has_not_is_refused(talker, tmp_path) -> None:
+    """Catches a typo in `extra` that leaves the term it meant at weight 1, and a setting that is ignored in silence."""
+    with pytest.raises(ConfigError, match="no extra loss 'confidance'; did you mean 'confidence'"):
+        fit(tmp_path, talker, extra={"confidance": 0.0}, steps=2)
+    module = find("medusa")
+    model = module.Model(module.Config(heads=2, nodes=4), talker)
+    with pytest.raises(ConfigError, match=r"drafter 'medusa' has none of its own; leave it out"):
+        train(model, make_source(talker), Config(steps=1, recompute=True), tmp_path)
+
+
 def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches `extra` being read and not used."""
     heads: list[DraftModel] = [
@@ -623,25 +468,3 @@ def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_pat
     start = make_model(talker).confidence_head.proj.weight
     assert not torch.equal(heads[0].confidence_head.proj.weight, start)
     assert torch.equal(heads[1].confidence_head.proj.weight, start)
-
-
-def test_a_weight_of_no_term_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a typo in `extra` that leaves the term it meant at weight 1."""
-    with pytest.raises(ConfigError, match="no extra loss 'confidance'; did you mean 'confidence'"):
-        fit(tmp_path, talker, extra={"confidance": 0.0}, steps=2)
-
-
-def test_a_training_with_recomputed_layers_is_the_same(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a setting that changes what is learnt; a training may go on with the other one."""
-    fit(tmp_path / "kept", talker)
-    fit(tmp_path / "again", talker, recompute=True)
-    kept, again = (load_file(tmp_path / name / "checkpoint" / checkpoint.WEIGHTS) for name in ("kept", "again"))
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
-
-
-def test_nothing_to_recompute_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a setting that is ignored in silence."""
-    module = find("medusa")
-    model = module.Model(module.Config(heads=2, nodes=4), talker)
-    with pytest.raises(ConfigError, match=r"drafter 'medusa' has none of its own; leave it out"):
-        train(model, make_source(talker), Config(steps=1, recompute=True), tmp_path)
