@@ -25,7 +25,7 @@ from outrider.gate.texts import compare_texts
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.transformers import TransformersTarget as Target
 
 DrafterOf = Callable[[Case], Drafter]
 
@@ -39,9 +39,7 @@ def keeps_the_first(draft: Draft, p: torch.Tensor, streams: Streams) -> Accepted
     return Accepted([[0] if kept else [] for kept in has.tolist()], following.tolist(), [0] * len(p))
 
 
-def test_texts_of_an_honest_drafter_are_equal(
-    target: TransformersTarget, prompts: list[list[int]], drafter_of: DrafterOf
-) -> None:
+def test_texts_of_an_honest_drafter_are_equal(target: Target, prompts: list[list[int]], drafter_of: DrafterOf) -> None:
     """Catches a comparison that sees differences which are not there."""
     heard: list[int] = []
     found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, slots=3, on_prompt=heard.append)
@@ -52,7 +50,7 @@ def test_texts_of_an_honest_drafter_are_equal(
 
 
 def test_a_rule_that_keeps_a_wrong_token_is_a_bug(
-    target: TransformersTarget, prompts: list[list[int]], drafter_of: DrafterOf
+    target: Target, prompts: list[list[int]], drafter_of: DrafterOf
 ) -> None:
     """Catches an audit that finds an excuse for everything: the kept token stands far below the likeliest."""
     found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, judge=SamplingJudge(keeps_the_first))
@@ -66,7 +64,7 @@ def test_a_rule_that_keeps_a_wrong_token_is_a_bug(
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["verdict"] == "bug"
 
 
-def twins(gap: float = 0.0) -> tuple[TransformersTarget, list[int], list[int], list[int]]:
+def twins(gap: float = 0.0) -> tuple[Target, list[int], list[int], list[int]]:
     """A bfloat16 target whose two likeliest first tokens have the same row of the head, up to a factor; and both
     texts."""
     model = tiny_model().bfloat16()
@@ -107,7 +105,7 @@ def test_two_tokens_a_third_apart_are_no_tie() -> None:
     assert pair.margin.exact_shortfall[1] == pytest.approx(pair.margin.shortfall[1], rel=0.1)
 
 
-def test_the_side_that_strays_is_named(target: TransformersTarget, prompts: list[list[int]]) -> None:
+def test_the_side_that_strays_is_named(target: Target, prompts: list[list[int]]) -> None:
     """Catches a fault of plain decoding that is laid at the drafter's door, and one that both share."""
     right = greedy(target.model, prompts[0], 6)
     wrong = [*right[:3], (right[3] + 1) % 64, *right[4:]]
@@ -119,7 +117,7 @@ def test_the_side_that_strays_is_named(target: TransformersTarget, prompts: list
         assert (pair.margin.strays, pair.margin.position) == (strays, 3)
 
 
-def test_a_text_that_ends_too_early_is_a_bug(target: TransformersTarget, prompts: list[list[int]]) -> None:
+def test_a_text_that_ends_too_early_is_a_bug(target: Target, prompts: list[list[int]]) -> None:
     """Catches a comparison up to the shorter text's end."""
     right = greedy(target.model, prompts[0], 6)
     pair = Audit(target).pair("", prompts[0], right, right[:4])
@@ -128,13 +126,10 @@ def test_a_text_that_ends_too_early_is_a_bug(target: TransformersTarget, prompts
     assert pair.margin.tokens == (right[4], None)
 
 
-def test_prompts_that_leave_no_room_are_refused(target: TransformersTarget, drafter_of: DrafterOf) -> None:
+def test_prompts_that_leave_no_room_are_refused(target: Target, drafter_of: DrafterOf) -> None:
     """Catches texts of unequal length that only the context's end made so."""
     with pytest.raises(DataError, match="room for 1 to 246"):
         compare(target, [[1] * 250], drafter_of(Case("ngram")), max_new_tokens=10)
-
-
-# ── sampled ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +145,7 @@ def cool(prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def test_sampled_texts_of_an_honest_drafter_follow_the_distribution(
-    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
+    target: Target, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
     """Catches two sets that share their noise, or a rule of comparison that is not the distribution; false alarms: 1 %,
     seeds fixed."""
@@ -161,28 +156,13 @@ def test_sampled_texts_of_an_honest_drafter_follow_the_distribution(
 
 
 def test_a_sampled_draft_that_is_always_kept_is_caught(
-    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
+    target: Target, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
     """Catches a comparison that runs the distribution whatever rule it was given, or one that is blind."""
     found = compare_samples(
         target, drafter=drafter_of(Case("small_model")), judge=SamplingJudge(keeps_the_first), **cool
     )
     assert found.verdict == "different"
-
-
-def test_a_run_repeats_itself_and_another_seed_does_not(
-    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
-) -> None:
-    """Catches noise from elsewhere."""
-    few = cool | {"samples": 10}
-    once, again = (compare_samples(target, drafter=drafter_of(Case("ngram")), **few) for _ in range(2))
-    other = compare_samples(target, drafter=drafter_of(Case("ngram")), **few, seed=1)
-    assert once == again
-    assert replace(once, tests=()) == replace(other, tests=())
-    assert once.tests != other.tests
-
-
-# ── texts alone ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answers(path: Path, *rows: dict[str, str]) -> Path:
@@ -210,9 +190,6 @@ def test_files_of_answers_that_can_not_be_compared_are_refused(tmp_path: Path) -
     ):
         with pytest.raises(DataError, match=message):
             compare_texts(ours, answers(tmp_path / "b.jsonl", *rows))
-
-
-# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -294,3 +271,15 @@ def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch:
     write_run_file(here / "tiny.yaml", folder)
     options = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "16"]
     assert outrider_with("parity", "--target", str(folder), "--drafter", "recycle", *options) == 1
+
+
+def test_a_run_repeats_itself_and_another_seed_does_not(
+    target: Target, drafter_of: DrafterOf, cool: dict[str, Any]
+) -> None:
+    """Catches noise from elsewhere."""
+    few = cool | {"samples": 10}
+    once, again = (compare_samples(target, drafter=drafter_of(Case("ngram")), **few) for _ in range(2))
+    other = compare_samples(target, drafter=drafter_of(Case("ngram")), **few, seed=1)
+    assert once == again
+    assert replace(once, tests=()) == replace(other, tests=())
+    assert once.tests != other.tests

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from verbs import outrider_with
 
 from benchmarks.gate import COMMAND, reports
 from outrider.errors import ConfigError, DataError
@@ -30,8 +31,7 @@ QUICK = Policy(draws=2000)
 TASKS = {"math": 24, "code": 24, "chat": 24}
 RULES = (
     "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth",
-    "train-serve skew",
-    "contamination", "clean figure", "score", "left out",
+    "train-serve skew", "contamination", "clean figure", "score", "left out",
 )  # fmt: skip
 
 
@@ -57,19 +57,12 @@ def for_prompts(report: Made, change: Callable[[Made], Any], every: int = 1) -> 
             change(prompt)
 
 
-# ── every rule: a planted fault, and its clean twin ───────────────────────────────────────────────────────────────────
-
-
 def one_text(new: Made) -> None:
     new["rows"][1]["per_prompt"][3] |= {"exact": False, "first_difference": 7}
 
 
 def one_row(new: Made) -> None:
     new["rows"][2]["exact"] = False
-
-
-def plain_text(new: Made) -> None:
-    new["rows"][0]["plain_exact"] = False
 
 
 def lossy(new: Made) -> None:
@@ -82,10 +75,6 @@ def slower(new: Made) -> None:
 
 def more_steps(new: Made) -> None:
     for_prompts(new, lambda prompt: prompt.update(steps=math.ceil(1.08 * prompt["steps"])))
-
-
-def slow_tail(new: Made) -> None:
-    for_prompts(new, lambda prompt: prompt.update(tpot_ms=3 * prompt["tpot_ms"]), every=8)
 
 
 def shallow(new: Made) -> None:
@@ -115,24 +104,24 @@ def known_ones_only(new: Made) -> None:
             prompt["steps"] = max(1, math.ceil(prompt["steps"] * (0.6 if place < 8 else 1.2)))
 
 
-def wrong_answers(new: Made) -> None:
-    for_prompts(new, lambda prompt: prompt.update(score=0.0, plain_score=1.0), every=4)
-
-
-def left_out(new: Made) -> None:
-    new["share_left_out"] = 0.3
-
-
 FAULTS = [
-    ("exactness", one_text), ("exactness", one_row), ("exactness", plain_text), ("lossy rule", lossy),
+    ("exactness", one_text),
+    ("exactness", one_row),
+    ("lossy rule", lossy),
     ("speed", slower),
-    ("tokens per step", more_steps), ("p99 TPOT", slow_tail), ("acceptance by depth", shallow),
+    ("exactness", lambda new: new["rows"][0].update(plain_exact=False)),
+    ("tokens per step", more_steps),
+    ("p99 TPOT", lambda new: for_prompts(new, lambda prompt: prompt.update(tpot_ms=3 * prompt["tpot_ms"]), every=8)),
+    ("acceptance by depth", shallow),
     ("train-serve skew", skewed),
-    ("contamination", known), ("clean figure", known_ones_only), ("score", wrong_answers), ("left out", left_out),
-]  # fmt: skip
+    ("contamination", known),
+    ("clean figure", known_ones_only),
+    ("left out", lambda new: new.update(share_left_out=0.3)),
+    ("score", lambda new: for_prompts(new, lambda prompt: prompt.update(score=0.0, plain_score=1.0), every=4)),
+]
 
 
-@pytest.mark.parametrize(("rule", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("rule", "fault"), FAULTS)
 def test_a_planted_fault_stops_by_its_own_rule_and_the_twin_passes(rule: str, fault: Callable[[Made], None]) -> None:
     """Catches a rule that sees nothing, or that stops what did not change."""
     new, old = twins()
@@ -147,17 +136,6 @@ def test_a_planted_fault_stops_by_its_own_rule_and_the_twin_passes(rule: str, fa
     assert len(found.finding(rule).reason.splitlines()) == 1 and len(found.finding(rule).reason) > 20
     # and it is not stopped for what it does better
     assert judge(old, new).finding(rule).verdict != "stop" or fault in (known_ones_only,)
-
-
-def test_a_copy_of_a_report_has_ratios_of_one_and_intervals_without_width() -> None:
-    """Catches pairs that were not paired, and ties that become infinite or undefined."""
-    outcome = judge(*twins())
-    for rule in ("speed", "tokens per step", "clean figure"):
-        for part in outcome.finding(rule).parts:
-            assert part.figure == pytest.approx(1) and part.interval is not None
-            assert (part.interval.low, part.interval.high) == (pytest.approx(1), pytest.approx(1))
-    p99 = outcome.finding("p99 TPOT").lead
-    assert p99.figure == pytest.approx(1)
 
 
 def test_a_loss_within_what_is_tolerated_passes_however_sure_it_is() -> None:
@@ -192,9 +170,6 @@ def test_a_small_loss_everywhere_shows_over_all_tasks_together_and_on_none_alone
     new, old = reports(draw, draw.normal(0, 0.08 / math.sqrt(2), (400, 2)), slower=0.03)
     found = judge(new, old).finding("speed")
     assert [part.where for part in found.parts if part.verdict == "stop"] == ["all tasks"]
-
-
-# ── not measured ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def without(new: Made, fields: tuple[str, ...]) -> None:
@@ -245,16 +220,12 @@ def test_a_figure_that_is_not_finite_is_not_measured(tmp_path: Path) -> None:
     assert outcome.stops
 
 
-def test_a_third_of_the_prompts_without_a_speed_is_no_basis() -> None:
-    """Catches a candidate that passes because its slowest prompts crashed."""
-    new, old = twins()
-    for_prompts(new, lambda prompt: prompt.update(speedup=None), every=3)
-    found = judge(new, old).finding("speed")
-    assert found.verdict == "not measured" and "16 of 24" in found.reason
-
-
 def test_a_task_without_speeds_does_not_pass_behind_the_others() -> None:
     """Catches a task that crashed in the candidate and is carried by eight that did not."""
+    new, old = twins()
+    for_prompts(new, lambda prompt: prompt.update(speedup=None), every=3)
+    third = judge(new, old).finding("speed")
+    assert third.verdict == "not measured" and "16 of 24" in third.reason
     new, old = twins()
     for prompt in new["rows"][1]["per_prompt"]:
         prompt["speedup"] = None
@@ -289,6 +260,10 @@ def test_a_task_whose_texts_were_not_compared_does_not_pass_behind_the_others() 
     for report in (new, old):
         report["rows"][1]["temperature"] = 1.0
     assert judge(new, old).verdict == "pass"
+    for row in (*new["rows"], *old["rows"]):
+        row |= {"exact": None, "temperature": 1.0}
+    nowhere = judge(new, old)
+    assert nowhere.finding("exactness").verdict == "not measured" and "exactness is required" in nowhere.headline
 
 
 def test_one_prompt_is_too_few_and_so_it_does_not_pass() -> None:
@@ -324,48 +299,6 @@ def test_tasks_of_one_prompt_are_tested_together() -> None:
     assert sum(part.verdict == "not measured" for part in found.parts) == 9
 
 
-def test_texts_that_were_nowhere_compared_do_not_pass() -> None:
-    """Catches exactness taken for granted where `exact` is null, as at temperature 1."""
-    new, old = twins()
-    for report in (new, old):
-        for row in report["rows"]:
-            row |= {"exact": None, "temperature": 1.0}
-    outcome = judge(new, old)
-    assert outcome.finding("exactness").verdict == "not measured" and outcome.stops
-    assert "exactness is required" in outcome.headline
-
-
-def test_reports_of_the_first_schema_are_judged_by_what_they_have() -> None:
-    """Catches a gate for new reports only: these have neither histogram nor fingerprint, scores nor overlap."""
-    own, old = twins()
-    fields = (
-        "accepted_histogram",
-        "predicted_by_depth",
-        "clean",
-        "score",
-        "plain_score",
-        "tpot_ms",
-        "plain_tpot_ms",
-        "contaminated",
-    )
-    for report in (own, old):
-        for row in report["rows"]:
-            found = depths_of(Report.model_validate(report).rows[0])
-            assert found is not None
-            tested = np.concatenate([found.reached[:1], found.accepted[:-1]])
-            row |= {
-                "accepted_by_depth": (found.accepted / found.reached).tolist(), "steps": int(found.reached[0]),
-                "conditional_acceptance": (found.accepted / tested).tolist(),
-                "rejections_by_depth": (tested - found.accepted).tolist(),
-            }  # fmt: skip
-        without(report, (*fields, "fingerprint"))
-    outcome = judge(own, old)
-    assert outcome.verdict == "pass"
-    assert outcome.finding("acceptance by depth").verdict == "pass"
-    silent = ["machine", "p99 TPOT", "train-serve skew", "contamination", "clean figure", "score"]
-    assert [found.rule for found in outcome.findings if found.verdict == "not measured"] == silent
-
-
 def test_acceptance_by_depth_is_the_same_from_the_histogram_and_from_older_fields() -> None:
     """Catches an older report read as if its drafts were all of one depth.  By hand: 10 steps drafted 1 deep, 6 of them
     kept; 20 drafted 2 deep, 5 kept none, 5 kept one, 10 kept both."""
@@ -378,9 +311,6 @@ def test_acceptance_by_depth_is_the_same_from_the_histogram_and_from_older_field
     assert new is not None and same is not None
     assert new.reached.tolist() == [30, 20] and new.accepted.tolist() == [21, 10]
     np.testing.assert_allclose(same, new)
-
-
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reports_of_other_machines_are_refused_or_judged_without_times() -> None:
@@ -449,9 +379,6 @@ def test_a_row_that_the_baseline_lacks_must_still_be_exact() -> None:
     assert judge(new, old).finding("exactness").verdict == "stop"
 
 
-# ── policy ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_policy_file_lies_over_the_built_in_one(tmp_path: Path) -> None:
     """Catches keys that are ignored in silence."""
     place = tmp_path / "gate.yaml"
@@ -489,15 +416,10 @@ def test_a_lossy_rule_that_the_policy_allows_warns_and_its_texts_may_differ() ->
     assert judge(new, old, allowed).verdict == "warn"
     one_row(new)
     assert judge(new, old, allowed).finding("exactness").verdict == "stop"
-
-
-def test_a_run_under_a_lossy_rule_that_the_policy_allows_may_pass() -> None:
-    """Catches exactness asked of a report of which every row is lossy, as any run under such a rule is."""
-    new, old = twins()
+    # a run under such a rule, of which every row is lossy, may pass
     for row in new["rows"]:
         row |= {"lossless": False, "rule": "typical", "distance": 0.01, "exact": False}
-    assert judge(new, old, Policy(draws=2000, lossy_rule="allow")).verdict == "warn"
-    assert judge(new, old, Policy(draws=2000)).verdict == "stop"
+    assert judge(new, old, allowed).verdict == "warn" and judge(new, old).verdict == "stop"
 
 
 def test_what_could_not_be_looked_for_is_neither_found_nor_clean() -> None:
@@ -543,23 +465,16 @@ def test_a_machine_that_was_slower_as_a_whole_is_not_the_drafts_fault() -> None:
 
 
 def test_a_skew_that_the_baseline_has_as_well_only_warns() -> None:
-    """Catches a candidate kept back for what ships already."""
+    """Catches a candidate kept back for what ships already, and a deeper draft stopped for reaching where less is
+    kept."""
     new, old = twins()
     skewed(new)
     assert judge(new, old).finding("train-serve skew").verdict == "stop"
     skewed(old)
     assert judge(new, old).finding("train-serve skew").verdict == "warn"
-
-
-def test_acceptance_that_falls_while_tokens_per_step_rise_only_warns() -> None:
-    """Catches a deeper draft stopped for reaching where less is kept."""
-    new, old = twins()
     shallow(new)
     for_prompts(new, lambda prompt: prompt.update(steps=math.floor(0.8 * prompt["steps"])))
     assert judge(new, old).finding("acceptance by depth").verdict == "warn"
-
-
-# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reports_of_the_same_thing_widen_the_intervals_of_times_by_their_noise() -> None:
@@ -596,14 +511,8 @@ def test_noise_is_not_learnt_from_reports_of_something_else(change: Callable[[Ma
     pair = (Report.model_validate(one), Report.model_validate(other))
     with pytest.raises(DataError, match=message):
         judge(new, old, alike=[pair])
-
-
-def test_noise_of_another_machine_may_be_told_where_times_are_left_out() -> None:
-    """Catches a refusal that --allow-other-machine does not lift."""
-    one, other = made(5, 0.1)
-    one["fingerprint"] = other["fingerprint"] = {"cpu": "another"}
-    pair = (Report.model_validate(one), Report.model_validate(other))
-    assert judge(*made(4, 0.02), alike=[pair], allow_other_machine=True).widened > 1
+    if "another" in str(one["fingerprint"]):
+        assert judge(*made(4, 0.02), alike=[pair], allow_other_machine=True).widened > 1
 
 
 def test_runs_that_lie_farther_apart_than_their_prompts_say_widen_too() -> None:
@@ -637,8 +546,6 @@ def test_two_runs_of_the_same_thing_are_seldom_stopped() -> None:
     assert stopped <= 7
 
 
-# ── what it writes ────────────────────────────────────────────────────────────────────────────────────────────────────
-
 NASTY = 'a|b*<i>&"]]>\x00\x1b[31m\ud800 @all `x` \n new'
 
 
@@ -668,72 +575,58 @@ def test_junit_and_markdown_hold_whatever_stands_in_a_report() -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command in a process of its own, in a folder with reports; says last whether torch was loaded."""
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two reports, in which commands run."""
     new, old = twins()
     (tmp_path / "old.json").write_text(json.dumps(old))
     slower(new)
     (tmp_path / "new.json").write_text(json.dumps(new))
-    root = Path(__file__).resolve().parents[2]
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {COMMAND}"
-        environment = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "200"}
-        return subprocess.run(
-            [sys.executable, "-c", code, "gate", *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(command: Any, tmp_path: Path) -> None:
+FILES = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
+
+
+def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(files: Path, capsys: Any) -> None:
     """Catches a stop that a CI server takes for a pass, and torch loaded to read two files."""
-    fine = command("old.json", "--baseline", "old.json")
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {COMMAND}"
+    words = [sys.executable, "-c", code, "gate", "old.json", "--baseline", "old.json"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    fine = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert fine.returncode == 0 and "PASS" in fine.stdout and fine.stderr.endswith("False\n")
-    files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
-    stopped = command("new.json", "--baseline", "old.json", "--aa", "old.json,old.json", *files)
-    assert (
-        stopped.returncode == 1 and "STOP by speed" in stopped.stdout and "prompts that show a loss" in stopped.stdout
-    )
-    assert "STOP by speed" in (tmp_path / "gate.md").read_text()
-    assert ElementTree.parse(tmp_path / "gate.xml").getroot().tag == "testsuites"
-    assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "stop"
-    assert not list(tmp_path.glob("*.part"))
+    assert outrider_with("gate", "new.json", "--baseline", "old.json", "--aa", "old.json,old.json", *FILES) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "STOP by speed" in said and "prompts that show a loss" in said
+    assert "STOP by speed" in (files / "gate.md").read_text()
+    assert ElementTree.parse(files / "gate.xml").getroot().tag == "testsuites"
+    assert json.loads((files / "gate.json").read_text())["verdict"] == "stop"
+    assert not list(files.glob("*.part"))
 
 
-def test_too_few_prompts_have_an_exit_code_of_their_own_and_fail_in_junit(command: Any, tmp_path: Path) -> None:
+def test_too_few_prompts_have_an_exit_code_of_their_own_and_fail_in_junit(files: Path) -> None:
     """Catches a CI server that takes six prompts for a pass, or for a draft that must not ship."""
-    new, old = made(4, 0.1, tasks={"math": 6})
-    (tmp_path / "six.json").write_text(json.dumps(new))
-    (tmp_path / "six_old.json").write_text(json.dumps(old))
-    files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
-    done = command("six.json", "--baseline", "six_old.json", *files)
-    assert done.returncode == 3 and "UNDERPOWERED" in done.stdout
-    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    for name, report in zip(("new", "old"), made(4, 0.1, tasks={"math": 6}), strict=True):
+        (files / f"{name}.json").write_text(json.dumps(report))
+    assert outrider_with("gate", "new.json", "--baseline", "old.json", *FILES) == 3
+    suite = ElementTree.parse(files / "gate.xml").getroot().find("testsuite")
     assert suite is not None and (suite.get("failures"), suite.get("errors")) == ("1", "0")
     assert suite.get("tests") == str(len(suite.findall("testcase")))
-    assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "underpowered"
-    assert "UNDERPOWERED" in (tmp_path / "gate.md").read_text()
+    assert json.loads((files / "gate.json").read_text())["verdict"] == "underpowered"
+    assert "UNDERPOWERED" in (files / "gate.md").read_text()
 
 
-def test_a_refusal_is_in_the_files_too(command: Any, tmp_path: Path) -> None:
+def test_a_refusal_is_in_the_files_too(files: Path, capsys: Any) -> None:
     """Catches a CI server that shows yesterday's verdict, or none, since the reports could not be compared today."""
-    other = json.loads((tmp_path / "old.json").read_text()) | {"target": "another"}
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
-    done = command("other.json", "--baseline", "old.json", *files)
-    assert done.returncode == 2 and "measure both on one target" in done.stderr
-    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    (files / "other.json").write_text(json.dumps(twins()[1] | {"target": "another"}))
+    assert outrider_with("gate", "other.json", "--baseline", "old.json", *FILES) == 2
+    assert "measure both on one target" in " ".join(capsys.readouterr().err.split())
+    suite = ElementTree.parse(files / "gate.xml").getroot().find("testsuite")
     assert suite is not None and (suite.get("tests"), suite.get("errors")) == ("1", "1")
-    assert "measure both on one target" in (tmp_path / "gate.xml").read_text()
-    found = json.loads((tmp_path / "gate.json").read_text())
+    assert "measure both on one target" in (files / "gate.xml").read_text()
+    found = json.loads((files / "gate.json").read_text())
     assert found["verdict"] == "refused" and found["headline"].startswith("REFUSED: the candidate has target another")
-    assert "REFUSED" in (tmp_path / "gate.md").read_text()
+    assert "REFUSED" in (files / "gate.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -749,10 +642,11 @@ def test_a_refusal_is_in_the_files_too(command: Any, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_exit_code_two_and_one_sentence(
-    words: tuple[str, ...], message: str, command: Any, tmp_path: Path
+    words: tuple[str, ...], message: str, files: Path, capsys: Any
 ) -> None:
     """Catches an unreadable file that looks like a draft that must not ship, and a traceback."""
-    (tmp_path / "other.json").write_text(json.dumps({"schema": 2}))
-    done = command(*words)
-    assert done.returncode == 2 and message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.json", "old.json", "other.json"]
+    (files / "other.json").write_text(json.dumps({"schema": 2}))
+    assert outrider_with("gate", *words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert message in said and "Traceback" not in said
+    assert sorted(path.name for path in files.iterdir()) == ["new.json", "old.json", "other.json"]

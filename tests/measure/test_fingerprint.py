@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -61,19 +59,3 @@ def test_what_differs_is_said_in_words(a: dict[str, Any], b: dict[str, Any], sai
     """Catches two unknown machines that count as one, and a difference that is only in one of the two."""
     assert differences(a, b) == said
     assert bool(differences(b, a)) == bool(said)
-
-
-def test_every_value_counts(talker: TransformersTarget) -> None:
-    """The planted fault, one a value: none of them may change unseen."""
-    found = fingerprint(talker)
-    for name in found:
-        assert len(differences(found, found | {name: "another"})) == 1
-
-
-def test_comparing_two_needs_no_torch() -> None:
-    """Catches a gate that takes seconds to say that two files differ."""
-    code = (
-        "import sys; from outrider.report.fingerprint import differences;"
-        "assert differences({'a': 1}, {'a': 2}) == ['a 1 against 2']; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

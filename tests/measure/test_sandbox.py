@@ -69,7 +69,7 @@ def test_leaving_early_never_counts_as_passed(code: str, reason: str, walls: str
 STUBBORN = "while True:\n  try:\n    while True: pass\n  except BaseException: pass"
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", STUBBORN])
+@pytest.mark.parametrize("code", ["import time; time.sleep(60)", STUBBORN])
 def test_endless_code_is_stopped(code: str, walls: str) -> None:
     """Catches a run that hangs on one answer; the limit is a second, so the test hangs where it does not hold."""
     assert run(code, "", timeout_s=1).reason == "no end after 1 s"

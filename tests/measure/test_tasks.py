@@ -30,7 +30,7 @@ from outrider.cli import tasks as verb
 from outrider.cli.evaluate import evaluate
 from outrider.errors import DataError
 from outrider.measure import published
-from outrider.measure.tasks import TASKS, Prompt, check, load, prompts
+from outrider.measure.tasks import TASKS, Prompt, load, prompts
 from outrider.runs import stages
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -93,9 +93,6 @@ def lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-# ── a hub of ours ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Hub(http.server.BaseHTTPRequestHandler):
     """The routes that the hub's client asks, over FOLDER/owner/name/COMMIT/files; and those of GitHub's that we ask."""
 
@@ -135,14 +132,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def entries(self, repository: str, commit: str) -> list[dict[str, Any]]:
         root = self.folder / repository / commit
         return [
-            {"type": "directory", "path": path.relative_to(root).as_posix(), "oid": "0" * 40}
-            if path.is_dir()
-            else {
-                "type": "file",
-                "path": path.relative_to(root).as_posix(),
-                "oid": "0" * 40,
-                "size": path.stat().st_size,
-            }
+            {"path": path.relative_to(root).as_posix(), "oid": "0" * 40}
+            | ({"type": "directory"} if path.is_dir() else {"type": "file", "size": path.stat().st_size})
             for path in sorted(root.rglob("*"))
         ]
 
@@ -227,10 +218,11 @@ def ask(endpoint: str, home: Path, *wanted: tuple[str, str | None]) -> list[Any]
 
 
 def test_all_nine_load_from_the_hub_at_a_named_commit(hub: str, tmp_path: Path) -> None:
-    """Catches a wrong name, configuration, split or file, a loader script being run, and a report that can't name its
-    data."""
-    for name, found in zip(NINE, ask(hub, tmp_path, *((name, None) for name in NINE)), strict=True):
-        source, revision, count, said = found
+    """Catches a wrong name, configuration, split or file, a loader script being run, a report that can't name its data,
+    and a pin that only ends up in the report: the newest has other text, and a cache offers it for a lost commit."""
+    pinned = [("gsm8k", OLD), ("gsm8k", "3" * 40)]
+    *newest, old, missing = ask(hub, tmp_path, *((name, None) for name in NINE), *pinned)
+    for name, (source, revision, count, said) in zip(NINE, newest, strict=True):
         assert (revision, count) == (NEW, len(ROWS[name])), name
         assert source.startswith(TASKS[name].hub) and source.endswith(NEW[:12])
         assert said[0][0] == NAMES[name]
@@ -238,15 +230,7 @@ def test_all_nine_load_from_the_hub_at_a_named_commit(hub: str, tmp_path: Path) 
             assert [tuple(turns) for _, turns, _ in said] == SHAPES[name]
         if name in REFERENCES:
             assert said[0][2] == REFERENCES[name]
-    assert said[0][1] == ["Do it."]
-
-
-def test_a_pinned_commit_is_the_one_that_is_read(hub: str, tmp_path: Path) -> None:
-    """Catches a pin that only ends up in the report; the newest has other text, and a cache offers it for a lost
-    commit."""
-    old, new, missing = ask(hub, tmp_path, ("gsm8k", OLD), ("gsm8k", NEW), ("gsm8k", "3" * 40))
     assert old[1] == OLD and old[3][0][1][0].startswith("old: Ann")
-    assert new[1] == NEW and new[3][0][1][0].startswith("Ann")
     assert "can't load gsm8k from openai/gsm8k" in missing and "3" * 40 in missing
 
 
@@ -269,9 +253,6 @@ def test_spec_bench_is_read_where_it_is_published(hub: str, monkeypatch: pytest.
     assert said == sorted(tuple(row["turns"]) for row in SPEC_BENCH)
     assert [prompt.id for prompt in found["spec-bench-qa"].prompts] == ["321"]
     assert found["spec-bench-mt-bench"].prompts[0].turns == ("Write.", "Again.")
-
-
-# ── a folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -307,14 +288,6 @@ def test_one_file_serves_all_of_spec_bench(tmp_path: Path) -> None:
     """Catches six copies of a file being asked for, and rows of one task in another."""
     write(tmp_path / "spec-bench.jsonl", SPEC_BENCH)
     assert [load(name, tmp_path).count for name, task in TASKS.items() if task.shared] == [1] * 6
-
-
-def test_a_folder_of_files_is_one_task(tmp_path: Path) -> None:
-    """Catches livecodebench's six files being read as the first one."""
-    (tmp_path / "livecodebench").mkdir()
-    for number, row in enumerate(ROWS["livecodebench"]):
-        write(tmp_path / "livecodebench" / f"test{number}.jsonl", [row])
-    assert load("livecodebench", tmp_path).count == 2
 
 
 def test_a_task_of_programs_says_how_they_are_given_and_asked() -> None:
@@ -386,17 +359,14 @@ def test_a_bad_row_is_named_before_anything_is_measured(content: str, problem: s
 
 
 WRONG: list[tuple[str, str, Any]] = [
-    *((name, "turns", "What is 2+2?") for name in (*NINE, "spec-bench-qa")),
-    ("gsm8k", "answer", 5), ("math500", "problem", ["x"]), ("math500", "answer", ["x"]), ("math500", "unique_id", True),
-    ("aime25", "answer", None), ("aime25", "answer", True),
-    ("humaneval", "prompt", None), ("humaneval", "entry_point", 5), ("humaneval", "test", None), ("humaneval",
-    "task_id", None),
+    *((name, "turns", "What is 2+2?") for name in (*NINE, "spec-bench-qa")), ("gsm8k", "answer", 5),
+    ("math500", "problem", ["x"]), ("math500", "answer", ["x"]), ("math500", "unique_id", True),
+    ("aime25", "answer", None), ("aime25", "answer", True), ("humaneval", "prompt", None),
+    ("humaneval", "entry_point", 5), ("humaneval", "test", None), ("humaneval", "task_id", None),
     ("mbpp", "test_list", "assert x"), ("mbpp", "test_imports", "import math"), ("mbpp", "test_list", [1]),
-    ("mbpp", "task_id", None), ("mbpp", "prompt", None),
-    ("livecodebench", "question_content", None), ("livecodebench", "starter_code", 5), ("livecodebench", "question_id",
-    None),
-    ("mt-bench", "prompt", "Hello there"), ("mt-bench", "prompt_id", None),
-    ("alpaca", "instruction", None), ("alpaca", "input", ["x"]),
+    ("mbpp", "task_id", None), ("mbpp", "prompt", None), ("livecodebench", "question_content", None),
+    ("livecodebench", "starter_code", 5), ("livecodebench", "question_id", None), ("mt-bench", "prompt", "Hello there"),
+    ("mt-bench", "prompt_id", None), ("alpaca", "instruction", None), ("alpaca", "input", ["x"]),
     ("arena-hard-v2", "prompt", None), ("arena-hard-v2", "uid", {}),
 ]  # fmt: skip
 
@@ -429,13 +399,6 @@ def test_null_is_a_key_that_is_missing(ending: str, tmp_path: Path) -> None:
     assert list(load("gsm8k", tmp_path).prompts) == [Prompt("gsm8k/0", ("a",)), Prompt("own", ("b",), "s")]
 
 
-def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
-    """Catches a RecursionError's traceback from a list of rows."""
-    (tmp_path / "gsm8k.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match="gsm8k.json is not JSON"):
-        load("gsm8k", tmp_path)
-
-
 def test_bad_places_are_refused(tmp_path: Path) -> None:
     """Catches a mistyped folder that silently means the hub, and files of other kinds named as ours."""
     with pytest.raises(DataError, match="is not a folder"):
@@ -443,12 +406,12 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.json").write_text('{"turns": ["a"]}')
     with pytest.raises(DataError, match="must hold a list of rows"):
         load("gsm8k", tmp_path)
+    (tmp_path / "gsm8k.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="gsm8k.json is not JSON"):
+        load("gsm8k", tmp_path)
     (tmp_path / "alpaca.parquet").write_text("no")
     with pytest.raises(DataError, match="can't be read as Parquet"):
         load("alpaca", tmp_path)
-
-
-# ── names, counts, draws ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_list_is_the_published_one() -> None:
@@ -458,12 +421,6 @@ def test_the_list_is_the_published_one() -> None:
     assert all(task.used <= task.rows and task.licence for task in TASKS.values())
     assert [name for name, task in TASKS.items() if task.score] == NINE[:6]
     assert all(re.fullmatch("[0-9a-f]{40}", task.revision) for task in TASKS.values() if task.revision is not None)
-
-
-def test_an_unknown_task_is_refused_with_the_nearest() -> None:
-    """Catches a run that fails after its models are loaded."""
-    with pytest.raises(DataError, match="unknown task 'gsmk8'; did you mean 'gsm8k'"):
-        check("gsmk8")
 
 
 def test_a_draw_is_the_head_of_a_seeded_shuffle(tmp_path: Path) -> None:
@@ -501,9 +458,6 @@ def test_a_file_and_stdlib_are_tasks_too(tmp_path: Path) -> None:
     assert len(first) == 3 and all(prompt.reference is None for prompt in first)
 
 
-# ── the verb ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def app() -> typer.Typer:
     made = typer.Typer()
@@ -527,7 +481,7 @@ class Received(Exception):
     """Carries the settings that a verb has read."""
 
 
-@pytest.mark.parametrize("name", ["null", "2024", "a: b", 'it\'s "é" #1', "x" * 200 + " y", "plain/folder"])
+@pytest.mark.parametrize("name", ["null", 'it\'s "é" #1: b'])
 def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes
     apart."""
@@ -543,10 +497,9 @@ def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: p
     assert found.value.args == (name,)
 
 
-def test_the_verb_needs_no_network_and_no_torch(tmp_path: Path) -> None:
-    """Catches a list that takes seconds."""
-    code = (
-        "import sys; from outrider.measure.tasks import listed; assert len(listed()) == 15; "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code + "; assert 'datasets' not in sys.modules"], check=True, timeout=120)
+def test_a_folder_of_files_is_one_task(tmp_path: Path) -> None:
+    """Catches livecodebench's six files being read as the first one."""
+    (tmp_path / "livecodebench").mkdir()
+    for number, row in enumerate(ROWS["livecodebench"]):
+        write(tmp_path / "livecodebench" / f"test{number}.jsonl", [row])
+    assert load("livecodebench", tmp_path).count == 2

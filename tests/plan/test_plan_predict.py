@@ -52,22 +52,6 @@ def rows(costs: Simple, known: Acceptance, asked: Demand = ASKED, load: float = 
     return [row(costs, "eagle3", depth, known, asked, load, None) for depth in range(1, known.depth + 1)]
 
 
-# ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_sixty_percent_at_depth_eight_are_two_and_a_half_tokens() -> None:
-    """Catches the mistake of the articles, which take 60 % acceptance of 8 tokens for 5 tokens a step."""
-    assert tokens_per_step(0.6, 8) == pytest.approx(2.47, abs=0.005)
-    assert [round(tokens_per_step(alpha, 5), 2) for alpha in (0.5, 0.6, 0.7, 0.8, 0.9)] == [
-        1.97,
-        2.38,
-        2.94,
-        3.69,
-        4.69,
-    ]
-    assert tokens_per_step(0.8, float("inf")) == pytest.approx(5)
-
-
 @given(st.floats(0, 0.99), st.integers(1, 16))
 def test_a_chance_is_found_again_from_its_tokens_per_step(alpha: float, depth: int) -> None:
     """Catches an inversion of another formula than the one that is used."""
@@ -76,14 +60,13 @@ def test_a_chance_is_found_again_from_its_tokens_per_step(alpha: float, depth: i
     assert 1 + sum(even(tokens, depth, depth)) == pytest.approx(tokens, abs=1e-6)
 
 
-def test_tokens_per_step_that_no_chance_gives_are_refused() -> None:
-    """Catches five tokens a step of a draft of three."""
+def test_sixty_percent_at_depth_eight_are_two_and_a_half_tokens() -> None:
+    """Catches the mistake of the articles, which take 60 % acceptance of 8 tokens for 5 tokens a step; five tokens a
+    step of a draft of three; and shares that are added as if each depth were reached by every step."""
+    assert tokens_per_step(0.6, 8) == pytest.approx(2.47, abs=0.005)
+    assert tokens_per_step(0.8, float("inf")) == pytest.approx(5)
     with pytest.raises(DataError, match="must be 1 to 4 at depth 3, got 5"):
         alpha_of(5, 3)
-
-
-def test_survival_multiplies_conditional_shares() -> None:
-    """Catches shares that are added as if each depth were reached by every step."""
     assert survival([0.8, 0.5, 0.5]) == pytest.approx((0.8, 0.4, 0.2))
 
 
@@ -119,9 +102,6 @@ def written(folder: Path, histogram: list[list[int]], tokens: float) -> Path:
     path = folder / "report.json"
     path.write_text(json.dumps({"schema": 1, "target": "demo", "rows": [own]}))
     return path
-
-
-# ── speed-ups ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -166,9 +146,6 @@ def test_the_crossover_is_the_last_load_that_pays() -> None:
     assert loads_up_to(10) == [1, 2, 3, 4, 6, 8]
 
 
-# ── decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_sure_gain_is_enabled_at_its_best_depth() -> None:
     """Catches the deepest or the first depth in place of the best."""
     choice = decide(rows(Simple(0.1, error=0.1), accepted(0.8, 7)), ASKED, 1, [])
@@ -199,9 +176,6 @@ def test_a_draft_that_does_not_fit_is_not_enabled() -> None:
     assert choice.decision == "BATCH INSTEAD" and "0 texts fit beside the drafter" in choice.because
     late = [own.model_copy(update={"meets_slo": False}) for own in good]
     assert "ms a token are more than the limit" in decide(late, ASKED, 1, []).because
-
-
-# ── demand ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_requests_at_once_are_rate_times_time() -> None:

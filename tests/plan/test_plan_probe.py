@@ -26,7 +26,7 @@ from outrider.plan.schema import Plan
 from outrider.policies.fixed import Fixed
 from outrider.report import bootstrap
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.transformers import TransformersTarget as Target
 from outrider.traffic import traces
 
 __all__ = ["folder", "talker"]
@@ -41,9 +41,6 @@ def log_of(path: Path, bodies: Sequence[dict[str, Any]], tokens: int | None = 12
 
 def questions(path: Path, count: int = 30) -> Path:
     return log_of(path, [{"prompt": f"({i}) {ASKED[i % 3]}"} for i in range(count)])
-
-
-# ── the sample ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_smaller_sample_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
@@ -66,8 +63,7 @@ def test_all_requests_have_the_same_chance(tmp_path: Path) -> None:
 def test_requests_without_a_text_are_counted_and_not_replayed(tmp_path: Path) -> None:
     """Catches generated words that are replayed as if a user had written them."""
     log = log_of(tmp_path / "log.jsonl", [
-        {"prompt": "What is 1 + 1"},
-        {"prompt": [1, 2, 3]},
+        {"prompt": "What is 1 + 1"}, {"prompt": [1, 2, 3]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]},
         {"prompt": "Hello", "top_p": 7.0},
@@ -90,9 +86,6 @@ def test_a_replay_draws_as_the_request_asked(tmp_path: Path) -> None:
     assert (own.sampling.temperature, own.new_tokens) == (0.0, 5)
 
 
-# ── the replay ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of its own for what is kept."""
@@ -104,9 +97,7 @@ def read(number: int, sampling: Sampling | None = None, tokens: int = 12) -> Rea
     return Read(Question(number, "chat", "x", tokens, sampling or Sampling()), [65, 66, 67, 65, 66])
 
 
-def test_what_was_replayed_is_not_replayed_again(
-    talker: TransformersTarget, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_replayed_is_not_replayed_again(talker: Target, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a probe that can't be resumed, and counts of another request or temperature."""
     methods, drafter, decoded = {"ngram": subject.method("ngram")}, Drafter(), []
     run_once = timing.run_once
@@ -124,7 +115,7 @@ def test_what_was_replayed_is_not_replayed_again(
     assert len(CachedRecords(talker, methods).records) == 4
 
 
-def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) -> None:
+def test_counts_are_those_of_the_steps(talker: Target, cache: Path) -> None:
     """Catches a bonus token that is left out, and more drafted tokens than the plan looks at."""
     name = "recycle"
     own = [Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))]
@@ -134,9 +125,6 @@ def test_counts_are_those_of_the_steps(talker: TransformersTarget, cache: Path) 
     accepted, _ = found.steps(probe.NODES)
     assert found.tokens - len(accepted) - sum(accepted) in (0, -1)
     assert max(found.steps(probe.NODES).nodes) == probe.NODES and sum(accepted) > 0
-
-
-# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(number: int, category: str, accepted: Sequence[int], **more: Any) -> Replayed:
@@ -203,20 +191,19 @@ def test_a_node_of_a_branch_that_is_not_drafted_is_not_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "recycle", "suffix"])
-@pytest.mark.parametrize("depth", probe.DEPTHS)
-def test_a_replay_knows_the_steps_of_every_depth(name: str, depth: int, talker: TransformersTarget) -> None:
+def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: Target) -> None:
     """Catches counts of drafts made at other tokens than decoding makes them at, and the first ones of a large draft in
     place of the likeliest that a small one holds.  Greedy, so they are the same."""
     own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
     found = probe.replay_one(talker, name, load_drafter(name, talker), own)
     assert len(found.drafts) == (1 if name == "ngram" else len(probe.DEPTHS))
     request, drafter = Request(own.tokens, 40, Sampling()), load_drafter(name, talker)
-    runs = [timing.run_once(talker, request, drafter, Fixed(each), shared_noise=False) for each in probe.DEPTHS]
-    accepted = runs[probe.DEPTHS.index(depth)].accepted
-    assert found.steps(depth).accepted[:-1] == accepted[:-1] and sum(accepted)
+    for depth in probe.DEPTHS:
+        accepted = timing.run_once(talker, request, drafter, Fixed(depth), shared_noise=False).accepted
+        assert found.steps(depth).accepted[:-1] == accepted[:-1] and sum(accepted)
 
 
-def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: TransformersTarget) -> None:
+def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: Target) -> None:
     """Catches a drafter that does not say that its small drafts are other ones than its large."""
     own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
     silent, honest = load_drafter("recycle", talker), load_drafter("recycle", talker)
@@ -224,7 +211,7 @@ def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: Transfor
     assert probe.replay_one(talker, "recycle", silent, own) == probe.replay_one(talker, "recycle", honest, own)
 
 
-def test_what_is_decoded_at_every_depth_is_said_to_take_longer(talker: TransformersTarget) -> None:
+def test_what_is_decoded_at_every_depth_is_said_to_take_longer(talker: Target) -> None:
     """Catches a probe that takes four times what it said."""
     drafters = [load_drafter(name, talker) for name in ("ngram", "suffix", "recycle")]
     assert probe.decodings(drafters) == 1 + 2 * len(probe.DEPTHS)
@@ -234,9 +221,6 @@ def test_requests_whose_answer_loops_are_left_out() -> None:
     """Catches a target that repeats itself and makes every lookup look good."""
     looped = record(16, "chat", [7] * 9, loops=True)
     assert probed.counted([*RECORDS, looped, record(16, "chat", [0])]) == (RECORDS, 1)
-
-
-# ── the verb ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def planned(path: Path, *words: str) -> Plan:

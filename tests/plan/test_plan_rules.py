@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,6 @@ from outrider.plan.subject import subject
 from outrider.targets.transformers import TransformersTarget
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-FIGURES = [
-    pytest.param(figure, id=f"{name}-{key}")
-    for name, rule in rules.table().items()
-    for key, figure in rule["figures"].items()
-]
-
-
-def measured(file: str, *way: Any) -> float:
-    """The figure of a results file: a row by its names, then keys."""
-    found: Any = json.loads((RESULTS / f"{file}.json").read_text())
-    rows = [*found.get("rows", ()), *found.get("promises", ())]
-    named = [
-        row for row in rows if isinstance(row, dict)
-        and way[0] in (row.get("method"), row.get("name"), row.get("promise"))
-    ]  # fmt: skip
-    named = [row for row in named if len(named) == 1 or way[1] in (row.get("column"), row.get("task"))]
-    [value] = named
-    for key in way[2:] if any(way[1] == value.get(one) for one in ("column", "task")) else way[1:]:
-        value = value[key]
-    return float(value)
-
-
-@pytest.mark.parametrize("figure", FIGURES)
-def test_a_figure_is_the_one_that_was_measured(figure: dict[str, Any]) -> None:
-    """Catches a sentence that results have left behind."""
-    found = measured(*figure["in"]) * figure.get("scale", 1.0)
-    found = 1 - found if figure.get("one_less") else found
-    decimals = len(str(figure["value"]).partition(".")[2])
-    assert round(found, max(1, decimals)) == figure["value"]
 
 
 def of(*methods: str, **words: Any) -> Plan:
@@ -96,13 +66,6 @@ def test_utilisation_is_rows_over_those_that_saturate() -> None:
     assert "a plain step has 150 rows" in text and "68%" in text and holds is None
     assert rules.utilisation(own, 1000, h100, None)[1] is True and rules.utilisation(own, 1, h100, None)[1] is False
     assert rules.utilisation(own, 1, None, None)[1] is None
-
-
-def test_without_traffic_no_rule_is_judged() -> None:
-    assert of(concurrency=None).rules == ()
-
-
-# ── profile ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_kernels_side_by_side_are_counted_once() -> None:

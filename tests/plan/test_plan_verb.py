@@ -21,7 +21,7 @@ from outrider.plan.predict import StepCost
 from outrider.plan.schema import Plan
 from outrider.plan.timed import TimedCosts
 from outrider.plan.timings import Cell, Timings
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.transformers import TransformersTarget as Target
 
 TRAFFIC = ("--prompt-tokens", "200", "--new-tokens", "200", "--concurrency", "1")
 
@@ -51,24 +51,10 @@ def test_a_plan_on_paper_has_rows_for_every_method_depth_and_load(tmp_path: Path
     assert any("was published for other targets" in note for note in found.notes)
 
 
-def test_the_traffic_s_load_is_printed_and_the_others_a_line_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches a table of another load, and one that leaves a method or a load out."""
-    words = ("--hardware", "h100", "--method", "ngram", "--method", "dspark", *TRAFFIC[:4], "--concurrency", "4")
-    assert outrider_with("plan", *words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    [head] = [line for line in lines if line.startswith("speed-up (depth) at once")]
-    assert head.split()[-4:] == ["1", "4", "16", "64"]
-    rows = [line.split() for line in lines if line.startswith(("ngram ", "dspark "))]
-    assert [row[0] for row in rows] == ["ngram", "dspark"] * 2
-    assert f"{float(rows[1][5]):.2f} (7)" in " ".join(rows[3])
-
-
 def test_without_traffic_there_are_break_even_points_and_no_decision(tmp_path: Path) -> None:
     """Catches lengths that are made up."""
     found = planned(tmp_path / "plan.json", "--target", "demo", "--hardware", "l4", "--new-tokens", "100")
-    assert found.decision == "NEED DATA" and not found.rows and found.break_even
+    assert found.decision == "NEED DATA" and not found.rows and not found.rules and found.break_even
     assert "--prompt-tokens, --concurrency or --rate are not known" in found.because and found.demand is None
 
 
@@ -153,10 +139,7 @@ def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, caps
         ({"num_hidden_layers": -3}, "has num_hidden_layers -3; each must be a whole number above 0"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"model_type": "nosuch"}, "has model_type 'nosuch', which this transformers lacks"),
-        (
-            {"quantization_config": {"quant_method": "magic"}},
-            "a quantization_config that is not known here (magic)",
-        ),
+        ({"quantization_config": {"quant_method": "magic"}}, "a quantization_config that is not known here (magic)"),
         ({}, "texts of 200 and 200 tokens are longer than the 300 that"),
     ],
 )
@@ -193,15 +176,6 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert outrider_with("plan", "--target", str(tmp_path), "--hardware", "h100", "--weights", "int4", *TRAFFIC) == 0
 
 
-def test_hardware_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a table that nobody can see."""
-    assert outrider_with("plan", "--hardware", "list") == 0
-    assert "NVIDIA H200 data sheet" in " ".join(capsys.readouterr().out.split())
-
-
-# ── timed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of its own for times, and a machine that is not busy."""
@@ -210,9 +184,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "times"
 
 
-def test_times_are_kept_and_not_taken_again(
-    target: TransformersTarget, quiet: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_kept_and_not_taken_again(target: Target, quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches times that are lost, or measured again by every plan."""
     monkeypatch.setattr(timings, "ROWS", (1, 2))
     first = timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, timings.cached(target))
@@ -226,7 +198,7 @@ def test_times_are_kept_and_not_taken_again(
     assert timings.known_rates(target, 2) is not None and timings.known_rates(target, 3) is None
 
 
-def test_drafts_are_timed_beside_plain_steps(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_timed_beside_plain_steps(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches speed-ups that a machine made, which was slower when plain steps were timed than when drafts were."""
     pace = [1.0]
 
@@ -248,9 +220,7 @@ def test_drafts_are_timed_beside_plain_steps(target: TransformersTarget, monkeyp
     assert len(found.drafts) == 3  # random chains beside them
 
 
-def test_a_drafter_of_few_tokens_is_not_timed_again(
-    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_of_few_tokens_is_not_timed_again(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches every plan that times a drafter anew, since a depth is missing that it can't draft."""
     monkeypatch.setattr(timings, "ROWS", (1,))
     load = lambda name: SmallModel(target, Config(length=2))
@@ -266,9 +236,7 @@ def test_texts_of_a_batch_are_of_unequal_lengths() -> None:
     assert timings.ragged(100, 1) == [100] and timings.ragged(100, 3) == pytest.approx([75.8, 100, 124.2], abs=0.1)
 
 
-def test_times_of_a_busy_machine_are_not_kept(
-    target: TransformersTarget, quiet: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_of_a_busy_machine_are_not_kept(target: Target, quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a table that is wrong for good; and a damaged file that stops every plan."""
     monkeypatch.setattr(machine, "is_busy", lambda: True)
     assert timings.keep(target, Timings(prompt_s=1.0)) is None and timings.cached(target) == Timings()
@@ -277,7 +245,7 @@ def test_times_of_a_busy_machine_are_not_kept(
     assert timings.cached(target) == Timings()
 
 
-def test_depths_are_timed_in_turn(target: TransformersTarget) -> None:
+def test_depths_are_timed_in_turn(target: Target) -> None:
     """Catches steps that are counted for another depth than they drafted."""
     drafter = find("recycle").build(find("recycle").Config(), target)
     state = batch(target, 2, ends=frozenset())
@@ -323,9 +291,6 @@ def test_a_measured_plan_writes_its_decision(quiet: Path, tmp_path: Path, monkey
     }
     assert found.decision in ("ENABLE", "BATCH INSTEAD", "NEED DATA") and found.because
     assert len(list(quiet.glob("*.json"))) == 1
-
-
-# ── published points ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_published_results_are_reproduced_from_configs() -> None:

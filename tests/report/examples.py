@@ -5,32 +5,17 @@ from __future__ import annotations
 import math
 import random
 import re
+from html.parser import HTMLParser
 from typing import Any
 
 from outrider.report.schema import Report
 
+VOID = {"meta", "input", "br", "link", "img", "hr"}
 TEXTS = {
-    "chat": (
-        "Speculative decoding lets a small model guess ahead while the large one checks. The guesses cost little, and "
-        "every "
-        "guess that the large model agrees with is a word that it did not have to write alone.\n\nThink of a carriage "
-        "with an "
-        "outrider: someone on a fast horse goes ahead, looks at the road, and calls back what is coming. The driver "
-        "still "
-        "decides. When the rider is wrong, nothing is lost but a glance."
-    ),
-    "code": (
-        "def merge(left: list[int], right: list[int]) -> list[int]:\n    merged = []\n    i = j = 0\n"
-        "    while i < len(left) and j < len(right):\n        if left[i] <= right[j]:\n            "
-        "merged.append(left[i])\n"
-        "            i += 1\n        else:\n            merged.append(right[j])\n            j += 1\n"
-        "    return merged + left[i:] + right[j:]\n"
-    ),
-    "math": (
-        "A train leaves at 9:40 and needs 2 hours and 35 minutes, so it arrives at 12:15. The second one is 20 % "
-        "slower: "
-        "155 × 1.25 = 193.75 minutes, which is 3 hours and 14 minutes. It arrives at 12:54.\n\nAnswer: 12:54"
-    ),
+    "chat": "A small model guesses ahead, and the large one checks.\n\nWhat it agrees with, it need not write. " * 5,
+    "code": "def merge(left: list[int]) -> list[int]:\n    i = j = 0\n    return merged + left[i:] + right[j:]\n" * 5,
+    "math": "A train leaves at 9:40 and needs 2 hours: 155 × 1.25 = 193.75 minutes.\n\nAnswer: 12:54 (20 % slower). "
+    * 5,
 }
 SKILL = {
     "dspark": {"chat": 0.74, "code": 0.88, "math": 0.82},
@@ -181,8 +166,7 @@ def null_report() -> Report:
     """A row of which nothing was measured, and a training that left no trace."""
     needed = [
         "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact",
-        "compared_tokens",
-        "share", "ttft_ms", "itl_ms",
+        "compared_tokens", "share", "ttft_ms", "itl_ms",
     ]  # fmt: skip
     empty: dict[str, Any] = {"drafter": "ngram", "task": "", "prompts": 0, "temperature": 0.0} | dict.fromkeys(needed)
     return Report.model_validate({"schema": 1, "target": "tiny", "rows": [empty], "training": {"ngram": {}}})
@@ -223,3 +207,38 @@ def hostile_report() -> Report:
         fingerprint={bad: bad},
         training={bad: {"seconds": 3.0, "loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}],
     )  # fmt: skip
+
+
+class Parsed(HTMLParser):
+    """Tags, attributes and text; fails where an element is closed that is not open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.pieces: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.pieces.append(data)
+
+    @property
+    def ids(self) -> set[str]:
+        return {value for name, value in self.attributes if name == "id"}
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.pieces).split())

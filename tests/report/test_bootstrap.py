@@ -20,12 +20,6 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 910 <= held <= 975
 
 
-def test_ratio_of_totals_weighs_long_prompts_more_than_the_geometric_mean_does() -> None:
-    tokens, steps = [1000, 10], [200, 10]
-    assert bootstrap.ratio_of_totals(tokens, steps).center == pytest.approx(1010 / 210)
-    assert bootstrap.geometric_mean([5.0, 1.0]).center == pytest.approx(5**0.5)
-
-
 def test_a_speedup_is_a_ratio_of_totals_with_its_own_interval() -> None:
     """Catches a mean of the prompts' ratios, and an interval around another figure than the one that is shown."""
     noise = np.random.default_rng(2)
@@ -36,18 +30,6 @@ def test_a_speedup_is_a_ratio_of_totals_with_its_own_interval() -> None:
     assert found.low < found.center < found.high and found.high - found.low < 0.6
     swapped = bootstrap.ratio_of_rates([(*value[2:], *value[:2]) for value in values])
     assert swapped.center == pytest.approx(1 / found.center)
-
-
-def test_the_same_numbers_give_the_same_interval_and_pieces_change_nothing() -> None:
-    values = list(np.random.default_rng(0).normal(1, 0.1, 400))
-    assert bootstrap.mean(values) == bootstrap.mean(values)
-    first = bootstrap.resampled(values, lambda table: table.mean(axis=1), draws=6000)
-    assert len(first) == 6000 and abs(first.std() - 0.1 / 20) < 0.0005
-
-
-def test_nothing_can_be_said_of_no_prompts() -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        bootstrap.mean([])
 
 
 @pytest.mark.parametrize("freedom", [4, 8, 21, 199])
@@ -84,11 +66,18 @@ def test_the_chance_of_a_value_is_the_tail_whose_bound_it_is() -> None:
 
 
 def test_tied_values_have_intervals_without_width() -> None:
+    """Catches a division by a spread of nothing, an interval of no prompts, and draws that no seed repeats."""
     table = np.array([[0.5, 1.0]] * 8)
     drawn = bootstrap.sums(table, 1000)
     found = bootstrap.estimate_of(0.5, drawn[:, 0] / drawn[:, 1], 8)
     assert found.interval(0.001) == (0.5, 0.5, 0.5)
     assert (found.chance_of(0.5), found.chance_of(0.6)) == (1, 1e-12)
+    with pytest.raises(ValueError, match="nothing"):
+        bootstrap.mean([])
+    values = list(np.random.default_rng(0).normal(1, 0.1, 400))
+    assert bootstrap.mean(values) == bootstrap.mean(values)
+    first = bootstrap.resampled(values, lambda table: table.mean(axis=1), draws=6000)
+    assert len(first) == 6000 and abs(first.std() - 0.1 / 20) < 0.0005
 
 
 def test_sums_of_draws_are_those_of_the_rows_drawn() -> None:

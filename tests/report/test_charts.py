@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.report import page
-from outrider.report.page import acceptance, charts, speed
+from outrider.report.page import acceptance, charts
 from outrider.report.page.charts import Axis, Dot, Line, Rows
 from outrider.report.schema import Row
-from tests.report.examples import full_report, null_report
+from tests.report.examples import full_report
 from tests.report.examples import row as report_row
 
 PROMISED = [
@@ -80,15 +80,6 @@ def test_what_is_not_measured_is_drawn_as_no_number(name):
     drawn = drawings(value=None)[name]
     for wrong in ("None", "nan", "inf"):
         assert not re.search(rf"\b{wrong}\b", drawn)
-
-
-def test_charts_of_nothing_are_nothing():
-    """An axis without a mark looks like a measurement that found none."""
-    assert charts.lines([Line("a", 0, [(1, None)])], UNIT, UNIT) is None
-    assert (acceptance.scores(null_report()), speed.first_tokens(null_report())) == (None, None)
-    assert "not measured" in macro(
-        "charts.html", "spread", Rows("marks", [], UNIT, row=40), 0, "a", "", 0, (0, None, 1), ""
-    )
 
 
 def places(svg: str) -> list[float]:
