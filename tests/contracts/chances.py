@@ -3,7 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -148,21 +149,58 @@ class Coin:
         return torch.tensor([self.chance._answer([1.0 - below, below]) == 1])
 
 
-def outcomes(draft: Draft, p: Tensor, rule: Rule = accepting.accept) -> Iterator[tuple[float, list[int]]]:
-    """Every outcome of judging one slot's draft: (probability, emitted tokens)."""
+def every_script(ask: Callable[[Any], Any], kind: type[Chance] = Chance) -> Iterator[tuple[float, Any]]:
+    """What `ask` says under every script of one slot's noise, and the script's probability."""
     script: list[int] = []
     while True:
-        chance = Chance(script)
-        accepted = rule(draft, p, chance)
+        chance = kind(script)
+        answer = ask(chance)
         if chance.weight > 0:
-            kept = [int(draft.tokens[0, n]) for n in accepted.paths[0]]
-            yield chance.weight, [*kept, accepted.next_tokens[0]]
+            yield chance.weight, answer
         script = chance.script
         while script and script[-1] + 1 == chance.open[len(script) - 1]:
             script.pop()
         if not script:
             return
         script[-1] += 1
+
+
+def outcomes(draft: Draft, p: Tensor, rule: Rule = accepting.accept) -> Iterator[tuple[float, list[int]]]:
+    """Every outcome of judging one slot's draft: (probability, emitted tokens)."""
+    for weight, accepted in every_script(lambda chance: rule(draft, p, chance)):
+        yield weight, [*(int(draft.tokens[0, n]) for n in accepted.paths[0]), accepted.next_tokens[0]]
+
+
+def paths_of(draft: Draft, b: int = 0) -> list[tuple[int, ...]]:
+    """The tokens from the anchor to each live node."""
+    paths: list[tuple[int, ...]] = []
+    for n in range(draft.live[b]):
+        above = draft.tree[b][n]
+        paths.append((*(paths[above] if above >= 0 else ()), draft.ids[b][n]))
+    return paths
+
+
+def difference(
+    emitted: Iterable[tuple[float, Sequence[int]]], distribution: Callable[[tuple[int, ...]], Tensor], depth: int = 3
+) -> float:
+    """Largest difference between the distribution of the first `depth` tokens of (probability, tokens) and the
+    target's."""
+    found, exact = torch.zeros(2, *[len(distribution(()))] * depth, dtype=torch.float64)
+    for weight, tokens in emitted:
+        _spread(found, distribution, tuple(tokens[:depth]), weight)
+    _spread(exact, distribution, (), 1.0)
+    return float((found - exact).abs().max())
+
+
+def judged(
+    drafted: Iterable[tuple[float, Draft]], distribution: Callable[[tuple[int, ...]], Tensor],
+    rule: Rule = accepting.accept,
+) -> Iterator[tuple[float, list[int]]]:  # fmt: skip
+    """Every outcome of judging each of these drafts."""
+    for weight, draft in drafted:
+        p = torch.stack([distribution(()), *(distribution(path) for path in paths_of(draft))])[None]
+        for chance, tokens in outcomes(draft, p, rule):
+            yield weight * chance, tokens
 
 
 Proposal = Callable[[list[int]], Tensor]
@@ -180,22 +218,18 @@ def worst_error(
     distribution: a path of tokens to p [V].  keep: the drafted tokens to how many nodes stay.  q_of: the q that the
     draft claims, where it is not the proposal.
     """
-    vocabulary = len(distribution(()))
-    found = torch.zeros((vocabulary,) * depth, dtype=torch.float64)
-    for weight, tokens, rows in _drafts(proposal, len(parents)):
-        claimed = rows if q_of is None else [q_of(tokens[:n]) for n in range(len(tokens))]
-        size = len(parents) if keep is None else keep(tokens)
-        paths: list[tuple[int, ...]] = []
-        for n, parent in enumerate(parents):
-            paths.append((*(paths[parent] if parent >= 0 else ()), tokens[n]))
-        p = torch.stack([distribution(()), *(distribution(path) for path in paths)])[None]
-        q = None if is_certain else torch.stack(claimed)[None]
-        draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), q)
-        for chance, out in outcomes(draft, p, rule):
-            _spread(found, distribution, tuple(out[:depth]), weight * chance)
-    exact = torch.zeros_like(found)
-    _spread(exact, distribution, (), 1.0)
-    return float((found - exact).abs().max())
+
+    def outcomes_of_all() -> Iterator[tuple[float, list[int]]]:
+        for weight, tokens, rows in _drafts(proposal, len(parents)):
+            claimed = rows if q_of is None else [q_of(tokens[:n]) for n in range(len(tokens))]
+            q = None if is_certain else torch.stack(claimed)[None]
+            whole = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(parents)]), q)
+            p = torch.stack([distribution(()), *(distribution(path) for path in paths_of(whole))])[None]
+            size = len(parents) if keep is None else keep(tokens)
+            for chance, out in outcomes(replace(whole, sizes=torch.tensor([size])), p, rule):
+                yield weight * chance, out
+
+    return difference(outcomes_of_all(), distribution, depth)
 
 
 def _drafts(

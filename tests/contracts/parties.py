@@ -92,14 +92,9 @@ class TableTarget:
         return self._scores(before, tokens, taps)
 
     def verify(
-        self,
-        cache: TableCache,
-        rows: Sequence[int],
-        anchor: Tensor,
-        draft: Draft,
-        taps: tuple = (),
+        self, cache: TableCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple = (),
         probe: Probe | None = None,
-    ) -> Scores:
+    ) -> Scores:  # fmt: skip
         tokens = draft.tokens.clamp(0, self.spec.vocabulary - 1)
         own = torch.cat([anchor[:, None], tokens], 1)
         parents = torch.minimum(draft.parents, torch.arange(tokens.shape[1]) - 1).clamp(min=-1)
@@ -277,14 +272,8 @@ class OnAndOff(Fixed):
     def budget(self, state: DecodeState) -> Tensor:
         self.turn += 1
         rows = torch.tensor(state.rows)
-        wanted = [
-            torch.full_like(rows, self.nodes),
-            0 * rows,
-            0 * rows,
-            (rows % 2) * self.nodes,
-            1 + 0 * rows,
-            rows % 3,
-        ]
+        every = torch.full_like(rows, self.nodes)
+        wanted = [every, 0 * rows, 0 * rows, (rows % 2) * self.nodes, 1 + 0 * rows, rows % 3]
         return wanted[self.turn % len(wanted)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from contracts.parties import Proposer, TableTarget
@@ -65,12 +67,6 @@ def wild_parents(slots, budget, generator):
     return Draft(ids((slots, nodes), generator), parents, torch.full((slots,), nodes))
 
 
-def false_promise(slots, budget, generator):
-    """`branches=False` over parents that do branch: the mask would be a chain's, the walk a tree's."""
-    tokens = torch.arange(4).expand(slots, -1) * 16 + integers(0, 16, (slots, 4), generator)
-    return Draft(tokens, torch.full((slots, 4), -1), torch.full((slots,), 4), branches=False)
-
-
 def too_many(slots, budget, generator):
     """More nodes than its own limit and than the budget."""
     return Draft.chain(integers(0, 64, (slots, 40), generator), torch.full((slots,), 40))
@@ -79,13 +75,13 @@ def too_many(slots, budget, generator):
 @pytest.mark.parametrize("make", [chains, trees, wild_parents, too_many], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "policy",
-    [lambda: Fixed(4), lambda: ByConfidence(4, 0.5), lambda: ByLoad(4), lambda: ByLoad(4, delay=1, padded=False)],
-    ids=["fixed", "by_confidence", "by_load", "by_load late"],
+    [lambda: Fixed(4), lambda: ByConfidence(4, 0.5), lambda: ByLoad(4, delay=1, padded=False)],
+    ids=["fixed", "by_confidence", "by_load"],
 )
 def test_greedy_output_never_changes(make, policy, target, prompts, plain):
     """Catches an index error, a NaN or a wrong mask that a faulty drafter could bring about."""
-    found = generate(target, prompts, Returns(make), max_new_tokens=40, slots=3, policy=policy())
-    assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
+    found = generate(target, prompts, Returns(make), max_new_tokens=30, slots=3, policy=policy())
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 30) for prompt in prompts]
 
 
 def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):
@@ -108,15 +104,12 @@ def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):
 
     found = generate(target, prompts, Liar(), max_new_tokens=40, slots=3)
     assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
-    found = generate(target, prompts, Returns(false_promise), max_new_tokens=40, slots=3)
-    assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
 
 
 def test_greedy_slots_beside_sampled_ones_never_change(target, prompts, plain):
     """The same where the batch is judged by the acceptance rule and not by its greedy fast path."""
     requests = [Request(prompt, 40, Sampling()) for prompt in prompts]
     requests[2] = Request(prompts[2], 40, Sampling(1.0, seed=1))
-    found = [[] for _ in requests]
     for make in (chains, trees):
         found = [[] for _ in requests]
         for progress in serve(target, requests, Returns(make), slots=3):
@@ -126,61 +119,29 @@ def test_greedy_slots_beside_sampled_ones_never_change(target, prompts, plain):
                 assert found[n] == plain(target, prompt, 40)
 
 
-WRONG = {
-    "slots": lambda s: Draft.chain(torch.zeros(s + 1, 2, dtype=torch.int64), torch.ones(s, dtype=torch.int64)),
-    "sizes": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s + 1, dtype=torch.int64)),
-    "flat tokens": lambda s: Draft(torch.zeros(s, dtype=torch.int64), torch.zeros(s, dtype=torch.int64), torch.ones(s)),
-    "parents": lambda s: Draft(
-        torch.zeros(s, 3, dtype=torch.int64), torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)
-    ),
-    "q": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), torch.ones(s, 1, 64)),
-    "confidence": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), None, torch.ones(s, 3)),
+LONG, ONES, NODES = torch.int64, torch.ones(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+WRONG: dict[str, tuple[Any, str]] = {
+    "slots": (Draft.chain(torch.zeros(3, 2, dtype=LONG), ONES), "slots"),
+    "sizes": (Draft.chain(NODES, torch.ones(3, dtype=LONG)), "slots"),
+    "flat tokens": (Draft(torch.zeros(2, dtype=LONG), torch.zeros(2, dtype=LONG), torch.ones(2)), "slots"),
+    "parents": (Draft(torch.zeros(2, 3, dtype=LONG), NODES, torch.ones(2)), "slots"),
+    "q": (Draft.chain(NODES, torch.ones(2), torch.ones(2, 1, 64)), "slots"),
+    "confidence": (Draft.chain(NODES, torch.ones(2), None, torch.ones(2, 3)), "slots"),
+    "nothing": (None, "must return a Draft of .*, got NoneType"),
+    "a tensor": (NODES, "must return a Draft of .*, got Tensor"),
+    "sizes of a list": (Draft.chain(NODES, [1, 1]), "sizes list"),
+    "sizes of float32": (Draft.chain(NODES, torch.ones(2)), "sizes torch.float32"),
+    "tokens of int32": (Draft.chain(NODES.int(), ONES), "tokens torch.int32"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_draft_of_the_wrong_shape_is_refused(wrong, target, prompts):
-    """Catches tensors that broadcast to something nobody meant."""
-    drafter = Returns(lambda slots, budget, generator: WRONG[wrong](slots))
-    with pytest.raises(DrafterError, match="slots"):
-        generate(target, prompts[:2], drafter, max_new_tokens=10)
-
-
-NO_DRAFTS = {
-    "nothing": (lambda s: None, "must return a Draft of .*, got NoneType"),
-    "a list": (lambda s: [[1]] * s, "must return a Draft of .*, got list"),
-    "a tensor": (lambda s: torch.zeros(s, 2, dtype=torch.int64), "must return a Draft of .*, got Tensor"),
-    "sizes of a list": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), [1] * s), "sizes list"),
-    "sizes of float32": (
-        lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)),
-        "sizes torch.float32",
-    ),
-    "tokens of int32": (
-        lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int32), torch.ones(s).long()),
-        "tokens torch.int32",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", NO_DRAFTS)
-def test_what_is_no_draft_is_refused(wrong, target, prompts):
-    """Catches an AttributeError somewhere in the loop, which does not say who was at fault."""
-    make, message = NO_DRAFTS[wrong]
+    """Catches tensors that broadcast to something nobody meant, and an AttributeError somewhere in the loop, which does
+    not say who was at fault."""
+    draft, message = WRONG[wrong]
     with pytest.raises(DrafterError, match=message):
-        generate(target, prompts[:2], Returns(lambda slots, budget, generator: make(slots)), max_new_tokens=10)
-
-
-@pytest.mark.parametrize("width", [1, 4, 6])
-def test_a_q_over_another_vocabulary_is_refused(width):
-    """Catches a q of a reduced vocabulary that was not spread out: of width 1 it would broadcast in silence."""
-    table = TableTarget.random(5)
-    drafter = Returns(
-        lambda slots, budget, generator: Draft.chain(
-            torch.zeros(slots, 2, dtype=torch.int64), torch.full((slots,), 2), torch.full((slots, 2, width), 1 / width)
-        )
-    )
-    with pytest.raises(DrafterError, match="vocabulary"):
-        generate(table, [1, 2], drafter, max_new_tokens=10, sampling=Sampling(1.0, seed=0))
+        generate(target, prompts[:2], Returns(lambda *_: draft), max_new_tokens=10)
 
 
 def test_ids_outside_the_vocabulary_are_counted_at_temperature_0():

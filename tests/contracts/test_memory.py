@@ -1,4 +1,4 @@
-"""What is held across requests has a bound: after ten thousand of them it is no more than after a few.  Counted, not
+"""What is held across requests has a bound: after thousands of them it is no more than after a few.  Counted, not
 measured.
 
 No test here is random but by fixed seeds.
@@ -6,21 +6,15 @@ No test here is random but by fixed seeds.
 
 from __future__ import annotations
 
-import gc
+import itertools
 
 import pytest
 import torch
-from conftest import Case
-from contracts.parties import TableTarget
 
-from outrider.decoding.state import Request
-from outrider.generation import batch, serve
-from outrider.sampling.settings import Sampling
 from outrider.targets.attention_mask import Limit
 from outrider.targets.cache import SlotCache
 
-REQUESTS = 10_000
-TARGET = TableTarget.random(5)
+REQUESTS = 3000
 
 
 def tensor_bytes(cache: SlotCache) -> int:
@@ -53,19 +47,18 @@ def test_masks_of_many_prompt_lengths_take_no_more_than_those_of_one():
     assert tensor_bytes(cache) <= before
 
 
-@pytest.mark.parametrize("width", [1, 5, 64, 65, 200])
-@pytest.mark.parametrize("start", [0, 1, 30, 300])
 @pytest.mark.parametrize("limit", [None, Limit("window", 24)])
-def test_a_mask_that_is_cut_from_a_shared_one_says_what_its_own_says(width, start, limit):
+def test_a_mask_that_is_cut_from_a_shared_one_says_what_its_own_says(limit):
     """Catches a cut that is off by one, or by the width of whoever came first."""
-    cache = SlotCache(1, 512)
-    opened(cache, [0], 64, {"any": limit})
-    cache.lengths[0] = start
-    found = opened(cache, [0], width, {"any": limit})["any"]
-    columns, rows = torch.arange(start + width), start + torch.arange(width)[:, None]
-    seen = (columns <= rows) & (columns > rows - (limit.size if limit else 10_000))
-    assert torch.equal(found[0, 0] == 0, seen)
-    assert bool(found[0, 0][~seen].eq(-torch.inf).all())
+    for width, start in itertools.product((1, 5, 64, 65, 200), (0, 1, 30, 300)):
+        cache = SlotCache(1, 512)
+        opened(cache, [0], 64, {"any": limit})
+        cache.lengths[0] = start
+        found = opened(cache, [0], width, {"any": limit})["any"]
+        columns, rows = torch.arange(start + width), start + torch.arange(width)[:, None]
+        seen = (columns <= rows) & (columns > rows - (limit.size if limit else 10_000))
+        assert torch.equal(found[0, 0] == 0, seen), (width, start)
+        assert bool(found[0, 0][~seen].eq(-torch.inf).all())
 
 
 def test_views_of_many_spans_of_slots_are_not_all_held():
@@ -77,30 +70,3 @@ def test_views_of_many_spans_of_slots_are_not_all_held():
             cache.update(*[torch.zeros(end - begin, 1, 1, 1)] * 2, layer_idx=0)
             assert len(cache.buffers) == 2
     assert len(cache._views) <= 64
-
-
-MEMORIES = [
-    Case("ngram"), Case("ngram", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("recycle",
-    {"shared": True}),
-    Case("suffix", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("graft"),
-]  # fmt: skip
-KINDS = [Case("mix", {"share": "request"}), *(pytest.param(case, marks=pytest.mark.slow) for case in MEMORIES)]
-
-
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_a_drafters_memory_does_not_grow_with_requests(case, workshop):
-    """Catches a slot, a tenant or a table that stays when its request is over: objects after 10,000 against after
-    half."""
-    drafter, held = workshop.build(case, TARGET), []
-    noise = torch.Generator().manual_seed(1)
-    prompts = torch.randint(5, (500, 6), generator=noise).tolist()
-    requests = [Request(prompts[n % 500], 2, Sampling(), tenant=f"tenant {n}") for n in range(REQUESTS)]
-    state = batch(TARGET, 40)
-    done = 0
-    for progress in serve(TARGET, requests, drafter, state=state):
-        done += progress.finish_reason is not None
-        if progress.finish_reason is not None and done in (REQUESTS // 2, REQUESTS - 100):
-            gc.collect()
-            held.append(len(gc.get_objects()))
-    assert done == REQUESTS
-    assert held[1] < held[0] + 2000

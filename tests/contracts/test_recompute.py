@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import batch_of, cases
+from conftest import batch_of, cases, fast
 
 from outrider import drafters
 from outrider.nn.blocks import recompute
@@ -12,7 +12,11 @@ from outrider.nn.draft_model import Batch, DraftModel
 from outrider.training.config import Config
 from outrider.training.step import accumulate
 
-TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains], ids=str)
+NO_LAYERS = ("medusa", "ngram_embedding", "small_model")
+"""Kinds without decoder layers of their own."""
+TRAINABLE = pytest.mark.parametrize(
+    "case", fast(case for case in cases() if case.trains and case.kind not in NO_LAYERS)
+)
 TOKENS = torch.randint(64, (3, 24), generator=torch.Generator().manual_seed(6))
 
 
@@ -44,23 +48,15 @@ def learnt(model: DraftModel, batch: Batch) -> tuple[float, int, dict[str, torch
 @TRAINABLE
 def test_layers_computed_again_give_the_same_gradients(case, target, workshop) -> None:
     """Catches an attention that answers otherwise when it is asked again, such as unrolled steps that count their
-    calls; bit for bit, since the same numbers are multiplied in the same order."""
+    calls, bit for bit, since the same numbers are multiplied in the same order; and layers that are computed twice
+    where no gradient is wanted."""
     model, batch = made(case, target, workshop)
     loss, plain, gradients = learnt(model, batch)
-    if not recompute(model, True):
-        pytest.skip("no decoder layers of its own")
+    assert recompute(model, True)
     again, kept, found = learnt(model, batch)
     assert again == loss and found.keys() == gradients.keys()
     assert [name for name, gradient in gradients.items() if not torch.equal(found[name], gradient)] == []
     assert kept < plain
-
-
-@TRAINABLE
-def test_a_layer_drafts_without_it(case, target, workshop) -> None:
-    """Catches layers that are computed twice where no gradient is wanted."""
-    model, batch = made(case, target, workshop)
-    if not recompute(model, True):
-        pytest.skip("no decoder layers of its own")
     calls: list[object] = []
     for layer in (module for module in model.modules() if hasattr(module, "is_recomputed")):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
-from conftest import FEW, cases, fast, tiny_model
+from conftest import FEW, cases, fast
 from torch import nn
 
 from benchmarks.families import tiny
 from outrider import prepacked
 from outrider.generation import generate
 from outrider.retrieval.native_trie import fastest
-from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Trie
 from outrider.targets.load import load_target
 
@@ -64,10 +63,10 @@ def test_four_threads_write_the_targets_text_with_every_drafter(
     drafter = drafter_of(case)
     few = [prompt for prompt in prompts if len(prompt) > 2][:THREADS]
 
-    def texts(prompt: list[int]) -> Callable[[], object]:
-        return lambda: generate(target, prompt, drafter, max_new_tokens=TOKENS)[0].tokens
+    def text(prompt: list[int]) -> list[int]:
+        return generate(target, prompt, drafter, max_new_tokens=TOKENS)[0].tokens
 
-    assert at_once(*map(texts, few)) == [plain(target, prompt, TOKENS) for prompt in few]
+    assert at_once(*(partial(text, prompt) for prompt in few)) == [plain(target, prompt, TOKENS) for prompt in few]
 
 
 def test_the_model_itself_is_untouched_while_layers_are_left_out(target, prompts, plain, drafter_of, eager_switches):
@@ -89,51 +88,20 @@ def test_the_model_itself_is_untouched_while_layers_are_left_out(target, prompts
     assert not any("forward" in vars(layer) for layer in target.model.modules() if not isinstance(layer, nn.Linear))
 
 
-@pytest.mark.parametrize("make", [lambda: Trie(4, 1000), lambda: fastest(4, 1000)], ids=["python", "native"])
+@pytest.mark.parametrize("make", [Trie, fastest], ids=["python", "native"])
 def test_texts_of_several_threads_grow_in_one_trie(make, eager_switches):
     """Catches a memory that is read while another thread lets its oldest n-grams go."""
-    trie, noise = make(), torch.Generator().manual_seed(3)
-    texts = torch.randint(40, (THREADS, 1500), generator=noise).tolist()
+    trie = make(4, 1000)
+    texts = torch.randint(40, (THREADS, 1500), generator=torch.Generator().manual_seed(3)).tolist()
 
-    def grow(text: list[int]) -> Callable[[], object]:
-        def run() -> bool:
-            cursor = trie.cursor()
-            for n in range(0, len(text), 5):
-                cursor.append(text[n : n + 5])
-                cursor.tree("frequency", 8, 4)
-            return len(trie) <= 1000
+    def grow(text: list[int]) -> bool:
+        cursor = trie.cursor()
+        for n in range(0, len(text), 5):
+            cursor.append(text[n : n + 5])
+            cursor.tree("frequency", 8, 4)
+        return len(trie) <= 1000
 
-        return run
-
-    assert at_once(*map(grow, texts)) == [True] * THREADS
-
-
-def test_a_tenants_memory_is_made_once_for_all_threads(eager_switches):
-    """Catches two memories of one tenant, of which one is lost, and one that goes while it is asked for."""
-    memories: ByTenant[list[int]] = ByTenant(list, 4)
-
-    def ask() -> bool:
-        return all(memories.of(str(n % 6)) is not None for n in range(3000))
-
-    assert at_once(*[ask] * THREADS) == [True] * THREADS
-    assert len(memories.memories) == 4
-
-
-def hooks_of(model: nn.Module) -> Counter:
-    kinds = ("_forward_hooks", "_forward_pre_hooks")
-    return Counter(name for name, module in model.named_modules() for kind in kinds for _ in vars(module)[kind])
-
-
-def test_a_module_that_is_loaded_again_and_again_has_one_hook_a_place():
-    """Catches hooks that pile up, each of which holds a target and catches every pass of all others."""
-    model = tiny_model()
-    found = []
-    for _ in range(3):
-        loaded = load_target(model)
-        loaded.read(torch.ones(1, 3, dtype=torch.int64), tuple(range(4)))
-        found.append(hooks_of(model))
-    assert found[0] == found[1] == found[2]
-    assert max(found[0].values()) == 1
+    assert at_once(*(partial(grow, text) for text in texts)) == [True] * THREADS
 
 
 def test_a_copy_of_a_loaded_recurrent_model_computes_with_its_own_weights():
@@ -153,23 +121,22 @@ def test_a_copy_of_a_loaded_recurrent_model_computes_with_its_own_weights():
 
 def test_packed_weights_are_used_by_the_thread_that_asks_alone():
     """Catches a switch for all threads, which the last one to leave sets to what the first one met."""
-    seen = {}
     inside, done = threading.Event(), threading.Event()
 
-    def first() -> None:
+    def first() -> bool:
         with prepacked.enabled():
             inside.set()
             done.wait(5)
-            seen["first"] = bool(prepacked._open.get())
+            return bool(prepacked._open.get())
 
-    def second() -> None:
+    def second() -> list[bool]:
         inside.wait(5)
-        seen["before"] = bool(prepacked._open.get())
+        seen = [bool(prepacked._open.get())]
         with prepacked.enabled():
             pass
-        seen["after"] = bool(prepacked._open.get())
+        seen.append(bool(prepacked._open.get()))
         done.set()
+        return seen
 
-    at_once(first, second)
-    assert seen == {"first": True, "before": False, "after": False}
+    assert at_once(first, second) == [True, [False, False]]
     assert not bool(prepacked._open.get())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from decoding.drafts import numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding.draft import Draft, padded
-from outrider.errors import DrafterError
 
 
 @st.composite
@@ -36,35 +34,17 @@ def ancestors(parents: list[int], n: int) -> list[int]:
 
 
 @given(trees())
-def test_depth_counts_the_ancestors(tree):
-    """Catches positions that are off in a branch."""
-    parents, sizes = tree
-    wanted = [[len(ancestors(row, n)) - 1 for n in range(len(row))] for row in parents]
-    depths = made(parents, sizes).rows()[1]
-    assert (depths[:, 1:] - 1).tolist() == wanted
-    assert depths[:, 0].tolist() == [0] * len(parents)
-
-
-@given(trees())
 def test_a_node_sees_the_anchor_its_ancestors_and_itself(tree):
-    """Catches a node that looks at its sibling."""
+    """Catches a node that looks at its sibling, positions that are off in a branch, and padding that is reached."""
     parents, sizes = tree
-    nodes = len(parents[0])
-    seen = made(parents, sizes).rows()[0]
+    draft, nodes = made(parents, sizes), len(parents[0])
+    seen, depths = draft.rows()
     for b, row in enumerate(parents):
         for n in range(-1, nodes):
-            wanted = {0, *(m + 1 for m in ancestors(row, n))}
-            assert {column for column in range(nodes + 1) if seen[b, n + 1, column]} == wanted
-
-
-@given(trees())
-def test_reach_is_the_depth_of_the_live_nodes(tree):
-    """Catches padding that counts."""
-    parents, sizes = tree
-    wanted = [
-        max((len(ancestors(row, n)) for n in range(size)), default=0) for row, size in zip(parents, sizes, strict=True)
-    ]
-    assert made(parents, sizes).reach() == wanted
+            above = ancestors(row, n)
+            assert {column for column in range(nodes + 1) if seen[b, n + 1, column]} == {0, *(m + 1 for m in above)}
+            assert depths[b, n + 1] == len(above)
+        assert draft.reach()[b] == max((len(ancestors(row, n)) for n in range(sizes[b])), default=0)
 
 
 @given(trees(), st.data())
@@ -173,11 +153,3 @@ def test_checked_ends_a_slot_before_its_first_unsound_parent(parents, size):
     # what is left as padding may still be indexed with
     assert draft.rows()[0].shape == (2, 6, 6)
     assert draft.rows()[1].shape == (2, 6)
-
-
-def test_shapes_that_do_not_belong_together_are_refused():
-    """Catches a draft for another number of slots."""
-    chain = Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]))
-    assert chain.checked(2).sizes.tolist() == [3, 3]
-    with pytest.raises(DrafterError, match="slots"):
-        chain.checked(3)

@@ -8,7 +8,6 @@ from conftest import Case, first
 from contracts.chances import follows
 from contracts.parties import TableTarget
 
-from outrider.decoding import pipeline
 from outrider.decoding.pipeline import PipelineDrafter, StageOutput, cycles
 from outrider.generation import batch, requests
 from outrider.sampling.distribution import Settings
@@ -64,37 +63,6 @@ def test_a_right_guess_costs_a_cycle_and_a_wrong_one_all_stages(target, prompts,
         assert len(cycle) == cycles_taken
 
 
-class Forgetful(LayerRange):
-    """Planted fault: what was read of dropped tokens stays in its cache."""
-
-    def begin(self, tokens, states, start):
-        super().begin(tokens, states, start)
-        self.kv_cache.lengths[0] = max(start, getattr(self, "most", 0))
-        self.most = self.kv_cache.lengths[0] + tokens.shape[1]
-
-
-class Behind(LayerRange):
-    """Planted fault: it reads one token less than it holds."""
-
-    def begin(self, tokens, states, start):
-        super().begin(tokens, states, max(0, start - 1) if tokens.shape[1] == 1 else start)
-
-
-@pytest.mark.parametrize(
-    ("fault", "at"), [(Forgetful, 0), (Forgetful, 1), (Behind, 0), (Behind, 1), (Behind, 2)]
-)  # the last stage never reads a token that is dropped
-def test_a_stage_of_a_wrong_length_changes_a_text(target, prompts, plain, fault, at):
-    """The faults that the tests above are to catch are caught, in whichever stage they are."""
-    differ = []
-    for prompt in prompts:
-        drafter = Oracle(prompt + plain(target, prompt, 40), 64, 1)
-        stages = stages_for(target, 3, drafter, 300)
-        own = stages[at].layers
-        stages[at] = fault(target, own, 300)
-        differ.append(written(target, stages, drafter, prompt, 24)[0] != plain(target, prompt, 24))
-    assert any(differ)
-
-
 def test_a_seeded_text_is_plain_decodings(target, prompts, drafter_of):
     """Catches noise of another output index: drafted and judged by the target's own draws, the text is the same."""
     drafter, sampling = drafter_of(CASE), Sampling(1.0, seed=5)
@@ -148,18 +116,6 @@ def follows_the_table(sampling: dict, texts: int) -> bool:
 def test_sampled_texts_follow_the_targets_distribution(sampling):
     """Catches noise that a draft and its judge share, and a q of another token.  False alarm 1e-6."""
     assert follows_the_table(sampling, 1500)
-
-
-def test_a_token_that_was_not_drawn_from_its_q_is_caught(monkeypatch):
-    """The planted fault: the likeliest token is set in flight as if it had been drawn."""
-    guessed = pipeline._guessed
-
-    def likeliest(*given):
-        found = guessed(*given)
-        return found and pipeline.InFlight(int(found.q.argmax()), found.q)
-
-    monkeypatch.setattr(pipeline, "_guessed", likeliest)
-    assert not follows_the_table(SAMPLINGS[0], 1500)
 
 
 def test_a_request_ends_where_it_asks_to(target, prompts, plain, drafter_of):

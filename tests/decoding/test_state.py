@@ -49,22 +49,13 @@ def check_cut(state: DecodeState, found: Accepted, block: list[int], kept: int) 
 
 
 @given(st.integers(1, 6), st.integers(1, 9))
-def test_the_limit_cuts_a_block(size, limit):
-    """Catches a token too many, and an accepted count that speaks of the block before the cut."""
-    state, block = one_slot(limit), [5] * size
-    found = committed(state, block)
-    check_cut(state, found, block, min(size, limit))
-    assert state.finished == ["length" if size >= limit else None]
-
-
-@given(st.integers(1, 6), st.integers(1, 9))
-def test_the_context_cuts_a_block(size, room):
-    """Catches a text longer than the context, prompt included."""
-    state, block = one_slot(context=2 + room), [5] * size
-    found = committed(state, block)
-    check_cut(state, found, block, min(size, room))
-    assert state.finished == ["context" if size >= room else None]
-    assert len(state.tokens[0]) <= 2 + room
+def test_the_limit_cuts_a_block(size, most):
+    """Catches a token too many, an accepted count that speaks of the block before the cut, and a text longer than the
+    context, prompt included."""
+    for state, reason in ((one_slot(most), "length"), (one_slot(context=2 + most), "context")):
+        found = committed(state, [5] * size)
+        check_cut(state, found, [5] * size, min(size, most))
+        assert state.finished == [reason if size >= most else None]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 8))
@@ -95,19 +86,14 @@ def test_the_first_stop_string_cuts_a_block(blocks, stop):
     assert state.finished == [None if found < 0 else "stop"]
 
 
-def test_a_stop_string_in_the_prompt_does_not_count():
-    """Catches a text that ends before it begins: `a` is in the prompt, and `ab` would lie over its border."""
+def test_an_end_token_wins_over_a_stop_string_behind_it():
+    """Catches a stop string over the border of the prompt, and one of tokens behind an end token."""
     state = one_slot(stop=("ab",), prompt=(1, 0))
     committed(state, [1, 1])
     assert state.finished == [None]
-
-
-def test_an_end_token_wins_over_a_stop_string_behind_it():
-    """Catches a stop string made of tokens that were never emitted."""
     state = one_slot(ends={2}, stop=("ba",))
     committed(state, [0, 2, 1, 0])
-    assert new_tokens(state) == [0, 2]
-    assert state.finished == ["stop"]
+    assert (new_tokens(state), state.finished) == ([0, 2], ["stop"])
 
 
 def test_a_slot_that_was_cut_does_not_move_its_neighbour():
@@ -141,33 +127,27 @@ def test_a_freed_slot_takes_the_next_request():
         state.admit(1, Request([7], 5, Sampling()))
 
 
-def test_noise_counts_from_the_first_new_token():
-    """Catches a seed whose text hangs on the length of its prompt."""
-    state = one_slot(prompt=(1, 1, 1))
-    assert state.streams.index.tolist() == [0]
-    committed(state, [2, 2, 2])
-    assert state.streams.index.tolist() == [3]
-
-
 def test_a_slot_may_grow_to_its_limit_and_no_further_than_the_context():
     """Catches a limit that counts the prompt, a context that does not, and what was committed already."""
     assert one_slot(limit=5).left == [5]
     assert one_slot(context=6).left == [4]
     state = one_slot(limit=9, context=10)
+    assert state.streams.index.tolist() == [0]
     committed(state, [2, 2, 2])
     assert state.left == [5]
+    assert state.streams.index.tolist() == [3], "noise counts from the first new token"
 
 
 def test_a_slot_used_again_tells_no_text_of_the_request_before():
     """Catches a request without a detokenizer that is given the last piece of text of the slot's former one."""
     state = one_slot()
-    committed(state, [2, 3])
-    assert state.judge.text(0) == "cd"
-    state.free(0)
-    state.admit(0, Request([1, 2], 4, Sampling()))
-    assert state.judge.text(0) == ""
-    committed(state, [2, 3])
-    assert state.judge.text(0) == ""
+    for request, text in ((None, "cd"), (Request([1, 2], 4, Sampling()), "")):
+        if request:
+            state.free(0)
+            state.admit(0, request)
+            assert state.judge.text(0) == ""
+        committed(state, [2, 3])
+        assert state.judge.text(0) == text
 
 
 def test_what_is_seen_otherwise_is_changed_for_nobody_else():

@@ -20,7 +20,6 @@ from outrider.generation import generate, serve
 from outrider.policies.lossy import LossyJudge
 from outrider.policies.relay import Relay, Segments, relay
 from outrider.policies.sentences import Piece
-from outrider.policies.take_over import node_distances
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
@@ -57,15 +56,10 @@ def test_the_writers_change_exactly_where_they_should(limit: int, min_tokens: in
     # at temperature 0 a token of the small model that the target would not write is at distance 1: `then .`, twice
     assert judge.total == 4.0
     assert figures["tokens_per_step"] == len(WANTED) / judge.passes
-
-
-def test_a_pass_over_a_segment_is_a_prefill() -> None:
-    """Catches passes that are counted as the target's own where it decides nothing.  With drafts of one token the pass
-    over `then` is such a one; the pass over `.` gives the target's next token too."""
-    for limit, prefills in ((1, 2), (2, 0)):
-        judge = LossyJudge(Relay(["So"], 5))
-        run(judge, Follows(SMALL, limit), len(WANTED))
-        assert judge.figures["prefills"] == prefills
+    if limit <= 2:  # a pass that decides nothing: with drafts of one token that over `then`, twice
+        relayed = LossyJudge(Relay(["So"], 5))
+        run(relayed, Follows(SMALL, limit), len(WANTED))
+        assert relayed.figures["prefills"] == {1: 2, 2: 0}[limit]
 
 
 def test_texts_do_not_depend_on_who_shares_the_batch_or_when_is_drafted() -> None:
@@ -91,18 +85,12 @@ def test_without_cues_the_text_is_the_targets_own() -> None:
     assert (judge.distance, judge.figures["relayed_share"]) == (0.0, 0.0)
 
 
-def drawn() -> Drawn:
-    table = torch.randn(6, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    return Drawn(lambda before, own: table[before, own].softmax(-1))
-
-
 def test_the_distribution_test_sees_a_relay_and_passes_one_without_cues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a lossy rule that the contract suite takes for exact.  Odds of a false alarm: 1e-6."""
-    for cues, is_exact in (([], True), (["a", "b", "c", "So", "then"], False)):
-        judge = LossyJudge(Relay(cues, 1))
-        monkeypatch.setattr(chances, "SamplingJudge", lambda _, judge=judge: judge)
-        assert keeps_the_distribution(random_words(), drawn(), slots=1500, seeded=True, shared_noise=False) is is_exact
-        assert (judge.distance > 0.05) is not is_exact
+    """Catches a relay that draws otherwise than the acceptance rule where nobody handed over.  False alarm 1e-6."""
+    table = torch.randn(6, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(chances, "SamplingJudge", lambda _: LossyJudge(Relay([], 1)))
+    drafter = Drawn(lambda before, own: table[before, own].softmax(-1))
+    assert keeps_the_distribution(random_words(), drafter, slots=1500, seeded=True, shared_noise=False)
 
 
 # ── the distance, by enumeration ──────────────────────────────────────────────────────────────────────────────────────
@@ -121,84 +109,52 @@ def three() -> WordTarget:
 
 @pytest.mark.parametrize("text", [[1], [1, 0]], ids=["the target writes", "just handed over"])
 @pytest.mark.parametrize("is_certain", [False, True], ids=["drawn", "deterministic"])
-@pytest.mark.parametrize("parents", CHAINS, ids=str)
+@pytest.mark.parametrize("parents", [*CHAINS[:2], TREES[1]], ids=str)
 def test_the_distance_of_a_relay_is_exact(parents: list[int], is_certain: bool, text: list[int]) -> None:
-    """Catches a token whose distance is that of the acceptance rule, and a segment's end that is charged.
+    """Catches a token whose distance is that of the acceptance rule, a segment's end that is charged, and a drawn tree
+    of which too little is.
 
     Every draft and every coin is summed; `So` hands over at once, `.` takes back."""
     charged = 0.0
-    for seed in range(1 if len(parents) > 2 else 4):
+    for seed in range(1 if len(parents) > 2 else 3):
         rule = Relay(["So"], 1)
-        judged = begun(rule, [1], three())
+        judged = begun(rule, text, three())
         if text == [1, 0]:
             before = Segments(("So",), 1).after(Piece(" a", " So"))
             assert before.is_relayed
-            judged = begun(rule, text, three())
             rule.admit = lambda row, request, rule=rule, before=before: rule.texts.__setitem__(row, before)
         measure = lambda fn, draft, p, accepted, rule=rule: rule.distances(draft, p, accepted)
         found, exact, whole = distances(judged, parents, seed, measure, is_certain=is_certain)
-        assert found == pytest.approx(exact, abs=1e-12)
+        assert found >= exact - 1e-12
         assert whole <= found + 1e-12
+        assert found == pytest.approx(exact, abs=1e-12) or not (is_certain or parents in CHAINS)
         charged += found
     # a draft of one node can't follow a cue that it holds itself
     assert charged > 0.01 or (text == [1] and (is_certain or len(parents) == 1))
-
-
-@pytest.mark.parametrize("parents", TREES, ids=str)
-def test_the_distance_of_a_relay_in_a_drawn_tree_is_never_too_small(parents: list[int]) -> None:
-    for seed in range(1):  # every draft and coin of a tree takes seconds
-        rule = Relay(["So"], 1)
-        measure = lambda fn, draft, p, accepted, rule=rule: rule.distances(draft, p, accepted)
-        found, exact, whole = distances(begun(rule, [1], three()), parents, seed, measure)
-        assert found >= exact - 1e-12
-        assert whole <= found + 1e-12
-
-
-def test_the_enumeration_sees_a_distance_that_is_wrong() -> None:
-    """Planted: a drawn token is charged as a given one, or every token of the path is."""
-    rule = Relay(["So"], 1)
-
-    def as_given(fn, draft, p, accepted):
-        nodes = node_distances(draft, p, is_by_q=False)
-        return torch.stack([nodes[0, node] for node in rule._emitted[0] if node in rule._taken[0]] or [torch.zeros(())])
-
-    def everything(fn, draft, p, accepted):
-        return node_distances(draft, p, is_by_q=True)[0][[node for node in rule._emitted[0] if node >= 0]]
-
-    for planted in (as_given, everything):
-        found, exact, _ = distances(begun(rule, [1], three()), [-1, 0], 0, planted)
-        assert found != pytest.approx(exact, abs=1e-6)
 
 
 # ── what it is made of ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_banned_token_is_never_taken_over() -> None:
-    """Catches a small model that writes what the request forbids."""
-    judge = LossyJudge(Relay(["So"], 5))
-    sampling = Sampling(bad_words=[[END]])
-    (found,) = generate(
-        writes(BIG), [A], Follows(SMALL), max_new_tokens=20, verification=judge, sampling=sampling, policy="fixed"
-    )
+    """Catches a small model that writes what the request forbids, and a segment that reads past the table."""
+    asked = {"max_new_tokens": 20, "policy": "fixed"}
+    sampling, judge = Sampling(bad_words=[[END]]), LossyJudge(Relay(["So"], 5))
+    (found,) = generate(writes(BIG), [A], Follows(SMALL), verification=judge, sampling=sampling, **asked)
     assert END not in found.tokens
     assert THEN in found.tokens
     assert found.tokens[:8] == WANTED[:8]
-
-
-def test_an_id_outside_the_vocabulary_is_never_taken_over() -> None:
-    """Catches a segment that reads past the table."""
 
     class Outside(Follows):
         def propose(self, memory, state, budget):
             draft = super().propose(memory, state, budget)
             return Draft.chain(draft.tokens.masked_fill(draft.tokens == END, 99), draft.sizes)
 
-    (found,) = generate(writes(BIG), [A], Outside(SMALL), max_new_tokens=20, verification=LossyJudge(Relay(["So"], 5)))
-    assert found.tokens[:8] == WANTED[:8]
-    assert found.tokens[8] == BIG[THEN]
+    (found,) = generate(writes(BIG), [A], Outside(SMALL), verification=LossyJudge(Relay(["So"], 5)), **asked)
+    assert found.tokens[:9] == [*WANTED[:8], BIG[THEN]]
 
 
-def test_cues_come_from_a_table_or_a_list(tmp_path) -> None:
+def test_cues_come_from_a_table_or_a_list(tmp_path, target, prompts) -> None:
     """Catches a table that is read as a name, and a file of another kind that is taken for a table."""
     path = tmp_path / "cues.json"
     path.write_text(json.dumps({"kind": "relay", "selected": ["So", "Then"]}))
@@ -213,9 +169,6 @@ def test_cues_come_from_a_table_or_a_list(tmp_path) -> None:
     for wrong in ({"cues": [" "]}, {"cues": ["So"], "min_tokens": 0}):
         with pytest.raises(ConfigError):
             relay(**wrong)
-
-
-def test_a_target_without_a_tokenizer_is_refused_before_anything_is_computed(target, prompts) -> None:
     with pytest.raises(ConfigError, match="relay reads the text"):
         generate(target, prompts[0], max_new_tokens=3, verification=LossyJudge(Relay(["So"])))
 

@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from conftest import first
-from contracts import chances
-from contracts.chances import keeps_the_distribution
 from contracts.parties import Drawn, OnAndOff
 from policies.test_lossy import CHAINS, TREES, distances
 from policies.worded import END, SO, THEN, A, B, C, Follows, WordTarget, begun, chain, random_words, writes
@@ -38,7 +36,7 @@ def texts_of(tau: float, limit: int = 4, prompts=PROMPTS, slots: int = 2, policy
 # ── the ends of the knob ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 7, "sentence"])
+@pytest.mark.parametrize("block", [1, 3, "sentence"])
 def test_at_infinity_the_text_is_the_targets_own(block) -> None:
     """Catches a block that is accepted unscored, and a token of a rejected block that stays."""
     target, drawn = random_words(2), random_drafts()
@@ -49,7 +47,7 @@ def test_at_infinity_the_text_is_the_targets_own(block) -> None:
         assert (judge.distance, judge.figures["blocks_accepted"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 4, 8])
+@pytest.mark.parametrize("limit", [1, 3, 8])
 def test_at_minus_infinity_all_after_the_first_block_is_the_drafters(limit: int) -> None:
     """Catches a bonus token of the target between two drafts, and a first block of the wrong length.  The last token
     of a text is the target's, since there is no room for a draft."""
@@ -118,9 +116,10 @@ def test_a_higher_tau_accepts_no_more(block, aggregate) -> None:
 
 def test_the_minimum_is_stricter_than_the_mean() -> None:
     """Catches an aggregate that has no effect."""
-    mean, least = ([first_step(-2.0, n, 1, block=3, aggregate=how) for n in range(40)] for how in ("mean", "min"))
-    assert all(a.drafted_tokens >= b.drafted_tokens for a, b in zip(mean, least, strict=True))
-    assert sum(rule.drafted_tokens for rule in mean) > sum(rule.drafted_tokens for rule in least)
+    mean, least = (
+        [first_step(-2.0, n, 1, block=3, aggregate=how).drafted_tokens for n in range(40)] for how in ("mean", "min")
+    )
+    assert all(a >= b for a, b in zip(mean, least, strict=True)) and sum(mean) > sum(least)
 
 
 def test_a_block_is_scored_by_the_targets_log_probabilities() -> None:
@@ -187,7 +186,7 @@ RULES = [{"tau": -1.0, "block": 2}, {"tau": -1.5, "block": "sentence", "aggregat
 
 
 @pytest.mark.parametrize("settings", RULES, ids=str)
-@pytest.mark.parametrize("parents", first([CHAINS[-1], *TREES, *CHAINS[:-1]], 2), ids=str)
+@pytest.mark.parametrize("parents", first([TREES[1], CHAINS[1], CHAINS[-1], TREES[0], TREES[2]], 2), ids=str)
 def test_the_distance_is_exact_for_a_deterministic_draft_and_never_too_small(parents, settings) -> None:
     """Catches a token of a rejected block that is charged, or one of an accepted block that is not.  Every draft and
     every coin is summed; the whole text's total variation is below the sum."""
@@ -202,25 +201,11 @@ def test_the_distance_is_exact_for_a_deterministic_draft_and_never_too_small(par
             if is_certain:
                 assert found == pytest.approx(exact, abs=1e-12)
             charged += found
+    rejected = ScoredBlocks(-math.inf, block=2, force_reject_first=1)
+    measure = lambda fn, draft, p, accepted: rejected.distances(draft, p, accepted)
+    found = distances(begun(rejected, [0], three()), [-1, 0], 0, measure)
+    assert found == pytest.approx((0.0, 0.0, 0.0), abs=1e-12), "a rejected token must say nothing"
     assert charged > 0.01 or settings["tau"] > -1.6
-
-
-def test_a_first_block_that_is_rejected_is_the_targets_own_by_enumeration() -> None:
-    """Catches a rejected token that changes what is drawn in its place: its value must say nothing."""
-    rule = ScoredBlocks(-math.inf, block=2, force_reject_first=1)
-    measure = lambda fn, draft, p, accepted: rule.distances(draft, p, accepted)
-    found, exact, whole = distances(begun(rule, [0], three()), [-1, 0, 1], 0, measure)
-    assert (found, exact, whole) == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)
-
-
-def test_the_distribution_test_sees_scored_blocks_and_passes_those_at_infinity(monkeypatch) -> None:
-    """Catches a lossy rule that the contract suite takes for exact.  Odds of a false alarm: 1e-6."""
-    for tau, is_exact in ((math.inf, True), (-2.5, False), (-math.inf, False)):
-        judge = LossyJudge(ScoredBlocks(tau, block=2, force_reject_first=0))
-        monkeypatch.setattr(chances, "SamplingJudge", lambda _, judge=judge: judge)
-        found = keeps_the_distribution(random_words(), random_drafts(3), slots=1500, seeded=True, shared_noise=False)
-        assert found is is_exact
-        assert (judge.distance > 0.05) is not is_exact
 
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,11 +216,8 @@ def test_the_distribution_test_sees_scored_blocks_and_passes_those_at_infinity(m
     [{"tau": math.nan}, {"tau": 0, "aggregate": "max"}, {"tau": 0, "block": 0}, {"tau": 0, "block": "word"},
      {"tau": 0, "force_reject_first": -1}],
 )  # fmt: skip
-def test_settings_without_meaning_are_refused(wrong) -> None:
+def test_settings_without_meaning_are_refused(wrong, target, prompts) -> None:
     with pytest.raises(ConfigError, match="scorer: "):
         scorer(**wrong)
-
-
-def test_a_target_without_a_tokenizer_is_refused(target, prompts) -> None:
     with pytest.raises(ConfigError, match="scorer reads the text"):
         next(iter(serve(target, [Request(prompts[0], 3, Sampling())], judge=LossyJudge(scorer(0.0)))))

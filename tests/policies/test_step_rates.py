@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,12 +54,10 @@ def test_beyond_the_table_seconds_go_on_and_never_fall():
     assert falling.seconds(1, 9) == 0.5
 
 
-@pytest.mark.parametrize(
-    "wrong", [{}, {(0, 1): 1.0}, {(1, 0): 1.0}, {(1, 1): 0.0}, {(1, 1): float("nan")}, {(1, 1): float("inf")}]
-)
-def test_what_is_no_table_is_refused(wrong):
-    with pytest.raises(ConfigError, match="seconds above 0 by"):
-        StepRates(wrong)
+def test_what_is_no_table_is_refused():
+    for wrong in ({}, {(0, 1): 1.0}, {(1, 0): 1.0}, {(1, 1): 0.0}, {(1, 1): math.nan}, {(1, 1): math.inf}):
+        with pytest.raises(ConfigError, match="seconds above 0 by"):
+            StepRates(wrong)
     with pytest.raises(ConfigError, match="steps per second must be above 0"):
         StepRates.by_tokens({1: 1.0, 2: 0.0})
 
@@ -137,6 +136,9 @@ def test_a_target_that_verifies_nothing_has_plain_passes_timed(timed):
     timed.takes(lambda slots, width: 1.0)
     measured(timed, drafter(6), 2)
     assert {width for _, width in timed.passes} == {1}
+    for wrong in ({"slots": 0}, {"slots": 1, "repeats": 0}):
+        with pytest.raises(ConfigError, match="must be at least 1, got"):
+            measured(timed, drafter(2), **wrong)
 
 
 def test_a_real_target_is_measured_and_its_context_is_not_exceeded(target, short_target):
@@ -145,12 +147,6 @@ def test_a_real_target_is_measured_and_its_context_is_not_exceeded(target, short
         table = measured(real, drafter(4), 3, repeats=2)
         assert table.slots == [1, 2, 3]
         assert all(list(widths) == [1, 2, 3, 4, 5] for widths, _ in table.curves.values())
-
-
-def test_numbers_that_can_not_be_timed_are_refused(timed):
-    for wrong in ({"slots": 0}, {"slots": 1, "repeats": 0}):
-        with pytest.raises(ConfigError, match="must be at least 1, got"):
-            measured(timed, drafter(2), **wrong)
 
 
 # ── seconds of steps ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from contracts.chances import keeps_the_distribution, worst_error
-from contracts.parties import TableTarget, Tree
-from contracts.test_acceptance_rule_enumerated import random_distribution
 from decoding.drafts import V, drafts, streams_of
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling.chains import chains
-from torch import Tensor
 
-from outrider.decoding.accept import Accepted, accept, residual
+from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
-TARGET = TableTarget.random(5)
 KINDS = [
     {},
     {"temperature": 1.0},
@@ -88,46 +81,3 @@ def test_no_row_is_read_that_nobody_walks_through(made, choices):
     for b in range(slots):
         spoilt[b, accepted.rows(b)] = scores.logits[b, accepted.rows(b)]
     assert judge(draft, scores._replace(logits=spoilt), drawing(streams)) == accepted
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_tree_of_the_likeliest_tokens_keeps_the_distribution_in_the_loop(temperature):
-    """Catches a race that is not fair.  False alarm 1e-6."""
-    tree = Tree(TARGET, [-1, -1, -1, 0, 0, 3], "top")
-    assert keeps_the_distribution(TARGET, tree, slots=4000, sampling={"temperature": temperature})
-
-
-# ── planted faults: the drafter's softmax left out ────────────────────────────────────────────────────────────────────
-
-
-def soft(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Careless: the drafter's softmax as q of its own argmax."""
-    q = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64).expand(1, draft.tokens.shape[1], -1)
-    return accept(replace(draft, q=q), p, streams)
-
-
-def placeholder(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Careless: a constant 1 as the probability of every token, as the skipped softmax leaves it."""
-    return accept_without_checks(draft, torch.ones(1, draft.tokens.shape[1], 3, dtype=torch.float64), p, streams)
-
-
-def from_p(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Careless: the right test, p(x), and then the correction from p with the token still in it."""
-    return accept_without_checks(draft, torch.zeros(1, draft.tokens.shape[1], 3, dtype=torch.float64), p, streams)
-
-
-def accept_without_checks(draft: Draft, q: Tensor, p: Tensor, streams: Streams) -> Accepted:
-    """One certain node, kept with chance p(x); else a token from what is left of p without q."""
-    went = bool(streams.uniform(0, Purpose.ACCEPT) * torch.tensor(1.0) < p[0, 0, draft.tokens[0, 0]])
-    left = p[:, 1] if went else residual(p[:, 0], q[:, 0])
-    return Accepted([[0] if went else []], streams.draw(left, int(went), Purpose.TARGET).tolist(), [0])
-
-
-@pytest.mark.parametrize("careless", [soft, placeholder, from_p])
-def test_a_careless_verification_of_the_likeliest_token_is_caught(careless: Callable):
-    """Planted faults, of papers that leave the drafter's softmax out: each is biased where the rule has no error."""
-    certain = lambda tokens: torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    for rule, is_exact in ((careless, False), (accept, True)):
-        error = worst_error(random_distribution(1), [-1], certain, rule=rule, is_certain=True)
-        assert (error < 1e-12) == is_exact
-        assert is_exact or error > 0.02

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider import demo
 from outrider.errors import ConfigError
 from outrider.sampling import text
 from outrider.sampling.text import Detokenizer, TextStream, refuse_unmatchable
@@ -167,99 +166,39 @@ def test_a_text_ends_before_its_first_stop_string(name, data):
 @pytest.mark.parametrize("stops", [(), ("zzz", "中z")])
 def test_the_tokens_decoded_at_a_step_do_not_grow_with_the_text(name, stops):
     """Catches a stream that decodes all of its text again at every token, and a window that is never cut."""
-    own, counts = detokenizer_of(name), []
-
-    def counting(tokens: Sequence[int]) -> str:
-        counts.append(len(tokens))
-        return own.decode(tokens)
-
+    own, counts = detokenizer_of(name), list[int]()
     characters = "中🙂a\n" if len(parts(name)[0]) > 1 else "a日éb"
-    plain = TOKENIZERS[name].get_vocab()["a"]
-    tokens = [token for _ in range(120) for token in [*spelt(name)(characters), plain]]
-    stream = TextStream(replace(own, decode=counting), stops)
-    for token in tokens:
+    decode = lambda tokens: counts.append(len(tokens)) or own.decode(tokens)
+    stream = TextStream(replace(own, decode=decode), stops)
+    for token in [*spelt(name)(characters), TOKENIZERS[name].get_vocab()["a"]] * 120:
         stream.push([token])
         assert sum(counts) <= text.WINDOW + 1 + 2 * text.CONTEXT
         counts.clear()
 
 
-@pytest.mark.parametrize("stops", [(), ("zzz",), ("\ufffd\ufffd\ufffd\ufffd\ufffdz",)])
-@pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
-def test_bytes_alone_cost_no_more_the_longer_they_go_on(name, stops):
-    """Catches a run of byte tokens that is decoded again at each of them: broken bytes, and text in whole
-    characters."""
-    own, counts = detokenizer_of(name), []
-
-    def counting(tokens: Sequence[int]) -> str:
-        counts.append(len(tokens))
-        return own.decode(tokens)
-
-    for tokens in (spelt(name)("中🙂") * 100, spelt(name)("中")[:1] * 500):
-        stream = TextStream(replace(own, decode=counting), stops)
-        shown = "".join(stream.push([token]).text for token in tokens)
-        assert sum(counts) <= len(tokens) * (text.WINDOW + 1 + text.CONTEXT)
-        assert shown + stream.push([], is_last=True).text == own.decode(tokens)
-        counts.clear()
-
-
 def test_text_is_shown_as_soon_as_it_is_certain():
-    """Catches a stream that is right because it waits for the end."""
-    llama, spells = TextStream(detokenizer_of("llama 2")), spelt("llama 2")
-    a = TOKENIZERS["llama 2"].get_vocab()["a"]
-    shown = [llama.push([token]).text for token in [a, *spells("中"), a, a, *spells("\n"), a]]
-    assert shown == ["a", "", "", "", "中a", "a", "", "\na"]
-    bytes_, spells = TextStream(detokenizer_of("byte level")), spelt("byte level")
-    assert [bytes_.push([token]).text for token in spells("中a中")] == ["", "", "中", "a", "", "", "中"]
-
-
-def test_a_run_of_bytes_that_breaks_is_shown_as_it_decodes():
-    """Catches `中` given out before the byte that turns it into U+FFFD, which no later piece can take back."""
-    own, spells = detokenizer_of("llama 2"), spelt("llama 2")
-    b = TOKENIZERS["llama 2"].get_vocab()["b"]
-    tokens = [b, *spells("中\n"), spells("中")[0], b]
-    stream = TextStream(own)
-    assert [stream.push([token]).text for token in tokens] == ["b", "", "", "", "", "", "\ufffd" * 5 + "b"]
-    assert own.decode(tokens) == "b" + "\ufffd" * 5 + "b"
-
-
-def test_a_window_is_not_cut_within_a_run_that_is_open():
-    """Catches bytes counted as shown that are still to become a character."""
-    own, spells = detokenizer_of("llama 2"), spelt("llama 2")
-    a, (first, second, last) = TOKENIZERS["llama 2"].get_vocab()["a"], spells("中")
-    stream = TextStream(own)
-    pieces = [stream.push(tokens).text for tokens in ([a] * text.WINDOW, [a, first, second], [last, a])]
-    assert pieces == ["a" * text.WINDOW, "a", "中a"]
-
-
-@pytest.mark.parametrize("before", [0, 3, 200])
-@pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
-def test_a_stop_string_of_byte_tokens_ends_the_text_where_it_is_complete(name, before):
-    """Catches a stop string that is missed behind byte tokens, as a window that begins inside of a run misses it."""
-    spells = spelt(name)
-    tokens = spells("文" * before + "中🙂文文")
-    stream = TextStream(detokenizer_of(name), ["🙂"])
-    found = pushed(stream, tokens, [2])
-    assert found[-1][0] == len(spells("文" * before + "中🙂"))
-    assert "".join(piece for _, piece in found) == "文" * before + "中"
-
-
-def test_a_beginning_of_a_stop_string_is_held_and_given_out_when_it_goes_on_otherwise():
-    """Catches text that is swallowed because it looked like a stop string."""
-    letters = Detokenizer(lambda tokens: "".join(map(chr, tokens)), is_local=True)
-    stream = TextStream(letters, ("END",))
-    given_out = [stream.push([ord(letter)]).text for letter in "aENxEN"]
-    assert given_out == ["a", "", "", "ENx", "", ""]
-    assert stream.push([ord("d")], is_last=True).text == "ENd"
-
-
-def test_a_special_token_within_a_character_does_not_break_it():
-    """Catches a run of byte tokens that ends at a token which decoding leaves out."""
-    names = TOKENIZERS["llama 2"].get_vocab()
-    first, second, last = spelt("llama 2")("中")
-    stream = TextStream(detokenizer_of("llama 2"))
-    nameless = len(names) + 1
-    tokens = [first, second, names[SPECIAL], nameless, last, names["a"]]
-    assert [stream.push([token]).text for token in tokens] == ["", "", "", "", "", "中a"]
+    """Catches a stream that is right because it waits for the end; `中` given out before the byte that turns it into
+    U+FFFD, which no later piece can take back; bytes counted as shown that are still to become a character; and a run
+    of bytes that ends at a token which decoding leaves out."""
+    names, spells = TOKENIZERS["llama 2"].get_vocab(), spelt("llama 2")
+    a, b, special, nameless, (first, second, last) = (
+        names["a"],
+        names["b"],
+        names[SPECIAL],
+        len(names) + 1,
+        spells("中"),
+    )
+    in_bytes = spelt("byte level")("中a中")
+    window = [[a] * text.WINDOW, [a, first, second], [last, a]]
+    for name, pushes, shown in [
+        ("llama 2", [a, *spells("中"), a, a, *spells("\n"), a], ["a", "", "", "", "中a", "a", "", "\na"]),
+        ("byte level", in_bytes, ["", "", "中", "a", "", "", "中"]),
+        ("llama 2", [b, *spells("中\n"), first, b], ["b", "", "", "", "", "", "\ufffd" * 5 + "b"]),
+        ("llama 2", window, ["a" * text.WINDOW, "a", "中a"]),
+        ("llama 2", [first, second, special, nameless, last, a], ["", "", "", "", "", "中a"]),
+    ]:
+        stream = TextStream(detokenizer_of(name))
+        assert [stream.push(own if isinstance(own, list) else [own]).text for own in pushes] == shown
 
 
 def test_a_stop_string_is_looked_for_in_the_text_and_not_in_the_bytes():
@@ -303,27 +242,14 @@ def test_a_decoder_that_is_not_known_gives_its_text_out_at_the_end(decoder, capl
     assert stopped[-1][0] == next((n for n, whole in enumerate(wholes) if "b" in whole), len(tokens))
 
 
-def test_a_tokenizer_that_decodes_its_own_way_is_not_known(caplog):
+def test_a_tokenizer_that_decodes_its_own_way_is_not_known():
     """Catches trust in a decoder whose text the tokenizer changes afterwards."""
 
     class Shouting(PreTrainedTokenizerFast):
         def _decode(self, *args: object, **kwargs: object) -> str:
             return super()._decode(*args, **kwargs).upper()
 
-    own = detokenizer(Shouting(tokenizer_object=TOKENIZERS["gemma"].backend_tokenizer), 300)
-    assert not own.is_local
-    assert "Shouting is not known" in caplog.text
-
-
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_the_demos_own_tokenizer_streams_whole(size):
-    """The same with the tokenizer that ships, where it is there."""
-    if not (demo.TARGET / "tokenizer.json").exists():
-        pytest.skip("the demo target is not in this tree")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(demo.TARGET / "tokenizer.json"))
-    tokens = tokenizer.encode('def naïve(日本):\n    """🙂 ends"""\n    return 0\n' * 12)
-    found = pushed(TextStream(detokenizer(tokenizer, len(tokenizer))), tokens, [size])
-    assert "".join(piece for _, piece in found) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert not detokenizer(Shouting(tokenizer_object=TOKENIZERS["gemma"].backend_tokenizer), 300).is_local
 
 
 def test_a_stop_string_that_can_never_match_is_refused():
