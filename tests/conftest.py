@@ -46,6 +46,7 @@ torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("tests")
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICE = os.environ["OUTRIDER_TEST_DEVICE"]
 """Where the shared target of the contract suite lives; see `benchmarks/gpu.py`."""
 
@@ -109,6 +110,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     return f"sampled cases: --seed {config.getoption('--seed')}"
 
+
+LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER") or ROOT / "benchmarks/engines/build/build/bin/llama-server")
+"""Built by `python benchmarks/engines/build_llama.py`; tests that ask it are collected where it is."""
+TRAINED = ROOT / "runs/demo/checkpoint"
+"""Trained by `make demo`."""
+collect_ignore = [
+    *([] if LLAMA_SERVER.exists() else ["data/test_llama_answers.py"]),
+    *([] if LLAMA_SERVER.exists() and TRAINED.exists() else ["engines/test_built_llama_server.py"]),
+]
 
 MAY_BE_MISSING = re.compile("vLLM|browser|CUDA|Python 3")
 """What a test may be skipped for; all else is installed by `make test`."""
