@@ -180,3 +180,43 @@ def test_an_input_that_is_no_price_gives_no_figure(browser, pages):
             assert set(opened.page.locator("[data-cell]").all_inner_texts()) == {"–"}
         opened.page.fill("[data-setting=price]", "2.5")
         assert opened.page.locator("[data-cell]").all_inner_texts() == before
+
+
+FAINT = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true }), known = {};
+  const rgba = text => known[text] ??= (canvas.clearRect(0, 0, 1, 1), canvas.fillStyle = text,
+    canvas.fillRect(0, 0, 1, 1),
+    [...canvas.getImageData(0, 0, 1, 1).data].map((v, i) => i < 3 ? v : v / 255));
+  const over = (top, under) => top.slice(0, 3).map((v, i) => v * top[3] + under[i] * (1 - top[3]));
+  const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b; };
+  const ground = node => {
+    const layers = [];
+    for (let n = node; n; n = n.parentElement) layers.push(rgba(getComputedStyle(n).backgroundColor));
+    return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+  };
+  const found = new Set();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || ['SCRIPT', 'STYLE', 'TITLE'].includes(node.tagName.toUpperCase())) continue;
+    if (!node.checkVisibility()) continue;
+    const style = getComputedStyle(node), drawn = node instanceof SVGElement;
+    let under = ground(node);
+    const before = node.previousElementSibling;
+    if (drawn && /^in-/.test(node.className.baseVal)) under = over(rgba(getComputedStyle(before).fill), under);
+    const ink = over(rgba(drawn ? style.fill : style.color), under);
+    const [a, b] = [light(ink), light(under)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5)
+      found.add(`${node.tagName}.${drawn ? node.className.baseVal : node.className} ${ratio.toFixed(2)}`);
+  }
+  return [...found];
+}"""
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("full", "light"), ("full", "dark"), ("hostile", "dark")])
+def test_all_text_has_enough_contrast(browser, pages, name, scheme):
+    """4.5 to 1, as WCAG AA asks of text: catches a grey that was fine on paper and is gone by night."""
+    with Opened(browser, pages[name], scheme=scheme) as opened:
+        unfold(opened.page)
+        assert opened.page.evaluate(FAINT) == []
