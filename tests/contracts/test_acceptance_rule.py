@@ -55,14 +55,14 @@ TREES = {
 @pytest.mark.parametrize("case", fast(CASES))
 def test_every_drafter_keeps_the_distribution(case, workshop):
     """Catches a q that is not what the drafter drew from, and noise that is used twice.  False alarm 1e-6."""
-    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1000)
+    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=500)
 
 
 @pytest.mark.parametrize("case", fast(CASES, WITH_POLICIES))
 def test_every_drafter_keeps_the_distribution_under_top_k_and_top_p(case, workshop):
     """Catches a drafter that draws by another rule than the target's.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
-    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1200, sampling=sampling)
+    assert keeps_the_distribution(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1500, sampling=sampling)
 
 
 POLICIES = {
@@ -117,14 +117,14 @@ def test_another_function_of_the_distribution_leaves_a_seeded_text_as_it_is(shar
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tree", first(TREES, 3))
+@pytest.mark.parametrize("tree", first(TREES, 2))
 def test_every_policy_keeps_the_distribution_with_confident_drafts(policy, tree):
     """Catches a policy that looks at what it must not: here confidences hang on the drafted tokens.  False alarm
     1e-6."""
     assert keeps_the_distribution(TARGET, TREES[tree], POLICIES[policy](TREES[tree].limit), slots=1500)
 
 
-@pytest.mark.parametrize("case", fast(CASES, ("dspark", "eagle3")))
+@pytest.mark.parametrize("case", fast(CASES, ("dspark",)))
 @pytest.mark.parametrize("policy", ["by_confidence", "adaptive", "by_load"])
 def test_every_policy_keeps_the_distribution_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from byte_targets import byte_model
-from conftest import OF_BYTES, Case, batch_of, train
+from conftest import OF_BYTES, Case, batch_of, fast, train
 from contracts import test_exactness, test_restarts, test_slots
 
 from outrider.decoding.protocols import Drafter
@@ -32,7 +32,7 @@ def target(prompts) -> TransformersTarget:
     torch.manual_seed(1)
     config = patch_diffusion.Config(block=4, mask_token=63, anchors=16)
     model = patch_diffusion.TargetModel(config, before).double()
-    train(model, batch_of(before, (), texts), 80, lr=3e-3)
+    train(model, batch_of(before, (), texts), 50, lr=5e-3)
     return model.eval().drafter().target
 
 
@@ -50,7 +50,7 @@ def drafter_of(workshop, target, prompts, plain) -> Callable[[Case], Drafter]:
     return made
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", fast(CASES, OF_BYTES))
 def test_one_prompt_alone(case, target, prompts, plain, drafter_of, workshop):
     """The laws of other targets: catches a latent that is kept of a rejected byte, and one that ends a patch late."""
     test_exactness.test_one_prompt_alone(case, target, prompts, plain, drafter_of)

@@ -40,8 +40,8 @@ def test_one_prompt_alone(case, target, prompts, plain, drafter_of):
     (alone,) = generate(target, prompts[0], drafter_of(case), max_new_tokens=30)
     assert alone.tokens == plain(target, prompts[0], 30)
     assert alone.steps + sum(alone.accepted) >= len(alone.tokens)
-    together = generate(target, prompts, drafter_of(case), max_new_tokens=40)
-    assert [found.tokens for found in together] == [plain(target, prompt, 40) for prompt in prompts]
+    together = generate(target, prompts, drafter_of(case), max_new_tokens=32)
+    assert [found.tokens for found in together] == [plain(target, prompt, 32) for prompt in prompts]
     assert sum(sum(found.accepted) for found in together) >= 10
 
 
@@ -79,7 +79,7 @@ def test_the_context_ends_inside_a_block(case, short_target, target, prompts, pl
 @KINDS
 def test_an_end_token_ends_inside_a_block(case, target, prompts, plain, drafter_of, monkeypatch):
     """Catches tokens behind the end, and an end that is only seen where a block ends."""
-    for at in (0, 4, 6):
+    for at in (0, 5):
         monkeypatch.setattr(target, "ends", frozenset({plain(target, prompts[0], 40)[at], 10_000}))
         found = generate(target, prompts, drafter_of(case), max_new_tokens=40, slots=3)
         for prompt, generation in zip(prompts, found, strict=True):
@@ -90,7 +90,7 @@ def test_an_end_token_ends_inside_a_block(case, target, prompts, plain, drafter_
         assert found[0].finish_reason == "stop"
 
 
-@EVERY
+@KINDS
 def test_the_budget_goes_to_0_and_back(case, target, prompts, plain, drafter_of):
     """Catches a drafter that loses the tokens committed while it was not asked."""
     drafter = drafter_of(case)
@@ -143,13 +143,13 @@ def test_slots_of_other_settings_stand_beside_greedy_ones(case, target, prompts,
     """Catches settings that leak from slot to slot; a sampled text depends on its own seed alone."""
     drafter = drafter_of(case)
     hot = [Sampling(1.0, seed=3), Sampling(0.8, top_k=5, seed=4), Sampling(1.2, top_p=0.8, seed=5)]
-    requests = [Request(prompt, 25, Sampling()) for prompt in prompts]
+    requests = [Request(prompt, 16, Sampling()) for prompt in prompts]
     for n, sampling in enumerate(hot):
-        requests[2 * n + 1] = Request(prompts[2 * n + 1], 25, sampling)
+        requests[2 * n + 1] = Request(prompts[2 * n + 1], 16, sampling)
     together = served(target, requests, drafter, slots=4)
     for request, found in zip(requests, together, strict=True):
         if request.sampling.temperature == 0:
-            assert found == plain(target, request.prompt, 25)
+            assert found == plain(target, request.prompt, 16)
     again = served(target, requests, drafter, slots=8)
     assert [found for n, found in enumerate(again) if n % 2 == 0] == [
         found for n, found in enumerate(together) if n % 2 == 0
@@ -162,7 +162,7 @@ def test_a_seeded_text_depends_on_its_seed_alone(target, prompts, workshop):
     With a chain drawn by the same settings, alone or in company; a tie within float64's rounding has odds below 1e-9.
     """
     drafter = workshop.build(next(case for case in cases() if case.kind == "small_model"), target)
-    requests = [Request(prompt, 20, Sampling(1.0, seed=n)) for n, prompt in enumerate(prompts)]
+    requests = [Request(prompt, 12, Sampling(1.0, seed=n)) for n, prompt in enumerate(prompts)]
     alone = [served(target, [request], drafter)[0] for request in requests]
     assert served(target, requests, drafter, slots=3) == alone
     assert served(target, requests[::-1], drafter, slots=5) == alone[::-1]
@@ -190,9 +190,10 @@ def test_a_tree_ends_inside_its_block(target, short_target, prompts, plain, orac
         assert found.tokens == text[: text.index(text[at]) + 1]
 
 
+@pytest.mark.slow
 def test_a_target_in_float32_follows_the_same_texts_here(prompts, plain, target, workshop):
     """Catches an input that is float64 by accident: the loop must run in the dtype that people use."""
     single = load_target(tiny_model().float())
-    for case in (case for case in cases() if not case.is_variant):
+    for case in cases():
         found = generate(single, prompts[:2], workshop.build(case, single), max_new_tokens=12)
         assert [generation.tokens for generation in found] == [plain(target, prompt, 12) for prompt in prompts[:2]]

@@ -80,8 +80,8 @@ def too_many(slots, budget, generator):
 )
 def test_greedy_output_never_changes(make, policy, target, prompts, plain):
     """Catches an index error, a NaN or a wrong mask that a faulty drafter could bring about."""
-    found = generate(target, prompts, Returns(make), max_new_tokens=30, slots=3, policy=policy())
-    assert [generation.tokens for generation in found] == [plain(target, prompt, 30) for prompt in prompts]
+    found = generate(target, prompts, Returns(make), max_new_tokens=20, slots=3, policy=policy())
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 20) for prompt in prompts]
 
 
 def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):

@@ -14,7 +14,7 @@ from outrider.decoding.state import Request
 from outrider.generation import serve
 from outrider.sampling.settings import Sampling
 
-LENGTH, PROMPT = 44, 6
+LENGTH, PROMPT = 32, 6
 
 
 LAYOUTS = [

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import batch_of, cases
+from conftest import batch_of, cases, fast
 
 from outrider import drafters
 from outrider.data.packing import packed, side_by_side
 from outrider.nn.draft_model import Batch, DraftModel, drawn
 
-TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains], ids=str)
+TRAINABLE = pytest.mark.parametrize("case", fast(case for case in cases() if case.trains))
 LENGTHS = (24, 15, 13, 11, 9)
 
 

@@ -73,15 +73,15 @@ def test_the_model_itself_is_untouched_while_layers_are_left_out(target, prompts
     """Catches stand-ins that answer `model.generate` in another thread, or stay behind when two threads leave at
     once."""
     drafter = drafter_of(next(case for case in cases() if case.kind == "layer_skip"))
-    whole = plain(target, prompts[0], 48)
+    whole = plain(target, prompts[0], 20)
     text = torch.tensor([prompts[0]])
 
     def of_the_model() -> object:
         given = {"attention_mask": torch.ones_like(text), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-        return target.model.generate(text, max_new_tokens=48, **given)[0, len(prompts[0]) :].tolist()
+        return target.model.generate(text, max_new_tokens=20, **given)[0, len(prompts[0]) :].tolist()
 
     def drafted() -> object:
-        return generate(target, prompts[0], drafter, max_new_tokens=48)[0].tokens
+        return generate(target, prompts[0], drafter, max_new_tokens=20)[0].tokens
 
     assert at_once(of_the_model, drafted, drafted, of_the_model) == [whole] * 4
     assert of_the_model() == whole

@@ -121,7 +121,7 @@ def written(
     return found
 
 
-@pytest.mark.parametrize("cell", first(cells(CASES), 8), ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", first(cells(CASES), 6), ids=lambda cell: "-".join(map(str, cell)))
 def test_captured_steps_write_what_plain_ones_write(cell, small, drafter_for):
     """Uneven prompts, slots that are used again, ends by token, length and the host's stop, caches that grow.
 

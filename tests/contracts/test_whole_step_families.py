@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from targets.test_families import ALL, RECURRENT
+from conftest import first
+from targets.test_families import FAST, RECURRENT
 
-from benchmarks.families import tiny
+from benchmarks.families import SMALL, tiny
 from benchmarks.recording import HostRead, Recording
 from benchmarks.static_replay import StaticReplay
 from outrider.compiled.whole_step import WholeStep
@@ -53,7 +54,7 @@ def by_record(target: TransformersTarget, requests: list[Request], drafter: Stat
     assert recording.recorded < recording.replayed
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", first([*FAST[1:6], *(name for name in SMALL if name not in FAST[1:6])], 5))
 def test_captured_steps_of_every_family_write_what_plain_ones_write(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,15 +201,15 @@ class Wrong(Proposer):
         return Draft(tokens, torch.tensor(self.parents).expand(shape), budget)
 
 
-@NAMED
+@pytest.mark.parametrize("rule", [typical(), relaxed(2)], ids=lambda rule: rule.name)
 def test_the_loop_emits_what_the_distance_speaks_of(rule, monkeypatch):
-    """Catches a q, or a seed's noise, that is not what the closed form takes it for.  4000 slots; false alarm 1e-6."""
+    """Catches a q, or a seed's noise, that is not what the closed form takes it for.  2500 slots; false alarm 1e-6."""
     generator = torch.Generator().manual_seed(3)
     table = torch.randn(TABLE.table.shape, dtype=torch.float64, generator=generator)
     expected = lambda before, own: table[before, own].softmax(-1)
     judge = LossyJudge(rule)
     monkeypatch.setattr(chances, "SamplingJudge", lambda _: judge)
-    tokens, state, _ = emitted(TABLE, Drawn(expected), seeded=True, shared_noise=False)
+    tokens, state, _ = emitted(TABLE, Drawn(expected), slots=2500, seeded=True, shared_noise=False)
     assert state.judge is judge
     p, q = TABLE.table[0, 0].softmax(-1), table[0, 0].softmax(-1)
     drafted = q * rule.passes(p)

@@ -145,8 +145,7 @@ def proposals(seed: int, how: str, parents: list[int]) -> Iterator[tuple[float, 
         yield weight, Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(parents)]), q)
 
 
-@pytest.mark.parametrize("most", [2, 9])
-@pytest.mark.parametrize("shapes", [([-1], [-1, 0]), ([-1, 0], [-1, -1])], ids=str)
+@pytest.mark.parametrize(("shapes", "most"), [(([-1], [-1, 0]), 9), (([-1], [-1, 0]), 2), (([-1, 0], [-1, -1]), 2)])
 @pytest.mark.parametrize(
     "how",
     [("replacement", "replacement"), ("without", "top"), ("top", "without"), ("mixed", "without"), ("top", "top")],

@@ -132,7 +132,7 @@ def test_a_drafter_sees_what_may_follow_its_own_tokens():
 TABLE = TableTarget.random(4)
 RULES = Turns([[0, 1, 3], [1, 2], [0, 2, 3]], 4)
 BANNED = {"temperature": 1.0, "grammar": RULES, "bad_words": [[1, 1], [3, 0]]}
-SLOTS = 1000
+SLOTS = 800
 
 
 class Masked(Proposer):
