@@ -1,7 +1,5 @@
 """Tiny targets of bytes and patches in float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tiny real models, and every drafter at its smallest size.  float64, one thread, nothing from the network."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """A tiny target whose tokenizer llama.cpp can read, byte-level BPE with merges, and drafters for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

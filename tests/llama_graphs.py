@@ -4,8 +4,6 @@ and glm4moe, for one text and greedy drafts.
 Files are read by llama.cpp's own library.  S tokens of a text, H hidden size, h heads, d head size.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Draft models as their authors publish them, written by hand: names, shapes and config.json of every layout, at tiny
 sizes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kernels that accept and draw, run by Triton's interpreter where there is no GPU, against the plain rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Configs: strict about keys, frozen, and every number in a YAML file is the number that was meant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

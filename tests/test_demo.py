@@ -1,7 +1,5 @@
 """The models and prompts that ship with the package are what the model card says."""
 
-from __future__ import annotations
-
 import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer

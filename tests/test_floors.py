@@ -1,7 +1,5 @@
 """A floor imports only floors beneath: the contracts in pyproject.toml, run with the tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

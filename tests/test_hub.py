@@ -1,7 +1,5 @@
 """A folder that is missing is not a repository of the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

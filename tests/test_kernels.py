@@ -1,7 +1,5 @@
 """Our kernels say what torch says, row by row the same whatever is computed beside it."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A drafter by its name: kinds, checkpoints, published folders and Hugging Face ids."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

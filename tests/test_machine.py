@@ -1,7 +1,5 @@
 """What a machine is fast at is measured, kept, and obeyed: on one without bfloat16 units all goes on in float32."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What plants faults, known and random, still finds its places."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed products: the same numbers, only while they are asked for, and never those of a weight that has changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """What users of transformers and vLLM write is taken: names for models, tensors for prompts, settings by themselves."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public names, and what may be loaded to show them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """A tiny Qwen3 on disk that reads and writes bytes, with its tokenizer and chat template, and a run file around it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line, called as a shell would."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from outrider import cli

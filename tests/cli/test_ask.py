@@ -1,7 +1,5 @@
 """`outrider ask`: what it prints and writes, what it refuses before anything is sent, and its exit code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

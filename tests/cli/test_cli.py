@@ -1,8 +1,6 @@
 """The command line, in this process and on the tiny recipe: what it writes, where it goes on, what it refuses and
 how."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """What every verb prints: tables at any width, progress in a log, text with brackets."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

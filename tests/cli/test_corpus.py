@@ -1,7 +1,5 @@
 """`outrider corpus`, in this process: what is made, told, refused and deleted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`outrider init`: the run file that it writes is valid, says what one changes first, and never overwrites."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """kill -9 at any moment of `prepare` and `train`: the same command goes on and ends where an undisturbed run ends."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

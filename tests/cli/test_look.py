@@ -1,7 +1,5 @@
 """`outrider prepare`: samples, costs, and the question before much is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

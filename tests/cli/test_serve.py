@@ -1,7 +1,5 @@
 """`outrider serve`: what it says, what it refuses before anything loads, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

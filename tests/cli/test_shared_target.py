@@ -1,7 +1,5 @@
 """Verbs with `--tensor-parallel` under torchrun: one process prints, and prints what the whole target does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -17,8 +17,6 @@ Equal prompts get equal texts, full of characters of several bytes.  The server 
 on, whether it arrived or not; refusals are free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Every test's false alarm has odds of at most one in a million; seeds are fixed, so a run that passed passes again.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import cases, fast, first

@@ -1,8 +1,6 @@
 """`accept` gives back the target's distribution, summed over every draft and every coin; and the check sees each
 planted fault."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.chances import worst_error

@@ -1,7 +1,5 @@
 """Drawn trees keep the target's distribution: through the loop, and exactly over every draft and every coin."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

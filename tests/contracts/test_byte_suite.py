@@ -3,8 +3,6 @@
 Its laws are those of the other files; what they ask for is made here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

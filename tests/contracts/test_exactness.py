@@ -1,8 +1,6 @@
 """At temperature 0 every drafter's output is `model.generate`'s, token for token, in float64.  No test here is
 random."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import FEW, cases, fast, tiny_model

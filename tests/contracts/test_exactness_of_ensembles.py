@@ -1,7 +1,5 @@
 """The contracts of exactness, over an ensemble: every drafter's greedy text is that of averaging whole passes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """At temperature 0 the output never changes, whatever a drafter returns; a draft of the wrong shape is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

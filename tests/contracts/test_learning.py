@@ -1,7 +1,5 @@
 """A few steps teach every trainable drafter something, and move nothing of the target's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

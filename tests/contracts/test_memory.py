@@ -4,8 +4,6 @@ measured.
 No test here is random but by fixed seeds.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

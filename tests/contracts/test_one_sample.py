@@ -4,8 +4,6 @@ The sharpest test of a method's plumbing: a mask, a position, a tap, a label tha
 serving, and blocks stop being kept whole.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import FEW, Case, batch_of, cases, fast, train

@@ -1,7 +1,5 @@
 """Texts that share a row of a batch teach a method what they teach it alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that are computed again in the backward pass give the gradients of layers whose activations were kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import batch_of, cases, fast

@@ -4,8 +4,6 @@ accepted.
 No test here is random.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -4,8 +4,6 @@ What is over is forgotten.
 No test here is random.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Threads on one target write what each would write alone, whatever drafts for them.  No test here is random."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

@@ -4,8 +4,6 @@ On a CPU everything is in the host's memory, so tensors that would be on a devic
 marked, and reading one is a wait.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

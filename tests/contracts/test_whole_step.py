@@ -3,8 +3,6 @@
 No GPU is needed: a record of the step's operations stands for its graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 from collections import Counter

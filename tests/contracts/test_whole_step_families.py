@@ -1,7 +1,5 @@
 """Captured steps write what plain steps write, in every family: known texts are drafted, with wrong tokens in them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import first

@@ -1,7 +1,5 @@
 """Whole steps that were compiled into one call write what plain steps write."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

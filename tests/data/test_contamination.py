@@ -1,8 +1,6 @@
 """A leak that was planted is found through prepare, training and a move; what kept no hashes is not known, never
 clean."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Conversations from every layout; bad rows are named or counted; exactly the assistants' tokens train."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows in fewer bytes: how near they come back, and how many bytes they take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """States from a vLLM server's connector, on files in its layout; a real server needs a CUDA device."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """A feature cache: bound to its target, the same bytes whoever writes it and whatever stops it, damage named."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """Live features: what the target says of each text, in an order that depends on seed and step alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

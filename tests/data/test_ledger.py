@@ -1,7 +1,5 @@
 """The ledger: what became of every prompt adds up, and the lines of answers.jsonl decide."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

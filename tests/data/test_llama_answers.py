@@ -3,8 +3,6 @@
 Built by `python benchmarks/engines/build_llama.py`, or named by LLAMA_SERVER.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

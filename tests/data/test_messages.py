@@ -1,7 +1,5 @@
 """Messages of every kind of row: logs of requests, Batch files, tools, parts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Texts that share 13 words in a row are known again, whatever their form; others are not; many are kept in little
 memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

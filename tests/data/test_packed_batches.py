@@ -1,7 +1,5 @@
 """Packed batches: every text once, within the budget, with the states that it has alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

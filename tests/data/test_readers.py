@@ -1,7 +1,5 @@
 """Rows of files of any size: in pieces, each row once, and what is damaged is named or counted."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The target answers the prompts: as `generate` would, each once, whatever happened in between."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

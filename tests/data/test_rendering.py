@@ -1,7 +1,5 @@
 """Which tokens train: by the template's marks, or by what follows the prompt; never by a guess."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

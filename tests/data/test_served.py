@@ -1,7 +1,5 @@
 """Targets whose weights are on a server: answered, kept and trained for without loading them here."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

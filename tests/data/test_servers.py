@@ -1,7 +1,5 @@
 """Servers answer the prompts: what the target writes, each prompt once, whatever the servers do."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from pathlib import Path

@@ -4,8 +4,6 @@ Threads stand for processes here, each with a ledger's connection of its own; `r
 ones.
 """
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which conversations a run uses: mixed by weight, without duplicates, each once, the same each time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The texts of a training stay in their file, and the order of its batches does not know it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tools that a request offers the model: templates show them, servers are sent them, and they tell prompts apart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

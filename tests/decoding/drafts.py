@@ -1,7 +1,5 @@
 """Random drafts, distributions and noise for tests of rules, and what every rule's answer must look like."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

@@ -1,8 +1,6 @@
 """The acceptance rule's answers are well formed, and hang on nothing but their own slot's draft, distribution and
 noise."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A draft as a tree: depths, visibility, prefixes and reach against brute force."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,8 +1,6 @@
 """What `generate`, `stream` and `serve` promise around the loop, and what one step of it asks, shows and leaves
 behind."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The noise of the slots: uniform, independent, fair races, and hung on seed, place and purpose alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Pipelined decoding: the text is the target's, and cycles are counted as the paper counts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import Case, first

@@ -1,7 +1,5 @@
 """Where a slot ends: at an end token, a stop string, its limit or the context, wherever in a block that falls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,8 +1,6 @@
 """Commands in README and docs are parsed by the command line itself, short ones are run, and YAML is checked as the
 file that it is part of. Python blocks are run by test_pages.py, those that ask a server here."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

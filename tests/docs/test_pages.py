@@ -1,7 +1,5 @@
 """Every Python block in README and docs runs, as a reader would run it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

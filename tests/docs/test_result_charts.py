@@ -1,7 +1,5 @@
 """The drawings of results are drawn from the results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

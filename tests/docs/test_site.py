@@ -1,7 +1,5 @@
 """The site of the docs: one path through all pages, pages of methods from their files."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a drafter proposes while texts are decoded, and whether the texts stay the target's own."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

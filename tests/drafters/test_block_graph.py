@@ -1,7 +1,5 @@
 """A block drafter's graph drafts the blocks that the plain path drafts."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

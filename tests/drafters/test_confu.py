@@ -1,7 +1,5 @@
 """ConFu: what training reads behind a text is what the verified pass says there, and no logit of the target's moves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

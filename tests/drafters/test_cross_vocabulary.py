@@ -1,7 +1,5 @@
 """A small model of another vocabulary: exact for the target's distribution, true to the text."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

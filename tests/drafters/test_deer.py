@@ -1,7 +1,5 @@
 """DEER: independent positions, one pass that is the same in training and at serving, and what its two stages weigh."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import batch_of

@@ -1,7 +1,5 @@
 """A published diffusion language model drafts: its layout, its pass, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

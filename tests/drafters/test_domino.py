@@ -1,7 +1,5 @@
 """Domino: what its head may read, what it adds, and how its curriculum goes over from the base to it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import batch_of

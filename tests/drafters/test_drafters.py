@@ -1,7 +1,5 @@
 """What single drafters promise beyond the contracts every drafter is held to."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """EAGLE-3 and EAGLE: their own parts; what recurrent drafters share is tested in tests/nn/test_recurrent.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gemma 4's assistant drafts from the target's own keys and values what it drafts in transformers, and writes none."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Grafting: what is cut, what fills the room, and that both drafters see the text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

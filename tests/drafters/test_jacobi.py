@@ -1,7 +1,5 @@
 """Jacobi: the window is the target's own last word on every place, exact above temperature 0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.chances import emitted, keeps_the_distribution

@@ -1,7 +1,5 @@
 """SJD2's window; what it shares with other trained targets is in `test_target_models.py`."""
 
-from __future__ import annotations
-
 import torch
 
 from outrider.drafters import jacobi_denoising

@@ -1,7 +1,5 @@
 """Layer skip: the target drafts for itself without some sublayers."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

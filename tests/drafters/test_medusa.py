@@ -1,7 +1,5 @@
 """Heads on the last state: what they draft, in which tree, and how the tree is found."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Mixing: who gets how many nodes, that parts are independent and told all they need, and that slots forget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.chances import emitted, keeps_the_distribution

@@ -1,7 +1,5 @@
 """Modules that predict one token further: the target's own, as transformers drives them, and ones of our own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What prompt lookup does beyond a chain from its own text: trees, and memories that requests share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

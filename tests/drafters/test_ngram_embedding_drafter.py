@@ -1,7 +1,5 @@
 """Hashed n-grams as a drafter: logits by hand, serving as in training, every node after its own branch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny import randomise

@@ -1,7 +1,5 @@
 """BLT-DV: blocks of masks filled in both directions, and the target that is trained for them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from byte_targets import byte_model, exactly, passes

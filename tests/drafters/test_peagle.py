@@ -1,7 +1,5 @@
 """P-EAGLE: what its rows see, which depths are dropped, and that serving is what was trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`pipeline`: what training shows it is what it sees when served, in the pipeline and in the ordinary loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import batch_of

@@ -1,7 +1,5 @@
 """Token recycling: what is remembered, what is proposed, and that nothing stays behind in a slot."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

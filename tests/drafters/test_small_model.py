@@ -1,8 +1,6 @@
 """A small model that is trained: rows are its own distribution, a checkpoint is whole by itself, serving leaves
 training alone."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from dataclasses import replace

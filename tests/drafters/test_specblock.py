@@ -1,7 +1,5 @@
 """SpecBlock: what its slots see, how it ranks and branches, and that serving is what was trained."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """BLT-S: what is drafted on a stale latent.  The contract suite runs for it in `test_byte_suite`."""
 
-from __future__ import annotations
-
 import pytest
 from byte_targets import byte_model, ends_of, exactly, passes
 from contracts.chances import emitted, follows

@@ -1,7 +1,5 @@
 """Suffix decoding: own text, others' texts where they are shared, corpora; and the best of all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Targets that are trained to draft for themselves: exact relative to their own text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TiDAR's masks; what it shares with other trained targets is in `test_target_models.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What tests of engines share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ One loop steps all requests together.  A step of n requests that draft K tokens 
 and writes (1 - kept^(K+1)) / (1 - kept) tokens for each: below the knee it waits for memory, above it computes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -5,8 +5,6 @@ STUB_SCRIPT names a JSON file: {answers: [{tokens, steps: [[drafted, accepted]],
 first request and says nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

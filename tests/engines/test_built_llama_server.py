@@ -1,7 +1,5 @@
 """The demo's drafter in a real llama-server; collected where that and `runs/demo` are there (tests/conftest.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The model card of an exported drafter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

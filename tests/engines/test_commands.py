@@ -1,8 +1,6 @@
 """Commands of engines: every flag is one that the engine has, what it can't do is refused by name, old flags are
 translated."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

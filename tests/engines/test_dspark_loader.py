@@ -1,8 +1,6 @@
 """A DSpark's folder in vLLM's own config reader, module and loader: no engine runs it on a CPU, but this much of one
 does."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

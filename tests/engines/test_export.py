@@ -1,7 +1,5 @@
 """`export` in Python and `outrider export`: one function, which writes the folder and its model card."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

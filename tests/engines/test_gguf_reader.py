@@ -1,7 +1,5 @@
 """A draft as GGUF, read as llama.cpp reads it, drafts what our drafter drafts; and what is wrong with it is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A llama-server is started, asked and ended; what it did with its drafts is read step by step.  A stub stands for it;
 benchmarks/engines/llama_drafters.py runs the real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 """What is written beside a command, checked by those who read it: Kubernetes' and compose's schemas, promtool,
 PromQL."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Engines and formats by any of their names."""
 
-from __future__ import annotations
-
 import pytest
 from verbs import outrider_with
 

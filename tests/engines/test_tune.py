@@ -1,7 +1,5 @@
 """Tuning: the planted optimum is found, noise makes no schedule, and tables read as engines read them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """An exported folder, read as engines read it, drafts what our model drafts; and what is wrong with one is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

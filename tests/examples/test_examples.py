@@ -1,7 +1,5 @@
 """The examples run as they stand, each at most a screen."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebook runs from its first cell to its last, and is committed without what it printed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole subject in a hundred lines: it runs, and notices what would make it inexact."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

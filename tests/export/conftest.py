@@ -1,7 +1,5 @@
 """What tests of formats share: a target that reads bytes, and one whose tokenizer llama.cpp can read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page on formats says what the code does."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Formats of others: every key accounted for, read back as it was, and nothing that is damaged comes through."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """GGUF: what llama.cpp is told of a model, its weights and its tokenizer, as the library of llama.cpp reads it back."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafters as GGUF: names and keys, what comes back, what is left out and what is refused."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What llama.cpp computes with our files, by its graphs in torch: our own logits; and planted faults move them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

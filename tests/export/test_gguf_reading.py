@@ -1,7 +1,5 @@
 """Published GGUF files: what our drafters don't compute is refused, and a spoilt file ends in one sentence."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A target as GGUF: `outrider export demo --to gguf`."""
 
-from __future__ import annotations
-
 import json
 
 import llama_graphs

@@ -1,8 +1,6 @@
 """Folders made to break the import: each is refused in one sentence, nothing is executed, fetched, half-written or
 overrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a draft's folder says: checked before anything reads it, and read as `outrider import` reads it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """TensorRT-LLM's folders: the keys that its loaders look for, and the settings file beside them.  It can't be run
 here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores are called equivalent seldom where they are not, and often where enough prompts were asked."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """lm-evaluation-harness says the same of our targets as of its own `hf` model, and the same with a drafter."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

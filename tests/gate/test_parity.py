@@ -1,7 +1,5 @@
 """Texts that part are told apart: by rounding, or by a fault."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Distributions are told apart where they differ, and as seldom as promised where they do not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The gate stops every planted fault, stops none of its twins, and never takes what was not measured for a pass."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

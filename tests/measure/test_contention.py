@@ -1,8 +1,6 @@
 """Other programs that take a run's time are noticed, the run is repeated, and a speed-up of such a moment is not
 trusted."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

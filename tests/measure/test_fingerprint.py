@@ -1,7 +1,5 @@
 """A fingerprint is the same while the machine is, and says in words what is not."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

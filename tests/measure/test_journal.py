@@ -1,7 +1,5 @@
 """An evaluation that was stopped goes on: with what policies and drafters had learnt, and with the same figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

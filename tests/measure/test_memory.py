@@ -1,7 +1,5 @@
 """A peak is that of its own stretch: it rises with what is used, and falls when it is reset."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What is noted of a judged place is what the target says there, by a pass over the whole text; and noting moves
 nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

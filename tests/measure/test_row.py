@@ -1,8 +1,6 @@
 """Every figure of a row from two runs made by hand: the right value is worked out here, and its likely mistakes are
 planted."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is measured is what happened: counts, shares and exactness against brute force, faults planted to be found."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hostile code is run for real: what it must not reach is there, and stays as it was."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,8 +1,6 @@
 """Right answers are right however they are written, wrong ones are wrong, and code is run only where that was asked
 for."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

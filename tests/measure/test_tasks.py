@@ -4,8 +4,6 @@ The hub is a server of ours that speaks its routes and serves rows that we made 
 client that asks it is the real one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """What the clock counts as the models' time, and what belongs to which request of a batch."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """README's commands for a target of one's own, as they stand there, on a random Qwen3 of four layers and a ShareGPT
 file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -7,8 +7,6 @@ whatever width; `hides` must not; `code` is the exit code, 0 unless given;
 what other tests do too is `slow`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Masks and rotary positions of draft models, against brute force and against transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

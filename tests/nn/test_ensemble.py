@@ -1,8 +1,6 @@
 """Drafters that share a draft: each is told of its own nodes, whatever was cut from the union before it was
 verified."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

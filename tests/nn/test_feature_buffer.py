@@ -1,7 +1,5 @@
 """When a drafter reads the target's features: ahead while it drafts, and not before it does while it does not."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

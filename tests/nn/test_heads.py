@@ -1,7 +1,5 @@
 """Heads on drafted blocks: the way of training is the way of serving."""
 
-from __future__ import annotations
-
 import typing
 from dataclasses import replace
 from types import SimpleNamespace

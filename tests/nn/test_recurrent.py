@@ -1,7 +1,5 @@
 """Pairs, rollouts and trees of drafters that read their own output: training sees what serving sees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal

@@ -1,7 +1,5 @@
 """A drafter on another device than its target; here `meta`, whose tensors know where they are and no more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trees grown level by level: the beam against all paths there are, drawn siblings against their distributions."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

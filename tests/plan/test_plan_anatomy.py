@@ -1,7 +1,5 @@
 """What a config says of a model's passes, and what it must say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Acceptance, speed-ups and decisions: known formulas, and no number where none is known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The probe of a plan: which requests are drawn, what is counted of them, and on what a plan then rests."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rules of the field: what a plan says of them follows from its rows, what we measured from our results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

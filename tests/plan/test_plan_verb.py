@@ -1,7 +1,5 @@
 """`outrider plan`: what it writes, what it refuses; times that are kept; published points."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A pass on paper: what it reads, what it multiplies, and that neither ever falls with more work."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

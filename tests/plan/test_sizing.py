@@ -1,7 +1,5 @@
 """A training on many GPUs on paper: `benchmarks/sizing.py` counts what is known, and its table is the page's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

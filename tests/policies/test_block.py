@@ -1,8 +1,6 @@
 """Block verification keeps the distribution and keeps more; that `accept_chain` does is said beside it, in
 `sampling/test_fast.py`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """ByConfidence stops where nodes are unlikely: what it cuts, what its shares follow, and that the output stays
 exact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

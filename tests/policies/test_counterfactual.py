@@ -1,8 +1,6 @@
 """The counterfactual rule: greedy among candidates without it, blind to what is symmetric, moved by what is biased; and
 the second text is read as if it stood alone."""
 
-from __future__ import annotations
-
 import json
 import math
 

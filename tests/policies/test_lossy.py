@@ -1,7 +1,5 @@
 """Lossy rules do what they say and no more, say how far they strayed, and are reached by nobody who did not ask."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two drafts under the same anchors: what their union holds, and that it keeps the distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

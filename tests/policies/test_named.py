@@ -1,7 +1,5 @@
 """Policies and ways to verify are made from their names, fresh; what is no name is refused with the nearest one."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Relay hands over where it should and nowhere else, is the target without cues, and says how far it strayed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

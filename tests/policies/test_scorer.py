@@ -1,7 +1,5 @@
 """A scored block is accepted whole or not at all; one knob goes from the drafter's text to the target's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sentence ends and cue words are found in tokens as they are in the text."""
 
-from __future__ import annotations
-
 import pytest
 from policies.worded import random_words
 

@@ -1,7 +1,5 @@
 """Reports to look at and to test with: one with every field filled, one all null, one that is large, one hostile."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Intervals: they hold what they should as often as they say, and say the same twice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

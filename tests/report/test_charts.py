@@ -1,7 +1,5 @@
 """Charts draw what they are given: every number as text or tip, nothing that is no number, no string as markup."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The page holds every figure a report has, says so where there is none, and lets no string of the data become
 markup."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A report says what was measured, loses nothing, and never hides a text that is not the target's own."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

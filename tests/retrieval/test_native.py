@@ -1,7 +1,5 @@
 """The native trie is the Python one, and a library that can't be had is done without."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """A corpus finds what a search through everything finds; what is damaged, foreign or half built is refused."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The trie against plain searches of the texts: matches, order, memory and cost, in Python and native."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

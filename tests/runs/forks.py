@@ -1,7 +1,5 @@
 """Commands in processes of their own that have torch already: half a second instead of ten."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

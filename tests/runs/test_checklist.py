@@ -1,7 +1,5 @@
 """The checklist of a run: an item is done by a file about the checkpoint that is there now, and by no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What is wrong with a run is found before its target loads, and a preview writes nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An evaluation by drafters' names: stopped, killed, shared by processes, and into a folder that has a report."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal

@@ -1,7 +1,5 @@
 """A run file in several processes: all stages by two processes over gloo, with the files of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

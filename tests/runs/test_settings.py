@@ -1,8 +1,6 @@
 """What can be set in a run file, from one source: the docstrings of the Configs, the schema, the page, the command
 line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

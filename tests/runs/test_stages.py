@@ -1,7 +1,5 @@
 """A run file from Python: its stages, what it tells, what it gives back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs that start from a trained drafter, or measure one: `drafter: FOLDER`, `drafter: {from: FOLDER}`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

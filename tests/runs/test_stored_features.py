@@ -1,7 +1,5 @@
 """`prepare.features: cached`: written once, trained on, and refused where it would not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

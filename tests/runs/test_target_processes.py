@@ -1,7 +1,5 @@
 """A training in several processes in which the last process reads the target for the others, which do not load it."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -5,8 +5,6 @@ The shapes are those that the targets' authors publish, written with transformer
 class's own.  Neither weights nor the network are needed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

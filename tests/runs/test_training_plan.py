@@ -1,7 +1,5 @@
 """A plan takes what fits, says what it costs, and refuses what can't fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

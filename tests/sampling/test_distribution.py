@@ -1,7 +1,5 @@
 """Logits to the distribution that both sides mean."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 That for greedy slots is beside the rule itself, in test_accept.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from decoding.drafts import distribution_of, drafts, streams_of

@@ -1,7 +1,5 @@
 """The full judge keeps what the acceptance rule keeps, whichever way it takes, and reads no more than it must."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

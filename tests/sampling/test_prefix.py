@@ -1,8 +1,6 @@
 """Penalties, bias, bad words and the least length, on each node's own prefix; beside a slow twin, transformers and the
 exact."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

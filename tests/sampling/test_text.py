@@ -1,8 +1,6 @@
 """A streamed text is what the tokenizer makes of all its tokens, in pieces; and no part of a stop string is ever
 shown."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A real server in a thread of this process, on a free port."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

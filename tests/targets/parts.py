@@ -4,8 +4,6 @@ each family; it writes what they decode to FOLDER/texts.json.
 The processes draw other numbers, so that a text which depends on another process's draws is another one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

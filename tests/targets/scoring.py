@@ -1,7 +1,5 @@
 """A server that scores its prompts as vLLM does, by a target that is here; test_remote.py has a real answer."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Members of other tokenizers: which positions are ensembled, and that speculation changes nothing."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

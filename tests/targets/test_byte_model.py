@@ -1,7 +1,5 @@
 """A model of bytes and patches: what its passes know of a text, and that it is a target like any other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from byte_targets import byte_model, ends_of

@@ -1,7 +1,5 @@
 """The slot cache against plain lists: what stays, stays where it was; what does not never happened."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

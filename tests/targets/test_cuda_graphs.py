@@ -1,7 +1,5 @@
 """Passes captured in a few sizes.  No GPU is needed: a recorder that calls the function again stands for its graph."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

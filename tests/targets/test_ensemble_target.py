@@ -1,7 +1,5 @@
 """An ensemble of models of one vocabulary: p is the mean of what each says after the same text."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Every family says what `model.generate` says; taps and hidden states are the model's own."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`generate` without a `sampling` is `model.generate(do_sample=False)`, whatever the model's generation_config says."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

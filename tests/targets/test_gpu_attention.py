@@ -1,7 +1,5 @@
 """Query heads as rows: transformers' own attention without its copies."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels of a decoder layer, run by Triton's interpreter where there is no GPU, against the model's own modules."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

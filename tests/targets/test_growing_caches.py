@@ -1,7 +1,5 @@
 """Texts are the same whether caches have room at once or grow while they are written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import DEVICE, Case, tiny_model

@@ -1,7 +1,5 @@
 """What can't be decoded exactly is refused by name; what is refused says what to do."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

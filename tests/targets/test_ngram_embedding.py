@@ -1,7 +1,5 @@
 """A target whose embeddings depend on the tokens before: hashes, branches, rollback, and its own text."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Families that store what slots can't hold: their own cache is copied for every pass."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from types import SimpleNamespace

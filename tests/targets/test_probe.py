@@ -1,7 +1,5 @@
 """Probe rows ride in the verified pass: nobody sees them, and nothing of them is kept."""
 
-from __future__ import annotations
-
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

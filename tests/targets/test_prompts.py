@@ -1,7 +1,5 @@
 """Every odd input is taken as what it is, or refused in a sentence; nothing is answered as something else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

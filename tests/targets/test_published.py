@@ -1,7 +1,5 @@
 """Checkpoints as they are published quantised: those that can be exact load and are, the others are refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

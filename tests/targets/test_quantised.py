@@ -1,7 +1,5 @@
 """Beside int8 weights all is exact as beside float ones, and what would not be is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Drafts verified by a server: the text is the server's own, greedy and sampled, by draws and by log probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

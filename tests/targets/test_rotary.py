@@ -1,7 +1,5 @@
 """Rotary factors that look at the length of a text: each text has its own, as in `generate`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The self-test catches a model that ignores its cache, and stores its answer on disk."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A drafter's layers are as large as the target's, read from its config alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """A target as stages: one after another they are the model, whatever its family does with masks and embeddings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import tiny_model

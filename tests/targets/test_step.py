@@ -1,7 +1,5 @@
 """The compiled step says what the plain step says, and is refused where it is not to be trusted."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import weakref

@@ -1,7 +1,5 @@
 """Targets in two processes, started by torchrun over gloo, and with layers on disk by a `device_map`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

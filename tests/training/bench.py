@@ -1,8 +1,6 @@
 """What the training tests share: small answers, small models of every kind that trains, and one training of a few
 steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

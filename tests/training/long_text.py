@@ -1,7 +1,5 @@
 """The gradient of one long text in float64, found by one process or by several that have a part of it each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ JOBS is a JSON list of keyword arguments for `bench.fit`, with `name` of the run
 says how many collective `calls` there were from the step before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

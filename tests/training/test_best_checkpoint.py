@@ -1,7 +1,5 @@
 """Checkpoints that stay beside the newest, and a training that is measured while it runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

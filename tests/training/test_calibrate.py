@@ -1,8 +1,6 @@
 """Scaling finds what was planted; the error it minimises is the one that is promised; a checkpoint is rewritten
 whole."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Save then load changes nothing; whatever is damaged or made for another target is refused; there is always a whole
 one."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Cue words are ranked by the small model's margins after them, and the planted one is selected."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

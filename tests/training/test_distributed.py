@@ -3,8 +3,6 @@
 They are real ones, started by torchrun, over gloo.  Each start takes seconds, so one start trains all jobs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Steps that would harm a draft model: spikes of the loss, and which module made a value that is not finite."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

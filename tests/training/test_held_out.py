@@ -1,7 +1,5 @@
 """Acceptance on held-out answers: counted as training counts it, and unlike it not flattered by what was learnt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

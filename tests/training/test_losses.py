@@ -1,7 +1,5 @@
 """Every divergence against brute force in float64, its gradient against finite differences, and where it vanishes."""
 
-from __future__ import annotations
-
 import functools
 import math
 

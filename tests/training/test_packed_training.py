@@ -1,7 +1,5 @@
 """A training with a budget of tokens learns what the padded one learns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

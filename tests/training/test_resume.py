@@ -1,7 +1,5 @@
 """A training that goes on where settings changed: what needs --force, what it does, and what it can't do."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 from pathlib import Path

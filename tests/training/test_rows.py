@@ -1,7 +1,5 @@
 """Which rows count, and how much: weights by depth by hand, and AdaSPEC's selection against a sort in Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Logits exist a chunk at a time; the loss and the gradients do not know it."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

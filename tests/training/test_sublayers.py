@@ -1,7 +1,5 @@
 """The search for sublayers that can be spared: by what decoding finds, from measured seconds, saved for one target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from drafters.test_layer_skip import silenced, whole

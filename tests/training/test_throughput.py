@@ -1,7 +1,5 @@
 """What a step is said to compute is what it computes, and counting changes nothing of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Metrics reach trackers; one that is missing is refused with the command that installs it; one that fails ends
 nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training 2N steps is N, a stop, and N more; what is not finite is named; a good checkpoint is never lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

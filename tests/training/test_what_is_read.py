@@ -1,7 +1,5 @@
 """Which of the target's states a method reads: what a cache may leave out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
