@@ -13,7 +13,7 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ LIMIT_S = 600
 _WORKER: list[Any] = []
 
 
-def changes(fault: Fault, root: Path) -> list[planting.Change]:
-    """All edits of a fault as whole texts, those of one file joined.  Raises ValueError where one does not apply."""
+def changes(fault: Fault, files: Mapping[Path, str]) -> list[planting.Change]:
+    """All edits of a fault as whole texts, those of one file joined.  Raises ValueError where one does not apply.
+
+    files: the package's, as `planting.sources` reads them.
+    """
     joined: dict[Path, planting.Change] = {}
     for edit in fault.edits:
-        change = planting.locate(edit, root, {path: earlier.text for path, earlier in joined.items()})
+        change = planting.locate(edit, {**files, **{path: earlier.text for path, earlier in joined.items()}})
         earlier = joined.get(change.path)
         joined[change.path] = change._replace(lines=(*(earlier.lines if earlier else ()), *change.lines))
     return list(joined.values())
@@ -43,7 +46,7 @@ def _begin(recording: Path) -> None:
 
 def _try(fault: Fault, stops: bool) -> planting.Trial:
     bench, recording = _WORKER
-    edits = changes(fault, bench.copy)
+    edits = changes(fault, planting.sources(bench.copy))
     tests = {test for change in edits for test in recording.covering(change.path, change.lines)}
     with bench.planted((change.path, change.text) for change in edits):
         return planting.run_tests(bench.copy, sorted(tests), recording.costs, LIMIT_S, stops)
@@ -63,9 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     chosen = [fault for n, fault in enumerate(FAULTS, 1) if options.only is None or n in options.only]
+    files = planting.sources()
     for fault in chosen:
         try:
-            changes(fault, planting.ROOT)
+            changes(fault, files)
         except ValueError as error:
             print(f"{fault.name}: {error}")
             return 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import functools
 import hashlib
 import importlib
 import json
@@ -63,21 +64,24 @@ def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt
             yield from definitions(node, prefix)
 
 
-def locate(edit: Edit, root: Path = ROOT, edited: Mapping[Path, str] | None = None) -> Change:
-    """Where the edit applies.  Raises ValueError unless its text stands exactly once under its name.
+def sources(root: Path = ROOT) -> dict[Path, str]:
+    """All Python files of the package, by their paths relative to the repository's root."""
+    return {path.relative_to(root): path.read_text() for path in sorted((root / "outrider").rglob("*.py"))}
 
-    `edited` has texts of files, relative to the root, that stand for what is on disk.
-    """
+
+def locate(edit: Edit, files: Mapping[Path, str]) -> Change:
+    """Where in these files the edit applies.  Raises ValueError unless its text stands exactly once under its name."""
     places = []
-    for path in sorted((root / "outrider").rglob("*.py")):
-        source = (edited or {}).get(path.relative_to(root)) or path.read_text()
+    for path, source in files.items():
         if edit.old not in source:
             continue
         lines = source.splitlines(keepends=True)
-        for name, node in definitions(ast.parse(source)):
+        for name, node in _definitions_of(source):
+            if name != edit.name:
+                continue
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
             body = "".join(lines[first - 1 : node.end_lineno])
-            if name == edit.name and edit.old in body:
+            if edit.old in body:
                 start = sum(map(len, lines[: first - 1])) + body.index(edit.old)
                 places += [(path, source, start)] * body.count(edit.old)
     if len(places) != 1:
@@ -85,15 +89,17 @@ def locate(edit: Edit, root: Path = ROOT, edited: Mapping[Path, str] | None = No
     [(path, source, start)] = places
     text = source[:start] + edit.new + source[start + len(edit.old) :]
     first = source.count("\n", 0, start) + 1
-    return Change(path.relative_to(root), text, range(first, first + edit.old.count("\n") + 1))
+    return Change(path, text, range(first, first + edit.old.count("\n") + 1))
+
+
+@functools.cache
+def _definitions_of(source: str) -> list[tuple[str, ast.stmt]]:
+    return list(definitions(ast.parse(source)))
 
 
 def package_digest(root: Path) -> str:
     """Of all Python files of the package."""
-    digest = hashlib.sha256()
-    for path in sorted((root / "outrider").rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n{path.read_text()}".encode())
-    return digest.hexdigest()
+    return hashlib.sha256("\n".join(f"{path}\n{text}" for path, text in sources(root).items()).encode()).hexdigest()
 
 
 class Trial(NamedTuple):

@@ -152,11 +152,18 @@ def sampled(values: Iterable[Any], count: int, corners: Iterable[Any] = ()) -> l
 PAYS, SHIPPED = compiled.Compiled._pays, named.DEFAULT
 
 
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder of this run, which its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiled packages of the tests: the user's own are neither read nor added to."""
+    """Compiled packages and libraries of the tests, made once for all workers: the user's own are neither read nor
+    added to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OUTRIDER_CACHE", str(of_all_workers(tmp_path_factory) / "cache"))
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
         # path
         patch.setattr(compiled.build, "BUILDS", {"libraries": {}})
@@ -294,15 +301,26 @@ FEW = ("ngram", "recycle", "small_model", "medusa", "eagle3", "dspark")
 """One kind of each sort: a text index, a tree without weights, a model, heads, a step module, a block."""
 
 
+REST = 8
+"""How many of a grid's slow cells a run of all tests draws."""
+
+
 def fast(cases: Iterable[Case], of: Collection[str] | None = None) -> list[Any]:
-    """Parameters of a test: the first case of every kind, or of the kinds `of` alone; `make test-all` has all."""
-    is_fast = lambda case: not case.is_variant and (of is None or case.kind in of)
-    return [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow, id=str(case)) for case in cases]
+    """Parameters of a test: the first case of every kind, or of the kinds `of` alone; `make test-all` draws more."""
+    cases = list(cases)
+    quick = [case for case in cases if not case.is_variant and (of is None or case.kind in of)]
+    return _some_slow(cases, quick, ids=str)
 
 
 def first(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Parameters of a test, the first of which are fast; `make test-all` has all."""
-    return [pytest.param(value, marks=() if n < count else pytest.mark.slow) for n, value in enumerate(values)]
+    """Parameters of a test, the first of which are fast; `make test-all` draws more."""
+    values = list(values)
+    return _some_slow(values, values[:count])
+
+
+def _some_slow(values: list[Any], quick: list[Any], ids: Callable[[Any], str | None] = lambda value: None) -> list[Any]:
+    some = sampled(values, REST, quick)
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow, id=ids(value)) for value in some]
 
 
 @dataclass(frozen=True)
@@ -379,8 +397,7 @@ class Workshop:
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "trained"
+    shared = of_all_workers(tmp_path_factory) / "trained"
     shared.mkdir(exist_ok=True)
     return Workshop(tmp_path_factory.mktemp("models"), shared)
 

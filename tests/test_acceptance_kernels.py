@@ -22,7 +22,7 @@ from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
-FEW = settings(max_examples=30)
+FEW = settings(max_examples=15)
 """The interpreter takes a hundredth of a second for a chunk of a row."""
 
 
