@@ -1,6 +1,6 @@
-"""One of several processes that train tiny models together: `torchrun … -m training.ranks TARGET FOLDER JOBS`.
+"""One of several processes that train tiny models together.
 
-JOBS is a JSON list of keyword arguments for `bench.fit`, with `name` of the run's folder, and `batch`; further keys are
+Jobs are keyword arguments for `bench.fit`, with `name` of the run's folder, and `batch`; further keys are
 `stop_at`: the step after which the last process asks for a stop, and `tokens`: the budget of a packed batch.  Every row
 says how many collective `calls` there were from the step before.
 """
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import distributed
 
 from outrider.data.features import LiveFeatures
 from outrider.processes import ALONE, Processes
-from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.distributed import joined
@@ -96,14 +94,8 @@ def gathered(processes: Processes) -> dict[str, Any]:
 def main(target: TransformersTarget, folder: Path, jobs: list[dict[str, Any]]) -> None:
     count_calls()
     with joined() as processes:
-        if processes.count == 2:
-            torch.save(gradients(target, processes.stripe(2)), folder / f"split.{processes.rank}.pt")
+        torch.save(gradients(target, processes.stripe(2)), folder / f"split.{processes.rank}.pt")
         (folder / f"gathered.{processes.rank}.json").write_text(json.dumps(gathered(processes)))
         for job in jobs:
             found = trained(target, folder, job, processes)
             (folder / f"{job['name']}.{processes.rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(load_target(sys.argv[1], dtype="float64"), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Several processes learn what one learns, write what one writes, and end together.
 
-They are real ones, started by torchrun, over gloo.  Each start takes seconds, so one start trains all jobs.
+They are real ones, over gloo.  One start trains all jobs.
 """
 
 import json
@@ -24,14 +24,16 @@ from outrider import checkpoint
 from outrider.data.features import LiveFeatures
 from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.processes import Alone
+from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import alive
 from outrider.training.config import Config
 from outrider.training.distributed import _end
 from outrider.training.trainer import train
+from tests.runs.forks import together
+from training import ranks
 from training.bench import TAPS, make_answers, make_model, make_source
 from training.long_text import gradients
-from training.ranks import trained
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS: list[dict[str, Any]] = [
@@ -60,13 +62,6 @@ def launch(count: int, *words: str, **how: Any) -> subprocess.Popen[str]:
     )
 
 
-def together(count: int, folder: Path, target: Path, jobs: list[dict[str, Any]]) -> None:
-    """Train these jobs in so many processes."""
-    process = launch(count, "training.ranks", str(target), str(folder), json.dumps(jobs))
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors[-3000:]
-
-
 def found(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
     return json.loads((folder / f"{name}.{rank}.json").read_text())
 
@@ -84,7 +79,8 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped = [{"name": f"{way}_again", "distributed": way, "stop_at": 3} for way in ("ddp", "fsdp")]
     once = {"name": "fsdp_once", "distributed": "fsdp"}
     resumed = [{key: value for key, value in job.items() if key != "stop_at"} for job in stopped]
-    together(2, work, folder, [*JOBS, once, *stopped, *resumed])
+    jobs = [*JOBS, once, *stopped, *resumed]
+    together(2, lambda: ranks.main(load_target(folder, dtype="float64"), work, jobs), work / "log")
     return work
 
 
@@ -96,7 +92,7 @@ def one(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) ->
     def find(name: str) -> tuple[Path, Any]:
         if name not in made:
             job = next(job for job in JOBS if job["name"] == name)
-            made[name] = trained(talker, work, {key: job[key] for key in job if key != "sequence_parallel"})
+            made[name] = ranks.trained(talker, work, {key: job[key] for key in job if key != "sequence_parallel"})
         return work, made[name]
 
     return find
