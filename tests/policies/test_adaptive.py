@@ -29,23 +29,17 @@ Chances = Callable[[int], Sequence[float]]
 class Clock:
     """Seconds of a pass over so many rows and of a draft so deep, with noise and now and then an outlier."""
 
-    def __init__(self, free_rows: float, per_row: float, draft: float, start: float = 0.0, noise: float = 0.1):
-        self.free_rows, self.per_row, self.draft, self.start, self.noise = free_rows, per_row, draft, start, noise
+    def __init__(self, free_rows: float, per_row: float, draft: float, start: float = 0.0):
+        self.free_rows, self.per_row, self.draft, self.start = free_rows, per_row, draft, start
         self.random = random.Random(1)
-        self.step, self.slow = 0, set[int]()
-        """Steps that take long."""
 
     def seconds(self, rows: float, depth: int) -> tuple[float, float]:
         """Draft and pass, without noise: a pass is flat up to `free_rows`, then grows (the roofline)."""
         return (self.start + self.draft * depth if depth else 0.0), 1.0 + self.per_row * max(0.0, rows - self.free_rows)
 
     def timing(self, rows: int, depth: int) -> Timing:
-        draft, verify = (
-            part * self.random.uniform(1 - self.noise, 1 + self.noise) for part in self.seconds(rows, depth)
-        )
-        self.step += 1
-        is_slow = self.step in self.slow or self.random.random() < 0.005
-        outlier = 20.0 if is_slow and self.noise else 1.0
+        draft, verify = (part * self.random.uniform(0.9, 1.1) for part in self.seconds(rows, depth))
+        outlier = 20.0 if self.random.random() < 0.005 else 1.0
         return Timing(draft=draft, verify=0.9 * verify * outlier, other=0.1 * verify)
 
 
@@ -54,8 +48,6 @@ class World:
 
     def __init__(self, slots: int, clock: Clock, chances: Chances, seed: int = 0):
         self.clock, self.random = clock, random.Random(seed)
-        self.offers: Callable[[int], int] = lambda size: size
-        """Of the nodes wanted: how many the drafter gives."""
         self.text_steps, self.prompt, self.token_s = 0, 100, 0.0
         """Steps of a text, 0: it never ends; tokens of its prompt; and the drafter's seconds for each of these."""
         self.state = DecodeState(slots, 10**9)
@@ -76,12 +68,11 @@ class World:
             if self.text_steps and step % self.text_steps == 0:
                 self._next_texts()
             wanted = torch.minimum(policy.budget(self.state), torch.tensor(self.state.room)).clamp(0, LIMIT).tolist()
-            sizes = [self.offers(size) for size in wanted]
-            live = list(zip(self.state.rows, sizes, strict=True))
-            self.state.reached, self.state.is_drafting = sizes, any(sizes)
-            rows, depth = len(sizes) * (1 + max(sizes)), max(wanted)
+            live = list(zip(self.state.rows, wanted, strict=True))
+            self.state.reached, self.state.is_drafting = wanted, any(wanted)
+            rows, depth = len(wanted) * (1 + max(wanted)), max(wanted)
             kept = verdict([self._kept(row, size) for row, size in live])
-            policy.observe(self.state, torch.tensor(sizes), kept, self.clock.timing(rows, depth))
+            policy.observe(self.state, torch.tensor(wanted), kept, self.clock.timing(rows, depth))
             self.budgets.append(wanted)
             self.tokens.append(self.tokens[-1] + sum(1 + self.worth[row][size] for row, size in live))
             self.elapsed.append(self.elapsed[-1] + sum(self.clock.seconds(rows, depth)))
@@ -139,32 +130,31 @@ DEAR = Clock(64, 0.01, 5.0)
 """Drafts that cost more than all they could bring."""
 
 
-# ── how fast ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("chances", CHANCES.values(), ids=CHANCES.keys())
-@pytest.mark.parametrize("clock", CLOCKS.values(), ids=CLOCKS.keys())
+@pytest.mark.parametrize(
+    ("clock", "chances", "slots"),
+    [
+        ("free rows, cheap drafts", "falling", 1), ("free rows, cheap drafts", "poor", 16), ("dear drafts", "fair", 1),
+        ("dear drafts", "good", 16), ("dear rows", "good", 1), ("dear rows", "falling", 16),
+        ("a parallel drafter", "poor", 1), ("a parallel drafter", "fair", 16),
+    ],
+)  # fmt: skip
 def test_it_comes_within_a_twentieth_of_the_best_fixed_budget(clock, chances, slots):
-    """Catches a wrong gain, wrong seconds, exploring that costs too much, and flapping between depths."""
-    world = World(slots, clock(), chances).play(Adaptive(LIMIT), 500)
+    """Catches a wrong gain, wrong seconds, exploring that costs too much, seconds that believe outliers, and flapping
+    between depths."""
+    world = World(slots, CLOCKS[clock](), CHANCES[chances]).play(Adaptive(LIMIT), 500)
     assert world.rate(350) >= 0.95 * world.best()
 
 
 @BOTH
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("clock", [*CLOCKS.values(), lambda: DEAR], ids=[*CLOCKS.keys(), "drafts of five steps"])
-def test_worthless_drafts_cost_less_than_a_twentieth(clock, slots, make):
-    """Catches probes that are too dear or too many.  The first tries, which are dear, are left out."""
-    world = World(slots, clock(), alike(0.02)).play(make(LIMIT), 700)
-    assert world.rate(600) >= 0.95 * world.fixed(0)
-
-
-@BOTH
-@pytest.mark.parametrize("slots", [1, 16])
-def test_dear_drafts_cost_less_than_a_twentieth_even_where_they_are_right(slots, make):
-    """Catches a policy that looks at acceptance alone."""
-    world = World(slots, DEAR, alike(0.9)).play(make(LIMIT), 700)
+@pytest.mark.parametrize(
+    ("clock", "chance", "slots"),
+    [(CLOCKS["dear drafts"], 0.02, 1), (CLOCKS["dear rows"], 0.02, 16), (lambda: DEAR, 0.9, 1)],
+    ids=["dear drafts", "dear rows", "drafts of five steps that are right"],
+)
+def test_worthless_drafts_cost_less_than_a_twentieth(clock, chance, slots, make):
+    """Catches probes that are too dear or too many, and a policy that looks at acceptance alone.  The first tries,
+    which are dear, are left out."""
+    world = World(slots, clock(), alike(chance)).play(make(LIMIT), 700)
     assert world.rate(600) >= 0.95 * world.fixed(0)
 
 
@@ -191,24 +181,10 @@ def test_reading_what_was_missed_is_paid_for():
     assert clock.lost <= 0.03 * 1000
 
 
-@BOTH
-def test_a_drafter_that_seldom_offers_a_draft_is_not_slower_than_plain(make):
-    """Catches seconds taken for those of a full draft, or of none, where most steps have none (as n-grams do)."""
-    for chance in (0.1, 0.9):
-        world = World(4, Clock(4, 0.05, 0.0), alike(chance))
-        world.offers = lambda size, world=world: size if world.random.random() < 0.1 else 0
-        world.play(make(LIMIT), 800)
-        assert world.rate(600) >= 0.95 * world.fixed(0)
-
-
-# ── when things change ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("clock", [*CLOCKS.values()][1:3])
+@pytest.mark.parametrize(("clock", "slots"), [("dear drafts", 1), ("dear rows", 16)])
 def test_it_comes_back_when_acceptance_returns(clock, slots):
     """Catches a policy that never tries again, or believes its old counts for too long."""
-    world, policy = World(slots, clock(), alike(0.0)), Adaptive(LIMIT)
+    world, policy = World(slots, CLOCKS[clock](), alike(0.0)), Adaptive(LIMIT)
     assert world.play(policy, 800).rate(600) >= 0.97 * world.fixed(0)
     world.becomes(alike(0.9)).play(policy, 400)
     assert world.rate(150) >= 0.93 * world.best()
@@ -222,24 +198,11 @@ def test_it_comes_back_when_drafts_become_cheap():
     assert world.play(policy, 1500).rate(200) >= 0.93 * world.best()
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.95, 0.3), (0.3, 0.95)])
-def test_it_follows_a_text_that_changes(before, after):
+def test_it_follows_a_text_that_changes():
     """Catches counts that fade too slowly, and an acceptance that is never questioned."""
-    clock = Clock(64, 0.01, 0.1)
-    world, policy = World(1, clock, alike(before)), Adaptive(LIMIT)
-    world.play(policy, 1000).becomes(alike(after)).play(policy, 300)
+    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.95)), Adaptive(LIMIT)
+    world.play(policy, 1000).becomes(alike(0.3)).play(policy, 300)
     assert world.rate(150) >= 0.93 * world.best()
-
-
-def test_it_follows_a_batch_that_empties():
-    """Catches seconds of sixteen slots that are taken for those of one."""
-    world, policy = World(16, Clock(8, 0.05, 0.02), alike(0.8)), Adaptive(LIMIT)
-    world.play(policy, 400)
-    assert world.rate(300) >= 0.95 * world.best()
-    for row in range(1, 16):
-        world.state.free(row)
-    world.play(policy, 150)
-    assert world.rate(100) >= 0.93 * world.best()
 
 
 def test_a_new_request_is_a_new_text():
@@ -252,9 +215,6 @@ def test_a_new_request_is_a_new_text():
     assert policy.acceptance.tests[0] == policy.acceptance.NEW_TEXT < weight / 5
 
 
-# ── what it asks for ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_unlike_slots_are_asked_for_what_is_best_for_all():
     """Catches a mean acceptance that is raised to a power: of unlike slots the longest drafts are kept far more
     often."""
@@ -264,14 +224,14 @@ def test_unlike_slots_are_asked_for_what_is_best_for_all():
 
 
 @BOTH
-@pytest.mark.parametrize(("token_s", "is_on"), [(0.0, True), (0.01, True), (1.0, False)])
+@pytest.mark.parametrize(("token_s", "is_on"), [(0.01, True), (1.0, False)])
 def test_reading_prompts_is_part_of_what_drafting_costs(make, token_s, is_on):
     """Catches a policy that drafts because its steps are faster, while the drafter's reading of every prompt takes more
     than they save."""
     world = World(2, Clock(64, 0.01, 0.05), alike(0.7))
     world.text_steps, world.prompt, world.token_s = 50, 100, token_s
-    depths = world.play(make(LIMIT), 3000).depths(1000)
-    assert depths.count(0) < 100 if is_on else depths.count(0) > 800
+    depths = world.play(make(LIMIT), 1500).depths(500)
+    assert depths.count(0) < 50 if is_on else depths.count(0) > 400
 
 
 def test_a_tree_is_asked_for_as_a_whole():
@@ -305,11 +265,3 @@ def test_no_budget_exceeds_the_room_that_is_left(make):
         state.reached = budget.tolist()
         policy.observe(state, budget, verdict([0, int(budget[1])]), Timing(draft=0.01, verify=1.0))
     assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(make(0), 50).depths(50)) == 0
-
-
-def test_seconds_that_believe_outliers_are_caught():
-    """Catches seconds that believe outliers: one in the first tries moves a mean away from the best depth."""
-    clock = Clock(64, 0.01, 0.02)
-    clock.slow = {2}
-    world = World(1, clock, alike(0.9)).play(Adaptive(LIMIT), 200)
-    assert world.rate(150) >= 0.95 * world.best()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import chances
-from contracts.chances import _drafts, _spread, emitted, fits, outcomes
+from contracts.chances import _drafts, _spread, outcomes
 from contracts.parties import Drawn, Proposer, TableTarget, Tree
 from contracts.test_acceptance_rule_enumerated import random_distribution
 from decoding.drafts import distribution_of, drafts, streams_of, well_formed
@@ -31,11 +30,8 @@ from outrider.sampling.settings import Sampling
 
 V = 3
 TABLE = TableTarget.random(5)
-RULES = [typical(), typical(0.4, 0.9), relaxed(1), relaxed(2)]
+RULES = [typical(0.4, 0.9), relaxed(2)]
 NAMED = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-
-
-# ── which tokens may stay ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_typical(epsilon: float, delta: float, p: list[float]) -> list[bool | None]:
@@ -48,8 +44,8 @@ def is_among(k: int, p: list[float]) -> list[bool | None]:
     return [x > 0 and sum(other > x for other in p) < k for x in p]
 
 
-DEFINED = [(typical(*own), partial(is_typical, *own)) for own in [(0.09, 0.3), (0.3, 0.6), (1.0, 1.0), (0.01, 5.0)]]
-DEFINED += [(relaxed(k), partial(is_among, k)) for k in (1, 2, 3, 7)]
+DEFINED = [(typical(*own), partial(is_typical, *own)) for own in [(0.09, 0.3), (1.0, 1.0)]]
+DEFINED += [(relaxed(k), partial(is_among, k)) for k in (2, 7)]
 
 
 @pytest.mark.parametrize(("rule", "definition"), DEFINED, ids=[rule.name for rule, _ in DEFINED])
@@ -72,9 +68,6 @@ def test_numbers_without_meaning_are_refused():
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             make(*wrong)
-
-
-# ── which path stays ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best_path(draft: Draft, b: int, p: Tensor, passes: Tensor) -> list[int]:
@@ -111,9 +104,6 @@ def test_the_longest_path_that_passes_is_kept_and_the_next_token_is_the_targets(
     assert accepted.next_tokens == streams.draw(ends, torch.tensor(accepted.counts), Purpose.TARGET).tolist()
     live = torch.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
     assert accepted.invalid == (((draft.tokens < 0) | (draft.tokens >= p.shape[-1])) & live).sum(-1).tolist()
-
-
-# ── how far from the distribution ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[list[int]], Tensor]:
@@ -199,29 +189,6 @@ class Wrong(Proposer):
         return Draft(tokens, torch.tensor(self.parents).expand(shape), budget)
 
 
-@pytest.mark.parametrize("rule", [typical(), relaxed(2)], ids=lambda rule: rule.name)
-def test_the_loop_emits_what_the_distance_speaks_of(rule, monkeypatch):
-    """Catches a q, or a seed's noise, that is not what the closed form takes it for.  2500 slots; false alarm 1e-6."""
-    generator = torch.Generator().manual_seed(3)
-    table = torch.randn(TABLE.table.shape, dtype=torch.float64, generator=generator)
-    expected = lambda before, own: table[before, own].softmax(-1)
-    judge = LossyJudge(rule)
-    monkeypatch.setattr(chances, "SamplingJudge", lambda _: judge)
-    tokens, state, _ = emitted(TABLE, Drawn(expected), slots=2500, seeded=True, shared_noise=False)
-    assert state.judge is judge
-    p, q = TABLE.table[0, 0].softmax(-1), table[0, 0].softmax(-1)
-    drafted = q * rule.passes(p)
-    counts = torch.bincount(tokens[:, 0], minlength=TABLE.spec.vocabulary)
-    distribution_here = drafted + (1 - drafted.sum()) * p
-    assert fits(counts, distribution_here)
-    assert judge.distance > 0.01
-    if float((distribution_here - p).abs().sum()) > 0.2:
-        assert not fits(counts, p)
-
-
-# ── by name alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_lossy_rule_is_handed_out_to_who_allows_it_alone(caplog):
     """Catches a word, or a 1, that is taken for consent; and a consent that has no effect and is not told."""
     assert named.judge("typical", allow_lossy=True).rule.name == "typical(epsilon=0.09, delta=0.3)"
@@ -243,14 +210,11 @@ def test_a_lossy_rule_is_handed_out_to_who_allows_it_alone(caplog):
     assert named.judge("block").rule is accept_block
 
 
-# ── through the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
-
 PROMPTS = [[0], [1, 2], [3, 4, 0, 2], [2]]
-SHAPES = [[-1, 0, 1, 2], [-1, -1, 0, 1]]
+CHAIN, TREE = [-1, 0, 1, 2], [-1, -1, 0, 1]
 
 
-@pytest.mark.parametrize("parents", SHAPES, ids=["chain", "tree"])
-@pytest.mark.parametrize("name", lossy.RULES)
+@pytest.mark.parametrize(("name", "parents"), [("typical", CHAIN), ("relaxed", TREE)])
 def test_temperature_0_is_never_changed(name, parents):
     """Catches a rule that keeps a runner-up where the target is greedy, alone or beside a slot that is not."""
     options = {"max_new_tokens": 24, "slots": 3}
@@ -277,15 +241,14 @@ def served(requests: list[Request], drafter: Any, judge: LossyJudge) -> tuple[li
     return tokens, far
 
 
-@pytest.mark.parametrize("parents", SHAPES, ids=["chain", "tree"])
-def test_a_judge_says_what_every_text_strayed(parents):
+def test_a_judge_says_what_every_text_strayed():
     """Catches a distance that is another slot's, another step's, or divided by another count; by hand from the text.
 
     The drafts are deterministic: a kept token strays by 1 - p, a drawn one by nothing.
     """
     sampling = Sampling(1.0, seed=4)
     judge = named.judge("typical", allow_lossy=True)
-    found = generate(TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=judge, sampling=sampling)
+    found = generate(TABLE, PROMPTS, Wrong(TREE), max_new_tokens=21, slots=3, verification=judge, sampling=sampling)
     p = distribution(TABLE.table[None], Settings.of([sampling]))[0]
     by_hand = []
     for prompt, generation in zip(PROMPTS, found, strict=True):
@@ -298,7 +261,7 @@ def test_a_judge_says_what_every_text_strayed(parents):
     assert judge.total == pytest.approx(sum(by_hand))
     assert judge.distance == pytest.approx(sum(by_hand) / (21 * len(PROMPTS)))
     requests = [Request(prompt, 21, sampling) for prompt in PROMPTS]
-    tokens, far = served(requests, Wrong(parents), named.judge("typical", allow_lossy=True))
+    tokens, far = served(requests, Wrong(TREE), named.judge("typical", allow_lossy=True))
     assert tokens == [generation.tokens for generation in found]
     assert far == pytest.approx(by_hand)
 

@@ -22,8 +22,7 @@ DRAFTER = Oracle([], 6, depth=2)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive), ("by_load", ByLoad)],
+    ("name", "kind"), [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive), ("by_load", ByLoad)]
 )
 def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
     """Catches a policy of another drafter's size, and counts that two runs share."""
@@ -116,22 +115,11 @@ def test_names_are_refused_before_anything_is_computed_and_taken_by_generate():
             assert found.steps < 30
 
 
-def test_a_judge_can_serve_again_after_a_text_was_left_off():
-    """Catches a grammar or a stop string of a text that nobody read to its end, in the next text of that slot."""
-    judge = named.judge()
-    sampling = Sampling(bad_words=[[n] for n in range(5)])
-    left_off = stream(TABLE, [1], max_new_tokens=9, verification=judge, sampling=sampling, stop="5 5")
-    next(left_off)
-    left_off.close()
-    (plain,) = generate(TABLE, [1], max_new_tokens=9)
-    (again,) = generate(TABLE, [1], max_new_tokens=9, verification=judge)
-    assert (again.tokens, again.text) == (plain.tokens, plain.text)
-
-
 def test_a_judge_serves_one_batch_at_a_time(target, prompts):
-    """Catches a judge whose bans and stop strings are another stream's; one that was left off is no longer served."""
+    """Catches a judge whose bans and stop strings are another stream's, or those of a text that was left off."""
     judge = named.judge("standard")
-    first = stream(target, prompts[0], max_new_tokens=8, verification=judge)
+    banned = Sampling(bad_words=[[n] for n in range(60)])
+    first = stream(target, prompts[0], max_new_tokens=8, verification=judge, sampling=banned)
     next(first)
     with pytest.raises(ConfigError, match="belongs to another batch"):
         next(stream(target, prompts[1], max_new_tokens=8, verification=judge))

@@ -7,7 +7,7 @@ import torch
 from conftest import first
 from contracts.parties import Drawn, OnAndOff
 from policies.test_lossy import CHAINS, TREES, distances
-from policies.worded import END, SO, THEN, A, B, C, Follows, WordTarget, begun, chain, random_words, writes
+from policies.worded import END, SO, THEN, A, B, C, Follows, begun, chain, random_words, words_of_three, writes
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
@@ -31,21 +31,19 @@ def texts_of(tau: float, limit: int = 4, prompts=PROMPTS, slots: int = 2, policy
     return [one.tokens for one in found], judge
 
 
-# ── the ends of the knob ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("block", [1, 3, "sentence"])
+@pytest.mark.parametrize("block", [3, "sentence"])
 def test_at_infinity_the_text_is_the_targets_own(block) -> None:
     """Catches a block that is accepted unscored, and a token of a rejected block that stays."""
     target, drawn = random_words(2), random_drafts()
+    wanted = [one.tokens for one in generate(target, PROMPTS, max_new_tokens=20)]
     for policy in (None, OnAndOff(3)):
         judge = LossyJudge(ScoredBlocks(math.inf, block=block))
-        found = generate(target, PROMPTS, drawn, max_new_tokens=30, verification=judge, slots=2, policy=policy)
-        assert [one.tokens for one in found] == [one.tokens for one in generate(target, PROMPTS, max_new_tokens=30)]
+        found = generate(target, PROMPTS, drawn, max_new_tokens=20, verification=judge, slots=2, policy=policy)
+        assert [one.tokens for one in found] == wanted
         assert (judge.distance, judge.figures["blocks_accepted"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.parametrize("limit", [1, 8])
 def test_at_minus_infinity_all_after_the_first_block_is_the_drafters(limit: int) -> None:
     """Catches a bonus token of the target between two drafts, and a first block of the wrong length.  The last token
     of a text is the target's, since there is no room for a draft."""
@@ -75,9 +73,6 @@ def random_drafts(limit: int = 5) -> Drawn:
     return Drawn(lambda before, own: table[before, own].softmax(-1), limit)
 
 
-# ── tau between ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def first_step(tau: float, seed: int, temperature: float, **settings):
     """Accepted drafted tokens of one random draft at the beginning of a text, and the rule."""
     noise = torch.Generator().manual_seed(seed)
@@ -96,14 +91,13 @@ def first_step(tau: float, seed: int, temperature: float, **settings):
     return rule
 
 
-@pytest.mark.parametrize("aggregate", ["min", "mean"])
-@pytest.mark.parametrize("block", [1, 2, 3, "sentence"])
+@pytest.mark.parametrize(("block", "aggregate"), [(2, "mean"), (3, "min")])
 def test_a_higher_tau_accepts_no_more(block, aggregate) -> None:
     """Catches a comparison the wrong way round, and a mean that is taken over all blocks; blocks and tokens of the
     same draft fall as tau rises, and each tau between lies between."""
     steps = (-math.inf, -6.0, -3.0, -2.0, -1.0, -0.5, 0.0, math.inf)
     differs = 0
-    for seed in range(30):
+    for seed in range(15):
         rules = [first_step(tau, seed, seed % 2, block=block, aggregate=aggregate) for tau in steps]
         counts = [(rule.accepted_blocks, rule.drafted_tokens) for rule in rules]
         assert counts == sorted(counts, reverse=True)
@@ -169,17 +163,7 @@ def test_texts_do_not_depend_on_who_shares_the_batch() -> None:
     assert judge.tokens == 30 * len(PROMPTS)
 
 
-# ── the distance ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class ThreeWords(WordTarget):
-    words = (" a", ".", " b")
-
-
-def three() -> WordTarget:
-    return ThreeWords(torch.zeros(3, 3, 3, dtype=torch.float64))
-
-
+THREE = words_of_three(" a", ".", " b")
 RULES = [{"tau": -1.0, "block": 2}, {"tau": -1.5, "block": "sentence", "aggregate": "min"}, {"tau": -math.inf}]
 
 
@@ -189,24 +173,20 @@ def test_the_distance_is_exact_for_a_deterministic_draft_and_never_too_small(par
     """Catches a token of a rejected block that is charged, or one of an accepted block that is not.  Every draft and
     every coin is summed; the whole text's total variation is below the sum."""
     charged = 0.0
-    for seed in range(1 if len(parents) > 2 else 3):
-        rule = ScoredBlocks(force_reject_first=0, **settings)
-        measure = lambda fn, draft, p, accepted, rule=rule: rule.distances(draft, p, accepted)
-        for is_certain in (True, False):
-            found, exact, whole = distances(begun(rule, [0], three()), parents, seed, measure, is_certain=is_certain)
-            assert found >= exact - 1e-12
-            assert whole <= found + 1e-12
-            if is_certain:
-                assert found == pytest.approx(exact, abs=1e-12)
-            charged += found
+    rule = ScoredBlocks(force_reject_first=0, **settings)
+    measure = lambda fn, draft, p, accepted, rule=rule: rule.distances(draft, p, accepted)
+    for is_certain in (True, False):
+        found, exact, whole = distances(begun(rule, [0], THREE), parents, 1, measure, is_certain=is_certain)
+        assert found >= exact - 1e-12
+        assert whole <= found + 1e-12
+        if is_certain:
+            assert found == pytest.approx(exact, abs=1e-12)
+        charged += found
     rejected = ScoredBlocks(-math.inf, block=2, force_reject_first=1)
     measure = lambda fn, draft, p, accepted: rejected.distances(draft, p, accepted)
-    found = distances(begun(rejected, [0], three()), [-1, 0], 0, measure)
+    found = distances(begun(rejected, [0], THREE), [-1, 0], 0, measure)
     assert found == pytest.approx((0.0, 0.0, 0.0), abs=1e-12), "a rejected token must say nothing"
     assert charged > 0.01 or settings["tau"] > -1.6
-
-
-# ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def writes(follows: dict[int, int]) -> WordTarget:
     return WordTarget(table)
 
 
+def words_of_three(*words: str) -> WordTarget:
+    """For enumerations, which bring their own distributions."""
+    made = WordTarget(torch.zeros(3, 3, 3, dtype=torch.float64))
+    made.words = words
+    return made
+
+
 def random_words(seed: int = 0) -> WordTarget:
     return WordTarget(TableTarget.random(6, seed).table)
 

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import demo
 from outrider.errors import ConfigError, DataError
 from outrider.retrieval import corpora, corpus_build, corpus_files, corpus_texts
 from outrider.retrieval.corpus_build import build
@@ -59,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corpora")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(DOCUMENTS, CONTEXTS, VOCABULARIES)
 def test_the_longest_suffix_is_the_one_that_reading_everything_finds(place, documents, contexts, vocabulary):
     """Catches an order that is not sorted backwards, a match across documents, a neighbour forgotten."""
@@ -118,7 +117,7 @@ def test_hostile_files_are_never_read_out_of_bounds(place: Path) -> None:
     assert corpus.continuations(corpus.longest([2] * 40), 8, 8).tokens == [2]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(DOCUMENTS, CONTEXTS, st.integers(0, 12), st.integers(1, 5))
 def test_a_tree_counts_what_follows(place, documents, contexts, nodes, depth):
     """Catches shares that are not counts, a separator proposed, a child before its parent, a likelier node left out."""
@@ -156,6 +155,8 @@ def test_a_merge_is_the_best_tree_over_all_sources() -> None:
     for nodes in range(5):
         assert merged([strong, weak], nodes) == tree.first(nodes)
     assert merged([strong], 2) == strong.proposal.first(2)
+    certain = Proposal([4, 5], [-1, 0], [0.5, 0.5])  # a child as likely as its parent
+    assert merged([Found("one", 3, certain), Found("other", 3, certain)], 1)[:2] == ([4], [-1])
     assert merged([], 8) == Proposal([], [], [])
 
 
@@ -169,35 +170,6 @@ def test_a_source_that_was_wrong_is_trusted_less_and_one_that_was_right_more() -
     assert merged(found[:2], 1, trust).tokens == [4]
     # of another length it has not been seen: as any that is new
     assert trust.of(Found("wrong", 2, sure)) == Trust().of(Found("wrong", 2, sure))
-
-
-def accepted(tree: Proposal, text: list[int]) -> int:
-    """How many proposed tokens a target that writes `text` keeps."""
-    at, kept = -1, 0
-    while kept < len(text):
-        children = {tree.tokens[n]: n for n, parent in enumerate(tree.parents) if parent == at}
-        if text[kept] not in children:
-            break
-        at, kept = children[text[kept]], kept + 1
-    return kept
-
-
-def test_distractors_hardly_change_what_a_matching_corpus_proposes(place: Path) -> None:
-    """Catches a merge by share alone, in which two corpora that match one token by chance take half of the nodes."""
-    modules = sorted(demo.modules("train"), key=lambda module: len(module.text))[-30:]
-    others = [[list(module.text[:8000].encode()) for module in modules[n::2]] for n in range(2)]
-    [text] = [module.text for module in demo.modules("held_out") if module.name == "heapq.py"]
-    lines, ids = text.splitlines(keepends=True), list(text.encode())
-    parts = [list("".join(lines[i : i + 8]).encode()) for i in range(0, len(lines), 8)]
-    mine, *distractors = (build(place / f"c{n}", own, vocabulary=256) for n, own in enumerate([parts, *others]))
-    alone = beside = 0
-    places = range(300, len(ids) - 12, 97)
-    for at in places:
-        context, follows = ids[:at], ids[at : at + 12]
-        alone += accepted(corpora.proposed([mine], context, 16, 12), follows)
-        beside += accepted(corpora.proposed([*distractors, mine], context, 16, 12), follows)
-    assert alone > 8 * len(places)
-    assert beside >= 0.97 * alone
 
 
 @pytest.fixture
@@ -259,19 +231,17 @@ def test_a_copied_corpus_is_taken_once_it_was_verified(small: Path) -> None:
     assert Corpus.open(copied).longest([1, 2]).occurrences == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "is damaged"), ("[]", "is damaged"), ('{"format": 1}', "is damaged"),
-        ('{"format": 7, "seal": ""}', "has format 7"), (None, "changed after its build, or is damaged"),
-    ],
-)  # fmt: skip
-def test_a_header_that_is_not_its_builds_is_refused(small: Path, text: str | None, said: str) -> None:
+def test_a_header_that_is_not_its_builds_is_refused(small: Path) -> None:
     """Catches a KeyError from a damaged header, or sizes that somebody wrote."""
     path = small / "corpus.json"
-    path.write_text(text or path.read_text().replace('"vocabulary": 9', '"vocabulary": 90'))
-    with pytest.raises(DataError, match=said):
-        Corpus.open(small)
+    for text, said in (
+        (path.read_text().replace('"vocabulary": 9', '"vocabulary": 90'), "changed after its build, or is damaged"),
+        ("{", "is damaged"), ("[]", "is damaged"), ('{"format": 1}', "is damaged"),
+        ('{"format": 7, "seal": ""}', "has format 7"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            Corpus.open(small)
     path.unlink()
     with pytest.raises(DataError, match="no corpus in"):
         Corpus.open(small)

@@ -1,16 +1,11 @@
-"""The trie against plain searches of the texts: matches, order, memory and cost, in Python and native."""
+"""The trie against plain searches of the texts: matches, order, memory and cost; test_native.py has its native twin."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.retrieval import native_trie
-from outrider.retrieval.proposal import NOTHING
 from outrider.retrieval.texts import History
 from outrider.retrieval.trie import Trie
-
-MAKERS = {"python": Trie, "native": native_trie.fastest}
-MADE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=4)
 ORDERS = ("recency", "frequency")
@@ -41,25 +36,26 @@ def checked(grown: Trie) -> None:
     assert clocks == sorted(clocks)
 
 
-@MADE
 @given(texts=TEXTS, reader=st.lists(st.integers(0, 3), max_size=12), depth=st.integers(2, 5))
-def test_a_cursor_finds_the_longest_suffix_that_was_learnt(make, texts, reader, depth):
-    """Catches windows that are left out, and a match that is not the longest; by a search of all windows."""
-    grown = make(depth, 10_000)
+def test_a_cursor_finds_the_longest_suffix_that_was_learnt(texts, reader, depth):
+    """Catches windows that are left out, a match that is not the longest, and a miss that is kept for good; by a search
+    of all windows."""
+    grown = Trie(depth, 10_000)
+    waits = grown.cursor()
+    waits.follow(reader)
     for n, text in enumerate(texts):
         writer = grown.cursor()
         writer.append(text)
         assert writer.match == min(depth, len(text))
         follower = grown.cursor()
         follower.follow(reader)
-        assert follower.match == longest_suffix(reader, texts[: n + 1], depth)
+        assert waits.match == follower.match == longest_suffix(reader, texts[: n + 1], depth)
 
 
-@MADE
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60), shortest=st.integers(1, 3))
-def test_a_chain_begins_as_prompt_lookup_does(make, text, shortest):
+def test_a_chain_begins_as_prompt_lookup_does(text, shortest):
     """Catches another order of preferences than the longest match, then the most recent; token by token and at once."""
-    grown, slow = make(4, 10_000), make(4, 10_000)
+    grown, slow = Trie(4, 10_000), Trie(4, 10_000)
     one = slow.cursor()
     for token in text:
         one.append([token])
@@ -72,32 +68,9 @@ def test_a_chain_begins_as_prompt_lookup_does(make, text, shortest):
     assert whole.chain(9, shortest)[:1] == wanted
 
 
-@MADE
-def test_the_end_of_a_text_does_not_find_itself(make):
-    """Catches a text whose last tokens match where they stand."""
-    cursor = make(4, 1000).cursor()
-    cursor.append(range(20))
-    assert cursor.match == 4
-    assert cursor.chain(5) == []
-    for order in ORDERS:
-        assert cursor.tree(order, 8, 5) == NOTHING
-
-
-@MADE
-def test_a_missed_match_is_found_once_it_has_been_learnt(make):
-    """Catches a miss that is kept for good."""
-    grown = make(4, 1000)
-    reader, writer = grown.cursor(), grown.cursor()
-    reader.follow([1, 2, 3])
-    assert reader.match == 0
-    writer.append([1, 2, 3, 4])
-    assert (reader.match, reader.chain(1), reader.tree("frequency", 1, 1).tokens) == (3, [4], [4])
-
-
-@MADE
-def test_a_cursor_whose_node_is_gone_notices(make):
+def test_a_cursor_whose_node_is_gone_notices():
     """Catches a node that is used after it was dropped, and a text that can't go on behind it."""
-    grown = make(3, 12)  # far too small for both; the one that waits is compared with a fresh one
+    grown = Trie(3, 12)  # far too small for both; the one that waits is compared with a fresh one
     waits, writes, fresh = (grown.cursor() for _ in range(3))
     waits.append([1, 2, 3])
     writes.append(range(10, 30))
@@ -135,23 +108,11 @@ def test_what_is_seen_again_stays():
     assert other.chain(1) == []
 
 
-def test_a_token_costs_as_many_steps_as_windows_are_long(monkeypatch):
-    """Catches a walk from the root, or one that grows with the text."""
-    calls, own = [], Trie._count_up
-    monkeypatch.setattr(Trie, "_count_up", lambda *given: calls.append(given) or own(*given))
-    cursor = Trie(6, 100_000).cursor()
-    for at in range(1000):
-        cursor.append([at * at % 17])
-        cursor.tree("frequency", 8, 4)
-    assert len(calls) <= 6 * 1000
-
-
-@MADE
 @pytest.mark.parametrize("order", ORDERS)
 @given(texts=TEXTS, levels=st.integers(1, 4), shortest=st.integers(1, 2))
-def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(make, order, texts, levels, shortest):
+def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(order, texts, levels, shortest):
     """Catches an order that hangs on the budget, a parent behind its child, twins under one parent."""
-    grown = make(4, 10_000)
+    grown = Trie(4, 10_000)
     for text in texts:
         cursor = grown.cursor()
         cursor.append(text)
@@ -170,10 +131,9 @@ def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(make, order, 
         assert tokens[0] == cursor.chain(1, shortest)[0]
 
 
-@MADE
-def test_the_likeliest_paths_come_first(make):
+def test_the_likeliest_paths_come_first():
     """Catches shares that are not multiplied along a path."""
-    cursor = make(3, 1000).cursor()
+    cursor = Trie(3, 1000).cursor()
     cursor.append([1, 2, 5, 9, 1, 2, 5, 9, 1, 2, 6, 9, 1, 3, 9, 1])
     tokens, parents, shares = cursor.tree("frequency", 5, 2)
     # [9, 1] was seen four times: 2 behind it has 2/5, 3 has 1/5; [1, 2] three times: 5 has 2/4 of 2/5 and 6 has 1/4 of
@@ -185,24 +145,22 @@ def test_the_likeliest_paths_come_first(make):
     assert cursor.tree("frequency", 3, 1)[:2] == ([2, 7, 3], [-1, -1, -1])
 
 
-@MADE
-def test_the_latest_continuations_of_a_short_match_stand_side_by_side(make):
+def test_the_latest_continuations_of_a_short_match_stand_side_by_side():
     """Catches a breadth that is the same for every match and level."""
-    cursor = make(4, 1000).cursor()
+    cursor = Trie(4, 1000).cursor()
     cursor.append([7, 1, 5, 7, 2, 5, 7, 3, 6, 6, 7])
     tokens, parents, _ = cursor.tree("recency", 4, 2)
     assert tokens[:3] == [3, 2, 1] and parents[:3] == [-1, -1, -1]
-    long = make(4, 1000).cursor()
+    long = Trie(4, 1000).cursor()
     long.append([8, 9, 7, 1, 5, 8, 9, 7, 2, 5, 8, 9, 7])
     # three tokens match: one continuation, and one behind it, before the shorter matches have their turn
     tokens, parents, _ = long.tree("recency", 3, 2)
     assert (tokens, parents) == ([2, 5, 1], [-1, 0, -1])
 
 
-@MADE
-def test_a_cleared_trie_forgets_and_its_cursors_go_on(make):
+def test_a_cleared_trie_forgets_and_its_cursors_go_on():
     """Catches a cursor that points into what was cleared."""
-    grown = make(3, 1000)
+    grown = Trie(3, 1000)
     cursor = grown.cursor()
     cursor.append([1, 2, 3, 1, 2])
     assert cursor.chain(2) == [3, 1]

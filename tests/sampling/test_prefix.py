@@ -6,16 +6,14 @@ import math
 
 import pytest
 import torch
-from conftest import FEW, cases, fast
 from contracts.chances import emitted, follows
-from contracts.parties import Oracle, TableTarget, Tree
+from contracts.parties import TableTarget, Tree
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.state import Request
 from outrider.errors import ConfigError
-from outrider.generation import generate, serve
+from outrider.generation import generate
 from outrider.sampling.prefix import Prefix, processed
 from outrider.sampling.settings import Sampling
 
@@ -117,55 +115,15 @@ def test_bfloat16_logits_are_penalised_in_float32():
     assert found[0, 0].tolist() == pytest.approx([8.0, 7.99, 8.0])
 
 
-# ── greedy: token for token ───────────────────────────────────────────────────────────────────────────────────────────
-
-WIDE = {
-    "repetition": {"repetition_penalty": 1.4},
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.7},
-    "bias": {"logit_bias": dict.fromkeys(range(0, 64, 3), 1.5)},
-    "bad words": {"bad_words": [[n] for n in range(0, 64, 5)] + [[n, n + 1] for n in range(60)] + [[1, 2, 3]]},
-    "least": {"min_new_tokens": 12},
-    "all": {
-        "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {5: 2.0, 9: -3.0},
-        "bad_words": [[n] for n in range(1, 64, 7)] + [[n, 5] for n in range(30)], "min_new_tokens": 9,
-    },
-}  # fmt: skip
-
-
-def served(target, requests, drafter=None, **options) -> list[list[int]]:
-    found = [[] for _ in requests]
-    for progress in serve(target, requests, drafter, **options):
-        found[progress.request] += progress.tokens
-    return found
-
-
-@pytest.mark.parametrize("case", fast(cases(), FEW))
-def test_greedy_with_every_setting_is_plain_decoding(case, target, prompts, drafter_of, monkeypatch):
-    """Catches a node judged on another's prefix, in chains and trees, with slots of other settings beside it."""
-    monkeypatch.setattr(target, "ends", frozenset(range(0, 64, 4)))
-    settings = enumerate(WIDE.values())
-    requests = [Request(prompts[n % len(prompts)], 30, Sampling(**own)) for n, own in settings]
-    wanted = [served(target, [request])[0] for request in requests]
-    assert served(target, requests, drafter_of(case), slots=4) == wanted
-    texts = [request.prompt + tokens for request, tokens in zip(requests, wanted, strict=True)]
-    assert served(target, requests, Oracle(texts, 64), slots=3) == wanted, "every kept node has a wrong elder sibling"
-
-
-# ── the distribution ──────────────────────────────────────────────────────────────────────────────────────────────────
-
 SMALL = TableTarget.random(4)
 MIXED = {
     "temperature": 1.0, "repetition_penalty": 2.5, "presence_penalty": 0.7, "frequency_penalty": 0.9,
     "bad_words": [[1, 2], [3, 3]],
 }  # fmt: skip
-TREES = {
-    "chain": Tree(SMALL, [-1, 0, 1], "replacement"),
-    "without": Tree(SMALL, [-1, -1, 0, 0, 1, 2], "without"),
-}
+TREES = {"chain": Tree(SMALL, [-1, 0, 1], "replacement"), "without": Tree(SMALL, [-1, -1, 0, 0, 1, 2], "without")}
 
 
-@pytest.mark.parametrize(("tree", "seeded"), [("chain", False), ("without", False), ("without", True)])
+@pytest.mark.parametrize(("tree", "seeded"), [("chain", False), ("without", True)])
 def test_penalised_and_banned_texts_keep_the_distribution(tree, seeded):
     """Catches residuals and coins that see another distribution than the one drawn from, one penalty for a whole block,
     and a sibling's path.  False alarm 1e-6."""
@@ -177,26 +135,19 @@ def test_penalised_and_banned_texts_keep_the_distribution(tree, seeded):
             row = by_hand(SMALL.table[before, own].tolist(), prompt, list(text[:n]), sampling, ())
             chance *= float(torch.tensor(row, dtype=torch.float64).softmax(-1)[token])
         joint[text] = chance
-    tokens, _, kept = emitted(SMALL, TREES[tree], slots=1500, prompt=prompt, sampling=MIXED, seeded=seeded)
+    tokens, _, kept = emitted(SMALL, TREES[tree], slots=1000, prompt=prompt, sampling=MIXED, seeded=seeded)
     assert follows(tokens, joint)
-    assert kept > 375
+    assert kept > 250
 
 
-# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"logit_bias": {V: 1.0}}, {"logit_bias": {-1: 1.0}}, {"bad_words": [[0, V]]}, {"bad_words": [[-2]]},
-        {"bad_words": [[n] for n in range(V)]}, {"min_new_tokens": 11},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_the_target_cannot_follow_is_refused_at_once(wrong):
+def test_what_the_target_cannot_follow_is_refused_at_once():
     """Catches an index error in mid-text, a ban that wraps around to another token, and a text that can't be."""
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        generate(TableTarget.random(V), [1], max_new_tokens=10, sampling=Sampling(**wrong))
+    for name, value in (
+        ("logit_bias", {V: 1.0}), ("logit_bias", {-1: 1.0}), ("bad_words", [[0, V]]), ("bad_words", [[-2]]),
+        ("bad_words", [[n] for n in range(V)]), ("min_new_tokens", 11),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            generate(TableTarget.random(V), [1], max_new_tokens=10, sampling=Sampling(**{name: value}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

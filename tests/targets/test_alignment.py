@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_model
-from contracts.parties import OnAndOff
+from contracts.parties import OnAndOff, Oracle
 from drafters.test_cross_vocabulary import LINES, byte_fallback, byte_level, letters_alone, loaded, texts, unigram
 
-from outrider import drafters, load_drafter
+from outrider import drafters
 from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
 from outrider.errors import TargetError
 from outrider.generation import generate
-from outrider.targets.alignment import AlignedCache, AlignedMember
+from outrider.targets.alignment import AlignedCache
 from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
@@ -53,25 +54,23 @@ def plain_pair(tmp_path_factory) -> EnsembleTarget:
     return EnsembleTarget([one, two], (0.6, 0.4))
 
 
-def drafter_for(kind: str, target: EnsembleTarget):
-    if kind == "small_model":
-        module = drafters.find(kind)
-        return module.SmallModel(target.members[0], module.Config())
-    return load_drafter(kind, target)
+def small_model(target: EnsembleTarget) -> Drafter:
+    """The first member drafts."""
+    module = drafters.find("small_model")
+    return module.SmallModel(target.members[0], module.Config())
 
 
-@pytest.mark.parametrize("kind", ["suffix", "small_model"])
-def test_greedy_text_with_drafts_is_plain_ensembling(kind, ensemble):
-    """Catches a position whose share depends on what was drafted after it."""
+def test_greedy_text_with_drafts_is_plain_ensembling(ensemble):
+    """Catches a position whose share depends on what was drafted after it, and caches that do not go back to the common
+    prefix: chains that are cut anywhere, and trees of a right and a wrong branch."""
     prompts, before = texts(ensemble), ensemble.shares.positions
-    wanted = [result.tokens for result in generate(ensemble, prompts, max_new_tokens=30)]
+    wanted = [result.tokens for result in generate(ensemble, prompts, max_new_tokens=16)]
     assert ensemble.shares.positions - before == sum(map(len, wanted))
-    drafter = drafter_for(kind, ensemble)
-    for policy in (None, OnAndOff(4)):
-        results = generate(ensemble, prompts, drafter, max_new_tokens=30, slots=3, policy=policy)
+    whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
+    for drafter in (small_model(ensemble), Oracle(whole, ensemble.spec.vocabulary)):
+        results = generate(ensemble, prompts, drafter, max_new_tokens=16, slots=3, policy=OnAndOff(4))
         assert [each.tokens for each in results] == wanted
-    if kind == "small_model":
-        assert sum(sum(each.accepted) for each in results) > 20
+        assert sum(sum(each.accepted) for each in results) > 5
     assert 0.05 < ensemble.shares.ensembled / ensemble.shares.positions < 1
 
 
@@ -84,40 +83,6 @@ def rows_alone(target: EnsembleTarget, text: list[int]) -> torch.Tensor:
         logits = target.verify(cache, [0], torch.tensor([token]), Draft.empty(1)).logits[0, 0]
         cache.keep([[]])
     return logits
-
-
-def test_every_row_is_what_plain_decoding_finds_after_its_text(ensemble):
-    """Catches caches that do not go back to the common prefix: every tree's rows against texts read token by token."""
-    target, generator, texts_of = ensemble, random.Random(3), dict[int, list[int]]()
-    size, cache = target.spec.vocabulary, target.allocate(3, 60)
-    encoded = [target.encode(line) for line in LINES]
-    for turn in range(24):
-        for row in range(3):
-            if row in texts_of and (len(texts_of[row]) > 40 or generator.random() < 0.05):
-                cache.free([row])
-                del texts_of[row]
-            if row not in texts_of:
-                line = generator.choice(encoded)
-                texts_of[row] = line[: generator.randrange(1, 14)]
-                target.prefill(cache, [row], torch.tensor([texts_of[row]]), [len(texts_of[row])])
-        rows = generator.sample(range(3), 3)
-        token = lambda: generator.choice([*generator.choice(encoded), generator.randrange(size)])
-        tokens = [[token() for _ in range(5)] for _ in rows]
-        parents = [[generator.randrange(-1, n) for n in range(5)] for _ in rows]
-        anchor = [token() for _ in rows]
-        draft = Draft(torch.tensor(tokens), torch.tensor(parents), torch.tensor([5, 3, 5]))
-        logits, accepted = target.verify(cache, rows, torch.tensor(anchor), draft).logits, []
-        for b, row in enumerate(rows):
-            ends, paths = [[*texts_of[row], anchor[b]]], [[]]
-            for n in range(draft.live[b]):
-                ends.append([*ends[parents[b][n] + 1], tokens[b][n]])
-                paths.append([*paths[parents[b][n] + 1], n])
-            last = generator.randrange(len(ends))
-            for node in {last, generator.randrange(len(ends))} if turn % 4 == 0 else ():
-                assert torch.allclose(logits[b, node].exp(), rows_alone(target, ends[node]).exp(), atol=1e-9)
-            texts_of[row] = ends[last]
-            accepted.append(paths[last])
-        cache.keep(accepted)
 
 
 @torch.inference_mode()
@@ -145,41 +110,14 @@ def test_p_is_the_mean_over_the_common_vocabulary_and_the_first_members_rest(pla
     """Catches ids of one side taken for the other's, mass that is lost or divided again, and a wrong boundary."""
     generator, ensembled = random.Random(5), 0
     encoded = [plain_pair.encode(line) for line in ASCII]
-    for _ in range(40):
+    for _ in range(15):
         ids = generator.choice(encoded)[: generator.randrange(2, 18)]
         wanted, is_mean = brute(plain_pair, ids)
         found = rows_alone(plain_pair, ids).exp()
         assert float(found.sum()) == pytest.approx(1.0, abs=1e-9)
         assert torch.allclose(found, wanted, atol=1e-9)
         ensembled += is_mean
-    assert 8 < ensembled < 40
-
-
-SPLITS = [
-    ("the ri", "ver", False), ("the river", " is", True), ("the r", "oad", False), ("the", " road", True),
-    ("a  ", "b", False), ("over", ";", True),
-]  # fmt: skip
-"""A text, what the first member would add, and whether the boundary between them is one of the reader's."""
-
-
-def test_a_boundary_inside_a_members_token_is_not_ensembled(ensemble, tmp_path):
-    """The table of boundaries: catches one judged by the text alone, which always ends at a boundary."""
-    words = ["the river is over", "the road is over", "a  b", "the river", "the road", "over; the"] * 3
-    reader = loaded(tmp_path / "reader", byte_level(340, words))
-    letters = loaded(tmp_path / "letters", byte_level(257, ["ab"]), seed=1)
-    member = AlignedMember(reader, letters)
-    for text, added, is_boundary in SPLITS:
-        reading = member.blank()
-        for token in letters.encode(text):
-            reading.push([token])
-        # one token of the writer's that spells all of `added`
-        member.theirs.pieces[0] = added.encode()
-        assert (member.text(reading, 0) is not None) == is_boundary, (text, added)
-        assert member.ids(reading) == reader.encode(text)
-    member = ensemble._others[0][0]
-    reading = member.blank()
-    reading.push([member.theirs.pieces.index("é".encode()[:1])])
-    assert member.text(reading, 5) is None
+    assert 3 < ensembled < 15
 
 
 def test_a_text_beyond_a_members_context_is_left_to_the_others(writer, tmp_path):
@@ -188,10 +126,10 @@ def test_a_text_beyond_a_members_context_is_left_to_the_others(writer, tmp_path)
     target = EnsembleTarget([writer, short])
     assert target.spec.context == writer.spec.context
     prompts = [target.encode(line)[:8] for line in LINES[:4]]
-    wanted = [found.tokens for found in generate(target, prompts, max_new_tokens=60)]
+    wanted = [found.tokens for found in generate(target, prompts, max_new_tokens=40)]
     early = target.shares.ensembled
     assert 0 < early < 0.6 * target.shares.positions
-    found = generate(target, prompts, drafter_for("small_model", target), max_new_tokens=60, slots=2)
+    found = generate(target, prompts, small_model(target), max_new_tokens=40, slots=2)
     assert [each.tokens for each in found] == wanted
     assert target.shares.ensembled == 2 * early
 
@@ -205,7 +143,7 @@ def test_a_cache_grows_where_a_member_needs_more_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(AlignedCache, "grow", lambda self, length: (grown.append(length), plain_grow(self, length))[1])
     prompt = one.encode("abcdabcdabcdabcd" * 6)
     assert len(two.encode("abcdabcdabcdabcd" * 6)) > 5 * len(prompt)
-    found = [generate(target, prompt, own, max_new_tokens=8)[0].tokens for own in (None, drafter_for("ngram", target))]
+    found = [generate(target, prompt, own, max_new_tokens=8)[0].tokens for own in (None, "ngram")]
     assert found[0] == found[1] and grown
 
 

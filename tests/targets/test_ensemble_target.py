@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,22 +62,15 @@ def brute(members: Sequence[TransformersTarget], weights: Sequence[float], promp
     return text[len(prompt) :]
 
 
-def tree_of(generator: random.Random, nodes: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents."""
-    return [generator.randrange(64) for _ in range(nodes)], [generator.randrange(-1, n) for n in range(nodes)]
-
-
-@pytest.mark.parametrize("kind", ["small_model", "mix"])
-def test_greedy_text_is_that_of_averaging_token_by_token(kind, members, ensemble, prompts):
-    """Catches a mean of logits in place of distributions, weights in another order."""
-    if kind == "mix":
-        drafter = load_drafter("mix", ensemble, members=["ngram", "suffix"])
-    else:
-        drafter = small_model(members[1])
-    results = generate(ensemble, prompts, drafter, max_new_tokens=30, slots=3)
-    assert [each.tokens for each in results] == [brute(members, WEIGHTS, prompt, 30) for prompt in prompts]
-    if kind == "small_model":
-        assert sum(sum(each.accepted) for each in results) > 20
+def test_greedy_text_is_that_of_averaging_token_by_token(members, ensemble, prompts):
+    """Catches a mean of logits in place of distributions, weights in another order, and one member's cache that keeps a
+    rejected token or the text of a slot's request before."""
+    wanted = [brute(members, WEIGHTS, prompt, 16) for prompt in prompts]
+    whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
+    for drafter in (small_model(members[1]), Oracle(whole, 64)):
+        results = generate(ensemble, prompts, drafter, max_new_tokens=16, slots=2, policy="fixed")
+        assert [each.tokens for each in results] == wanted
+        assert sum(sum(each.accepted) for each in results) > 8
 
 
 def small_model(member: TransformersTarget, **settings: object) -> Drafter:
@@ -86,45 +78,10 @@ def small_model(member: TransformersTarget, **settings: object) -> Drafter:
     return module.SmallModel(member, module.Config(**settings))
 
 
-def test_all_members_go_back_to_the_common_prefix(members, ensemble):
-    """Catches one member's cache that keeps a rejected token, over slots that are freed and used again."""
-    generator, cache = random.Random(2), ensemble.allocate(3, 90)
-    texts: dict[int, list[int]] = {}
-    for _ in range(50):
-        for row in range(3):
-            if row in texts and (len(texts[row]) > 70 or generator.random() < 0.05):
-                cache.free([row])
-                del texts[row]
-            if row not in texts and generator.random() < 0.7:
-                prompt = [generator.randrange(64) for _ in range(generator.randrange(1, 12))]
-                scores = ensemble.prefill(cache, [row], torch.tensor([prompt]), [len(prompt)])
-                assert torch.allclose(scores.logits[0, -1].exp(), p_after(members, WEIGHTS, prompt), atol=1e-9)
-                texts[row] = prompt
-        rows = generator.sample(sorted(texts), len(texts))
-        if not rows:
-            continue
-        tokens, parents = zip(*(tree_of(generator, 4) for _ in rows), strict=True)
-        anchor = torch.tensor([generator.randrange(64) for _ in rows])
-        draft = Draft(torch.tensor(tokens), torch.tensor(parents), torch.tensor([4] * len(rows)))
-        logits, accepted = ensemble.verify(cache, rows, anchor, draft).logits, []
-        for b, row in enumerate(rows):
-            ends, paths = [[*texts[row], int(anchor[b])]], [[]]
-            for n in range(4):
-                ends.append([*ends[parents[b][n] + 1], tokens[b][n]])
-                paths.append([*paths[parents[b][n] + 1], n])
-            for node in {generator.randrange(5), last := generator.randrange(5)}:
-                assert torch.allclose(logits[b, node].exp(), p_after(members, WEIGHTS, ends[node]), atol=1e-9)
-            texts[row] = ends[last]
-            accepted.append(paths[last])
-        cache.keep(accepted)
-        assert cache.lengths == [len(texts.get(row, [])) for row in range(3)]
-        assert all(part.lengths == cache.lengths for part in cache.parts)
-
-
 @pytest.mark.parametrize("sampling", first([{"temperature": 0.8, "top_k": 4}, {"temperature": 1.6}]), ids=str)
 def test_sampled_tokens_follow_the_mean(sampling):
     """Catches a q or p of one member where the ensemble's is due, and a temperature inside each member's softmax: p is
-    the mean to the power of 1 / T.  Chi-square over 3000 texts of three tokens; a false alarm has odds of 1e-6."""
+    the mean to the power of 1 / T.  Chi-square over 1500 texts of three tokens; a false alarm has odds of 1e-6."""
     own = [load_target(tiny_model(seed, vocab_size=6, num_hidden_layers=1)) for seed in (0, 3)]
     both, prompt = EnsembleTarget(own, (0.6, 0.4)), [1, 4]
     settings = Settings.of([Sampling(**sampling)])
@@ -137,8 +94,8 @@ def test_sampled_tokens_follow_the_mean(sampling):
             joint = (joint[:, None] * torch.stack([distribution(p, settings)[0] for p in ps])).flatten()
         return joint.view(6, 6, 6)
 
-    tokens, _, accepted = emitted(both, small_model(own[1], length=3), prompt=prompt, slots=3000, sampling=sampling)
-    assert accepted > 1000
+    tokens, _, accepted = emitted(both, small_model(own[1], length=3), prompt=prompt, slots=1500, sampling=sampling)
+    assert accepted > 500
     assert follows(tokens, exact((0.6, 0.4)))
     assert not follows(tokens, exact((0.4, 0.6)))  # the test can see it
 
@@ -160,16 +117,6 @@ def test_weight_one_is_the_first_member_bit_for_bit(members, prompts, monkeypatc
     assert [each.tokens for each in generate(alone, prompts, max_new_tokens=20)] == [
         each.tokens for each in generate(members[0], prompts, max_new_tokens=20)
     ]
-
-
-def test_weights_are_divided_by_their_sum(members, prompts):
-    """Catches weights that are taken as they are, so that p does not sum to 1."""
-    text = prompts[4]
-    for weights in ((5, 3, 2), None):
-        target = EnsembleTarget(members, weights)
-        logits = target.prefill(target.allocate(1, 40), [0], torch.tensor([text]), [len(text)]).logits[0, -1]
-        shares = [weight / sum(weights or (1, 1, 1)) for weight in weights or (1, 1, 1)]
-        assert torch.allclose(logits.exp(), p_after(members, shares, text), atol=1e-9)
 
 
 def test_spare_rows_of_an_embedding_are_no_tokens(members, prompts):
@@ -199,7 +146,7 @@ def test_shares_count_what_was_committed(members, prompts):
             weight += 0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(3))
     members = [members[0], load_target(near)]
     both = EnsembleTarget(members)
-    found = generate(both, prompts, small_model(members[0]), max_new_tokens=24, slots=3)
+    found = generate(both, prompts, small_model(members[0]), max_new_tokens=14, slots=3)
     disagreed = changed = undecided = 0
     for prompt, each in zip(prompts, found, strict=True):
         for n in range(len(each.tokens)):
@@ -257,11 +204,11 @@ def test_the_weakest_member_says_what_is_verified(members):
 def test_an_engine_serves_it(ensemble, members, prompts):
     """Catches what a server asks of a target's cache and an ensemble's has not: sizes, beginnings that are shared."""
     with Engine(ensemble, small_model(members[1]), slots=3, length=80, prefix_bytes=10**6) as engine:
-        callers = [Caller.of(Request(prompt, 20, Sampling())) for prompt in prompts]
+        callers = [Caller.of(Request(prompt, 12, Sampling())) for prompt in prompts]
         for caller in callers:
             engine.submit(caller.call)
         found = [caller.wait().tokens for caller in callers]
-    assert found == [brute(members, WEIGHTS, prompt, 20) for prompt in prompts]
+    assert found == [one.tokens for one in generate(ensemble, prompts, max_new_tokens=12)]
     assert ensemble.allocate(2, 8).column_bytes == 0
     assert engine.cache.column_bytes == sum(part.column_bytes for part in engine.cache.parts) > 0
 
@@ -277,7 +224,8 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_is_loaded_as_any_other_target(folder):
-    """Catches members looked for where the process stands, options that reach one member alone."""
+    """Catches members looked for where the process stands, options that reach one member alone, weights that are not
+    divided by their sum, and a second copy of a member's weights in memory."""
     target = load_target(folder / "both", dtype="float64", compile=False)
     assert isinstance(target, EnsembleTarget) and target.weights == (0.75, 0.25)
     assert {member.spec.dtype for member in target.members} == {"float64"}
@@ -286,19 +234,9 @@ def test_a_folder_is_loaded_as_any_other_target(folder):
     assert found.tokens == brute(target.members, target.weights, prompt, 12)[: len(found.tokens)]
     assert sketch(str(folder / "both")).spec.hidden == target.spec.hidden
     assert target.parameters == sum(member.parameters for member in target.members)
-
-
-def test_a_member_drafts_with_the_weights_that_are_there(folder):
-    """Catches a second copy of a member's weights in memory."""
-    target = load_target(folder / "both", dtype="float64", compile=False)
-    name = target.members[1].spec.name
-    drafter = outrider.load_drafter("small_model", target, model=name)
+    # a member that drafts too is not loaded a second time
+    drafter = load_drafter("small_model", target, model=target.members[1].spec.name)
     assert drafter.model is target.members[1]
-    plain, drafted = (
-        outrider.generate(target, ["def read", "a b a b"], own, max_new_tokens=20) for own in (None, drafter)
-    )
-    assert [each.tokens for each in plain] == [each.tokens for each in drafted]
-    assert sum(sum(each.accepted) for each in drafted) > 0
 
 
 WRONG = [
@@ -313,14 +251,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_what_is_wrong_with_a_folder_is_said(values, said, folder, tmp_path):
+def test_what_is_wrong_with_a_folder_is_said(folder):
     """Catches an ensemble of one, weights that are dropped in silence, and a cycle of folders."""
-    place = folder / f"wrong-{WRONG.index((values, said))}"
-    place.mkdir(exist_ok=True)
-    (place / "ensemble.json").write_text(values if isinstance(values, str) else json.dumps(values))
-    with pytest.raises((ConfigError, TargetError), match=said.replace("?", r"\?")):
-        load_target(place, compile=False)
+    (folder / "wrong").mkdir()
+    for values, said in WRONG:
+        (folder / "wrong" / "ensemble.json").write_text(values if isinstance(values, str) else json.dumps(values))
+        with pytest.raises((ConfigError, TargetError), match=said.replace("?", r"\?")):
+            load_target(folder / "wrong", compile=False)
 
 
 def test_members_that_do_not_go_together_are_refused(folder, members):

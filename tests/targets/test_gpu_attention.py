@@ -34,15 +34,15 @@ def given(width: int, groups: int, heads_of_mask: int, rows: int = 3):
 @pytest.mark.parametrize(
     ("width", "groups", "masked"), [(1, 4, 1), (2, 4, 1), (8, 1, 1), (8, 3, 1), (8, 3, 6), (70, 2, 1)]
 )
-@pytest.mark.parametrize("most", [0, 99])
-def test_it_is_what_transformers_computes(width, groups, masked, most, monkeypatch):
+def test_it_is_what_transformers_computes(width, groups, masked, monkeypatch):
     """Catches heads that meet another group's keys, masks of another row, and scores without their scale."""
-    monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
     arguments = given(width, groups, masked)
     wanted, _ = sdpa_attention_forward(*arguments, scaling=0.3)
-    found, _ = gpu_attention.attend(*arguments, scaling=0.3)
-    assert found.shape == wanted.shape
-    assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+    for most in (0, 99):
+        monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
+        found, _ = gpu_attention.attend(*arguments, scaling=0.3)
+        assert found.shape == wanted.shape
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
@@ -53,23 +53,20 @@ def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
         sdpa_attention_forward(*given(8, 4, 1))
 
 
-def texts_of(target) -> list[list[list[int]]]:
-    """Greedy texts, plain, and with drafts of which none or all are accepted."""
-    said = written(target, None, 1)
-    known = [prompt + text for prompt, text in zip(prompts_of(V), said, strict=True)]
-    return [said, written(target, Guesses(V, True), 1), written(target, Oracle(known, V), 3)]
-
-
-@pytest.mark.parametrize(("most", "way"), [(0, "scaled_dot_product_attention"), (99, "by_matmuls")])
-def test_texts_are_equal(most, way, monkeypatch):
+def test_texts_are_equal(monkeypatch):
     """Catches drafts that are accepted by other logits than the model's own."""
     target = load_target(tiny_model(num_key_value_heads=1), compile=False)
-    wanted, calls, real = texts_of(target), [], getattr(gpu_attention, way)
-    monkeypatch.setattr(gpu_attention, way, lambda *a, **more: calls.append(1) or real(*a, **more))
-    monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
+    said = written(target, None, 1)
+    known = [prompt + text for prompt, text in zip(prompts_of(V), said, strict=True)]
     gpu_attention.install()
-    assert texts_of(target) == wanted
-    assert calls
+    for most, way in ((0, "scaled_dot_product_attention"), (99, "by_matmuls")):
+        calls, real = [], getattr(gpu_attention, way)
+        monkeypatch.setattr(
+            gpu_attention, way, lambda *a, calls=calls, real=real, **more: calls.append(1) or real(*a, **more)
+        )
+        monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
+        assert written(target, Guesses(V, True), 1) == written(target, Oracle(known, V), 3) == said
+        assert calls
 
 
 def test_cudnn_attends_only_where_sizes_are_few():

@@ -12,12 +12,7 @@ from outrider.targets.load import load_target
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     """Catches a traceback of another library where a name was mistyped, or a JSON error without the target's name."""
-    for name, config in (
-        ("nowhere", None),
-        ("empty", ""),
-        ("broken", "{"),
-        ("odd", '{"model_type": "no_such_family"}'),
-    ):
+    for name, config in (("nowhere", None), ("empty", ""), ("broken", "{"), ("odd", '{"model_type": "no_such_one"}')):
         if config is not None:
             (tmp_path / name).mkdir()
         if config:
@@ -51,19 +46,3 @@ def test_a_folder_without_a_tokenizer_is_served_with_ids(tmp_path, caplog):
     assert target.spec.weights_hash == direct.spec.weights_hash
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(target.read(tokens)[0], direct.read(tokens)[0])
-
-
-def test_the_spec_says_what_the_model_is(target):
-    """Catches a limit that is read from the wrong field."""
-    spec = target.spec
-    assert (spec.layers, spec.hidden, spec.vocabulary, spec.context, spec.dtype) == (4, 32, 64, 256, "float64")
-    assert target.ends == frozenset()
-    assert not any(weight.requires_grad for weight in target.model.parameters())
-    assert not target.model.training
-
-
-def test_weights_that_differ_have_another_hash_and_dtypes_have_not():
-    """Catches a checkpoint that is bound to how the target was loaded."""
-    one = load_target(tiny_model()).spec.weights_hash
-    assert load_target(tiny_model().float()).spec.weights_hash == one
-    assert load_target(tiny_model(seed=1)).spec.weights_hash != one

@@ -1,5 +1,8 @@
 """Every odd input is taken as what it is, or refused in a sentence; nothing is answered as something else."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -34,31 +37,27 @@ TAKEN = {
     "a message": (CHAT[0], [CHAT[:1]]), "a chat": (CHAT, [CHAT]), "chats": ([CHAT, CHAT[:1]], [CHAT, CHAT[:1]]),
     "a mixture": (["a", IDS, CHAT], ["a", IDS, CHAT]),
 }  # fmt: skip
-REFUSED = {
-    "None": None, "a number": 5, "a float": 1.5, "a bool": True, "bytes": b"ab", "another mapping": {"prompt": "a"},
-    "None among": ["a", None], "floats": [1.0, 2.0], "bools": [True, False], "a tensor of floats": torch.tensor([1.0]),
-    "an array of bools": np.array([True]), "numbers among messages": [CHAT[0], 3], "ids too deep": [[[1, 2], [3]]],
-    "texts among ids": [1, "a"], "a message without a role": [{"content": "a"}],
-    "a tensor of no dimension": torch.tensor(3), "three dimensions": torch.zeros(2, 2, 2, dtype=torch.int64),
-}  # fmt: skip
+REFUSED = [
+    None, 5, 1.5, True, b"ab", {"prompt": "a"}, ["a", None], [1.0, 2.0], [True, False], torch.tensor([1.0]),
+    np.array([True]), [CHAT[0], 3], [[[1, 2], [3]]], [1, "a"], [{"content": "a"}], torch.tensor(3),
+    torch.zeros(2, 2, 2, dtype=torch.int64),
+]  # fmt: skip
 TABLE = TableTarget.random(6)
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_prompt_is_taken_as_what_it_is(name):
+def test_a_prompt_is_taken_as_what_it_is():
     """Catches a tokenizer's output of which the keys are continued."""
-    given, wanted = TAKEN[name]
-    found = listed(given)
-    assert found == wanted
-    assert all(type(token) is int for prompt in found if isinstance(prompt[0], int) for token in prompt)
-    if len(wanted) == 1 and name != "a generator":
-        assert single(given) == wanted[0]
+    for name, (given, wanted) in TAKEN.items():
+        found = listed(given)
+        assert found == wanted, name
+        assert all(type(token) is int for prompt in found if isinstance(prompt[0], int) for token in prompt), name
+        if len(wanted) == 1:
+            assert single(given) == wanted[0], name
 
 
-@pytest.mark.parametrize("given", REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_prompt_is_refused(given, target):
+def test_what_is_no_prompt_is_refused(target):
     """Catches an AttributeError from within, and 1.0 or True taken for token 1."""
-    for call in (generate, stream):
+    for given, call in itertools.product(REFUSED, (generate, stream)):
         with pytest.raises(DataError):
             call(target, given, max_new_tokens=3)
 
@@ -72,80 +71,75 @@ def test_a_tokenizers_output_is_continued_as_its_ids(target):
     assert target.encode(padded) == target.encode(torch.tensor(IDS)) == IDS
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "slots"])
-@pytest.mark.parametrize("value", [1.5, 3.0, "3", True, None, float("nan")], ids=repr)
-def test_a_count_that_is_no_whole_number_is_refused_by_name(name, value):
+def test_a_count_that_is_no_whole_number_is_refused_by_name():
     """Catches True as a count of one, and a TypeError of some comparison."""
-    with pytest.raises(ConfigError, match=name):
-        generate(TABLE, [1], **{"max_new_tokens": 3, name: value})
+    for name, value in itertools.product(("max_new_tokens", "slots"), (1.5, 3.0, "3", True, None, math.nan)):
+        with pytest.raises(ConfigError, match=name):
+            generate(TABLE, [1], **{"max_new_tokens": 3, name: value})
     assert len(generate(TABLE, [1], max_new_tokens=np.int64(3), slots=np.int32(2))[0].tokens) == 3
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"stop": 5}, {"stop": [5]}, {"stop": None}, {"sampling": 0.7}, {"sampling": {"top_k": 3}},
-    {"drafter": 5}],
-    ids=str,
-)  # fmt: skip
-def test_an_argument_of_another_type_is_refused_by_name(wrong):
+def test_an_argument_of_another_type_is_refused_by_name():
     """Catches an AttributeError of whoever uses it first."""
-    with pytest.raises(OutriderError, match=next(iter(wrong))):
-        generate(TABLE, [1], **{"max_new_tokens": 3} | wrong)
+    for name, value in (
+        ("stop", 5), ("stop", [5]), ("stop", None), ("sampling", 0.7), ("sampling", {"top_k": 3}), ("drafter", 5),
+    ):  # fmt: skip
+        with pytest.raises(OutriderError, match=name):
+            generate(TABLE, [1], **{"max_new_tokens": 3, name: value})
 
 
-@pytest.mark.parametrize(
-    "value", ["0.7", True, None, [0.7], torch.tensor(0.7), 1e39, 1e300, 10**400], ids=lambda value: str(value)[:12]
-)
-@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "frequency_penalty"])
-def test_a_setting_that_float32_cant_hold_is_refused_by_name(name, value):
+def test_a_setting_that_float32_cant_hold_is_refused_by_name():
     """Catches a temperature that becomes infinity in float32, and a text or a bool in place of a number."""
-    with pytest.raises(ConfigError, match=name):
-        Sampling(**{name: value})
+    wrong = ("0.7", True, None, [0.7], torch.tensor(0.7), 1e39, 1e300, 10**400)
+    for name in ("temperature", "top_p", "repetition_penalty", "frequency_penalty"):
+        for value in wrong:
+            with pytest.raises(ConfigError, match=name):
+                Sampling(**{name: value})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "typical_p"])
-def test_a_setting_that_float32_rounds_to_0_means_what_it_is_near_to(name, dtype):
+def test_a_setting_that_float32_rounds_to_0_means_what_it_is_near_to():
     """Catches a top_p that keeps no token at all, whose distribution is 0 / 0."""
-    logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=dtype)
-    settings = Sampling(**{"temperature": 1.0, name: 1e-320})
-    p = distribution(logits, Settings.of([settings]))
-    assert p.sum() == pytest.approx(1.0)
-    if name in ("temperature", "top_p"):
-        assert p[0].tolist() == [0.0, 1.0, 0.0]
+    for name in ("temperature", "top_p", "min_p", "typical_p"):
+        for dtype in (torch.float32, torch.float64):
+            settings = Sampling(**{"temperature": 1.0, name: 1e-320})
+            p = distribution(torch.tensor([[1.0, 3.0, 2.0]], dtype=dtype), Settings.of([settings]))
+            assert p.sum() == pytest.approx(1.0)
+            if name in ("temperature", "top_p"):
+                assert p[0].tolist() == [0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("value", ["3", True, 3.0, [3]], ids=repr)
-@pytest.mark.parametrize("name", ["top_k", "seed", "min_new_tokens", "logprobs"])
-def test_a_count_of_a_sampling_is_a_whole_number(name, value):
+def test_a_count_of_a_sampling_is_a_whole_number():
     """Catches top_k=3.0, which fails at the first step, and True."""
-    with pytest.raises(ConfigError, match=name):
-        Sampling(**{name: value})
-    assert getattr(Sampling(**{name: np.int64(3)}), name) == 3
+    for name in ("top_k", "seed", "min_new_tokens", "logprobs"):
+        for value in ("3", True, 3.0, [3]):
+            with pytest.raises(ConfigError, match=name):
+                Sampling(**{name: value})
+        assert getattr(Sampling(**{name: np.int64(3)}), name) == 3
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"logit_bias": {1.5: 2.0}}, {"logit_bias": {1: "2"}}, {"logit_bias": {1: 1e39}}, {"bad_words": [[1.5]]},
-              {"bad_words": [["a"]]}, {"bad_words": [5]}, {"processors": 5}, {"logit_bias": 5}], ids=str,
-)  # fmt: skip
-def test_tokens_and_biases_are_not_rounded(wrong):
+def test_tokens_and_biases_are_not_rounded():
     """Catches token 1.5 that becomes token 1."""
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Sampling(**wrong)
+    for name, value in (
+        ("logit_bias", {1.5: 2.0}), ("logit_bias", {1: "2"}), ("logit_bias", {1: 1e39}), ("logit_bias", 5),
+        ("bad_words", [[1.5]]), ("bad_words", [["a"]]), ("bad_words", [5]), ("processors", 5),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            Sampling(**{name: value})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(1.0, seed=1), Sampling(0.8, top_k=3)], ids=["greedy", "seed", "top_k"]
 )
-def test_logits_that_are_no_numbers_are_an_error_that_names_them(value, sampling):
+def test_logits_that_are_no_numbers_are_an_error_that_names_them(sampling):
     """Catches token 0 for ever, which is what the argmax of nothing but NaN is."""
-    table = TABLE.table.clone()
-    table[1, 2] = value
-    with pytest.raises(TargetError, match=f"logits are {value}"):
-        generate(TableTarget(table), [[1, 1], [1, 2]], max_new_tokens=3, sampling=sampling)
-    table = TABLE.table.clone()
-    table[1, 2, 4] = value  # one among numbers
-    if value != -float("inf"):
+    for value in (math.nan, math.inf, -math.inf):
+        table = TABLE.table.clone()
+        table[1, 2] = value
+        with pytest.raises(TargetError, match=f"logits are {value}"):
+            generate(TableTarget(table), [[1, 1], [1, 2]], max_new_tokens=3, sampling=sampling)
+    for value in (math.nan, math.inf):
+        table = TABLE.table.clone()
+        table[1, 2, 4] = value  # one among numbers
         with pytest.raises(TargetError, match="nan|inf"):
             generate(TableTarget(table), [1, 2], max_new_tokens=3, sampling=sampling)
 

@@ -1,17 +1,20 @@
 """Drafts verified by a server: the text is the server's own, greedy and sampled, by draws and by log probabilities."""
 
 import itertools
+import json
 import math
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from serve.running import Running, running
-from targets.scoring import scoring
 from tiny import folder as folder
 from tiny import talker as talker
 from torch import Tensor
@@ -28,6 +31,57 @@ from outrider.targets.protocol import TargetSpec
 from outrider.targets.remote import RemoteTarget, RemoteText, RemoteTexts, Traffic, compare
 from outrider.targets.remote_rows import DrawnRows, LogprobRows, RemoteRows, rows_of, seed_at
 from outrider.targets.transformers import TransformersTarget
+
+
+@contextmanager
+def scoring(local: TransformersTarget) -> Iterator[str]:
+    """Its address, with /v1."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock, torch.inference_mode():
+                hidden, _ = local.read(torch.tensor([asked["prompt"]]), ())
+                scores = local.head(hidden)[0].double().log_softmax(-1)
+            data = json.dumps(self.answer(asked, scores)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def answer(self, asked: dict[str, Any], scores: Tensor) -> dict[str, Any]:
+            k = scores.shape[-1] if asked["prompt_logprobs"] == -1 else asked["prompt_logprobs"]
+            ids = scores.topk(k).indices.tolist()
+            prompt = [
+                {str(i): {"logprob": float(row[i]), "rank": 1, "decoded_token": ""} for i in (token, *best)}
+                for row, best, token in zip(scores, ids, asked["prompt"][1:], strict=False)
+            ]
+            last = {f"token_id:{i}": float(scores[-1, i]) for i in ids[-1]}
+            token = int(scores[-1].argmax())
+            choice = {
+                "index": 0, "text": "", "token_ids": [token], "prompt_logprobs": [None, *prompt],
+                "finish_reason": "stop" if token in local.ends else "length",
+                "logprobs": {"top_logprobs": [last]},
+            }  # fmt: skip
+            usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": 1, "total_tokens": 1}
+            return {"id": "x", "object": "text_completion", "model": "tiny", "choices": [choice], "usage": usage}
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_address[1]}/v1"
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
 
 PROMPTS = ["abcabcabcab", "hello, hello, hel", "x = [1, 2, 3]\ny = [1, 2", "q"]
 
@@ -88,24 +142,19 @@ def texts_of(found: RemoteTexts) -> list[tuple[list[int], str]]:
     return [(one.tokens, one.text) for one in found.texts]
 
 
-@pytest.mark.parametrize("kind", ["nothing", "ngram", "small_model", "hostile"])
-def test_a_greedy_text_is_the_servers_own_whatever_drafts(target, talker, folder, kind):
-    wanted = alone(talker)
-    if kind == "hostile":
-        whole = [[*target.encode(prompt), *own] for prompt, (own, _) in zip(PROMPTS, wanted, strict=True)]
-        drafter: Drafter = Hostile(target.spec.vocabulary, whole)
-    elif kind == "nothing":
-        drafter = Drafter()
-    else:
-        drafter = load_drafter(kind, target, **({"model": str(folder)} if kind == "small_model" else {}))
-    result = target.generate(PROMPTS, drafter, max_new_tokens=20, policy="fixed", slots=3)
+@pytest.mark.parametrize("kind", ["nothing", "hostile"])
+def test_a_greedy_text_is_the_servers_own_whatever_drafts(target, talker, kind):
+    wanted = alone(talker, 12)
+    whole = [[*target.encode(prompt), *own] for prompt, (own, _) in zip(PROMPTS, wanted, strict=True)]
+    drafter = Hostile(target.spec.vocabulary, whole) if kind == "hostile" else Drafter()
+    result = target.generate(PROMPTS, drafter, max_new_tokens=12, policy="fixed", slots=3)
     assert texts_of(result) == wanted
     assert all(len(one.tokens) <= sum(one.accepted) + len(one.accepted) for one in result.texts)
-    if kind in ("small_model", "hostile"):
-        assert sum(sum(one.accepted) for one in result.texts) > 5
     assert result.traffic.attempts == result.traffic.requests == result.traffic.received
     if kind == "nothing":
         assert result.traffic.requests == result.tokens
+    else:
+        assert sum(sum(one.accepted) for one in result.texts) > 5
 
 
 def test_a_text_ends_at_a_stop_string_and_at_its_limit(target: RemoteTarget, talker: TransformersTarget) -> None:
@@ -130,7 +179,7 @@ def test_a_seeded_text_depends_on_the_seed_alone(target: RemoteTarget) -> None:
     another = Sampling(1.2, top_k=20, seed=5)
     asked = ((None, sampling, 4), (load_drafter("ngram", target), sampling, 2), (None, another, 4))
     one, other, third = (
-        texts_of(target.generate(PROMPTS, drafter, max_new_tokens=12, sampling=own, policy="fixed", slots=slots))
+        texts_of(target.generate(PROMPTS[:2], drafter, max_new_tokens=8, sampling=own, policy="fixed", slots=slots))
         for drafter, own, slots in asked
     )
     assert one == other != third
@@ -203,41 +252,34 @@ def address(talker: TransformersTarget) -> Iterator[str]:
 SAMPLINGS = {
     "greedy": (Sampling(), 1),
     "few": (Sampling(0.9, top_k=8, top_p=0.9, seed=3), 8),
-    "all": (Sampling(1.1, seed=3, min_p=0.01), -1),
-    "penalised": (Sampling(0.8, seed=1, frequency_penalty=0.3, presence_penalty=0.4, logit_bias={70: 2.0}), -1),
+    "penalised": (Sampling(1.1, seed=1, min_p=0.01, frequency_penalty=0.3, presence_penalty=0.4), -1),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("greedy", "small_model"), ("few", "small_model"), ("all", "ngram"), ("penalised", "small_model")],
-)
+@pytest.mark.parametrize(("name", "kind"), [("greedy", "small_model"), ("few", "ngram"), ("penalised", "ngram")])
 def test_a_text_by_log_probabilities_is_what_generate_writes(address, talker, folder, name, kind):
     """Seeds too: the rows are the target's, and noise and rule are those of a local target."""
     sampling, count = SAMPLINGS[name]
     with RemoteTarget(address, folder, method="logprobs", logprobs=count) as target:
         drafter = load_drafter(kind, target, **({"model": str(folder)} if kind == "small_model" else {}))
-        result = target.generate(PROMPTS, drafter, max_new_tokens=12, sampling=sampling, policy="fixed", slots=3)
-    assert texts_of(result) == alone(talker, 12, sampling=sampling)
+        result = target.generate(PROMPTS, drafter, max_new_tokens=8, sampling=sampling, policy="fixed", slots=3)
+    assert texts_of(result) == alone(talker, 8, sampling=sampling)
     assert result.traffic.requests == sum(len(one.accepted) for one in result.texts)
     if name == "greedy":
         assert result.traffic.requests < result.tokens / 2
 
 
-@pytest.mark.parametrize(
-    ("method", "sampling", "found"),
-    [
+def test_a_sampling_that_would_not_be_exact_is_refused() -> None:
+    refused: list[tuple[Any, Sampling, str]] = [
         ("probes", Sampling(0.5, presence_penalty=1.0), "presence_penalty can't be had by probes"),
         ("probes", Sampling(min_new_tokens=2), "min_new_tokens can't be had by probes"),
-        ("logprobs", Sampling(1.0), "top_k up to 20"),
-        ("logprobs", Sampling(1.0, top_k=21), "top_k up to 20"),
+        ("logprobs", Sampling(1.0), "top_k up to 20"), ("logprobs", Sampling(1.0, top_k=21), "top_k up to 20"),
         ("logprobs", Sampling(presence_penalty=1.2), "without penalties"),
         ("logprobs", Sampling(repetition_penalty=1.2), "need logits"),
-    ],
-)
-def test_a_sampling_that_would_not_be_exact_is_refused(method: Any, sampling: Sampling, found: str) -> None:
-    with RemoteTarget("http://127.0.0.1:9/v1", vocabulary=9, method=method) as target:  # noqa: SIM117
-        with pytest.raises(ConfigError, match=found):
+    ]  # fmt: skip
+    for method, sampling, found in refused:
+        target = RemoteTarget("http://127.0.0.1:9/v1", vocabulary=9, method=method)
+        with target, pytest.raises(ConfigError, match=found):
             target.generate([[1]], max_new_tokens=1, sampling=sampling)
 
 
@@ -300,11 +342,7 @@ RECORDED: dict[str, Any] = {
     },
     "token_ids": [81],
     "prompt_logprobs": [
-        None,
-        {"300": {"logprob": -5.375648021697998, "rank": 33, "decoded_token": "al"},
-         "214": {"logprob": -3.425520658493042, "rank": 1, "decoded_token": "\n"}},
-        {"12": {"logprob": -18.441604614257812, "rank": 4082, "decoded_token": "<|reserved_9|>"},
-         "98": {"logprob": -2.6886796951293945, "rank": 1, "decoded_token": "s"}},
+        None, {}, {},
         {"310": {"logprob": -10.982181549072266, "rank": 2223, "decoded_token": "er"},
          "214": {"logprob": -2.9555156230926514, "rank": 1, "decoded_token": "\n"}},
         {"44": {"logprob": -6.078770637512207, "rank": 58, "decoded_token": "="},

@@ -16,17 +16,16 @@ from outrider.targets import miniature, selftest, trust
 from outrider.targets.load import load_target
 
 
-def assert_exact(model, count: int = 12) -> None:
-    """Alone, beside a longer prompt, and beside one of the same length."""
+def assert_exact(model, count: int = 6) -> None:
+    """Beside a longer prompt, and beside one of the same length."""
     target = load_target(model)
     target.ends = frozenset()
     prompts = [[5, 9, 11], [7] * 40, [3, 8, 4]]
     wanted = [continued(model, prompt, count)[len(prompt) :] for prompt in prompts]
-    for slots in (1, 3):
-        assert [found.tokens for found in generate(target, prompts, max_new_tokens=count, slots=slots)] == wanted
+    assert [found.tokens for found in generate(target, prompts, max_new_tokens=count, slots=3)] == wanted
 
 
-@pytest.mark.parametrize("kind", first(["bart", "gpt_neo", "mpt", "deepseek_v32", "git", "xglm", "beam"], 2))
+@pytest.mark.parametrize("kind", first(["gpt_neo", "bart", "mpt", "deepseek_v32", "git", "xglm", "beam"]))
 def test_a_config_of_the_class_alone_is_enough(kind):
     """Catches a size that is read under a name that the class does not have."""
     assert_exact(built(kind, CAUSAL, torch.float32 if kind in ("xglm", "beam") else torch.float64))
@@ -66,14 +65,14 @@ def test_images_are_refused_by_name():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("openai-gpt", "it has no cache"), ("reformer", "with its own cache differ"), ("xlnet", "not causal"),
-        ("bert", "not causal"), ("phi4_multimodal", "its own `generate`"),
+        ("openai-gpt", "it has no cache"), ("reformer", "with its own cache differ"), ("bert", "not causal"),
+        ("phi4_multimodal", "its own `generate`"),
     ],
 )  # fmt: skip
 def test_a_model_without_a_cache_or_that_is_not_causal_is_refused_by_name(kind, reason):
     """Catches a reference that is measured through the cache under test."""
     with pytest.raises(TargetError, match=rf"{kind}.*can't be decoded here.*{reason}"):
-        load_target(built(kind, CAUSAL, torch.float32))  # XLNet writes no text in float64
+        load_target(built(kind, CAUSAL, torch.float32))
 
 
 def test_a_model_that_is_random_is_refused(monkeypatch):
@@ -118,20 +117,15 @@ def test_a_miniature_is_tested_once(folder, monkeypatch):
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("damage", ["{", '{"masks": "by kind"}', '{"masks": "x", "found": null, "refused": "no"}'])
-def test_a_damaged_answer_is_asked_again(folder, damage):
-    """Catches a file that was cut off, or is of another version, and is believed."""
-    whole = load_target(tiny_model()).selftest
-    [path] = folder.glob("*.json")
-    path.write_text(damage)
-    assert load_target(tiny_model()).selftest.mode == whole.mode
-    assert json.loads(path.read_text())["found"]["mode"] == whole.mode
-
-
-def test_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
-    """Catches an answer on disk that outweighs what the model itself says."""
+def test_a_damaged_answer_is_asked_again_and_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
+    """Catches a file that was cut off, or is of another version, and is believed; and an answer on disk that outweighs
+    what the model itself says."""
     target = load_target(tiny_model())
     [path] = folder.glob("*.json")
+    for damage in ("{", '{"masks": "x", "found": null, "refused": "no"}'):
+        path.write_text(damage)
+        assert load_target(tiny_model()).selftest.mode == target.selftest.mode
+        assert json.loads(path.read_text())["found"]["mode"] == target.selftest.mode
     found = trust._read(path)
     trust._write(path, replace(found, masks="one", found=replace(found.found, mode="chain")))
     assert load_target(tiny_model()).spec.mode == "chain"

@@ -23,35 +23,23 @@ from outrider.targets.load import load_target
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.sketch import Sketch, sketch
 
-QWEN3 = {
-    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-    "rope_scaling": None, "vocab_size": 151936, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
-}  # fmt: skip
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }  # fmt: skip
-YARN = {
-    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
-    "truncate": False,
-}  # fmt: skip
 LINEAR = {"factor": 8.0, "rope_type": "linear"}
-
-
-def qwen3(hidden: int, intermediate: int, heads: int, layers: int) -> dict[str, Any]:
-    return QWEN3 | {
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-    }  # fmt: skip
 
 
 # config.json; heads, kv heads, head size, MLP, epsilon, base, stretch, share; taps of five and of three
 REAL: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[int, ...], tuple[int, ...]]] = {
-    "Qwen3-0.6B": (qwen3(1024, 3072, 16, 28), (16, 8, 128, 3072, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13,
-    24)),
-    "Qwen3-4B": (qwen3(2560, 9728, 32, 36), (32, 8, 128, 9728, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17, 32)),
-    "Qwen3-32B": (qwen3(5120, 25600, 64, 64), (64, 8, 128, 25600, 1e-6, 1e6, None, 1.0), (1, 16, 31, 46, 61), (1, 31,
-    60)),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+            "num_hidden_layers": 28, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1000000,
+            "rope_scaling": None, "vocab_size": 151936, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+        },
+        (16, 8, 128, 3072, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13, 24),
+    ),
     "Llama-3.1-8B": (
         {
             "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -70,15 +58,6 @@ REAL: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[int, ...], tuple[in
             "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
         },
         (16, 8, 256, 15360, 1e-6, 1e6, LINEAR, 1.0), (1, 12, 23, 34, 45), (1, 23, 44),
-    ),
-    "gpt-oss-20b": (
-        {
-            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-            "head_dim": 64,
-            "num_hidden_layers": 24, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000,
-            "rope_scaling": YARN, "vocab_size": 201088, "max_position_embeddings": 131072, "num_local_experts": 32,
-        },
-        (64, 8, 64, 2880, 1e-5, 1.5e5, YARN, 1.0), (1, 6, 11, 16, 21), (1, 11, 20),
     ),
     "Phi-4-mini": (
         {
