@@ -4,9 +4,6 @@ planted fault."""
 import pytest
 import torch
 from contracts.chances import worst_error
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 from torch import Tensor
 
 V = 3
@@ -49,40 +46,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("how", ["replacement", "without", "top", "mixed"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_what_is_emitted_follows_the_target_exactly(shape, how):
+CELLS = [(name, how) for name in SHAPES for how in ("replacement", "without", "top", "mixed")]
+"""Without siblings `without` is `replacement`, and `mixed` is `top`."""
+CELLS = [(name, how) for name, how in CELLS if name not in ("chain", "long") or how in ("replacement", "top")]
+
+
+@pytest.mark.parametrize(("name", "how"), CELLS)
+def test_what_is_emitted_follows_the_target_exactly(name, how):
     """Catches any error in ratio test, residual or sibling order, with no chance of a false alarm."""
+    shape = SHAPES[name]
     for is_certain in {False, how == "top"}:  # without q (`accept_top1`) and with one-hot ones the rule is the same
         assert worst_error(random_distribution(0), shape, drawn(shape, 0, how), is_certain=is_certain) < 1e-12
 
 
-@given(
-    st.lists(st.integers(0, 100), min_size=1, max_size=3),
-    st.integers(0, 10_000),
-    st.sampled_from(["replacement", "without"]),
-)
-@examples(max_examples=8)
-def test_any_tree_keeps_the_distribution(choices, seed, how):
-    """Catches shapes the list above forgot."""
-    parents = [choice % (n + 1) - 1 for n, choice in enumerate(choices)]
-    assert worst_error(random_distribution(seed), parents, drawn(parents, seed, how)) < 1e-12
-
-
 # ── a fault ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def flat(p: list[float]):
-    return lambda _path: torch.tensor(p, dtype=torch.float64)
-
-
-def even(tokens: list[int]) -> Tensor:
-    return torch.tensor([0.5, 0.5], dtype=torch.float64)
-
-
-def test_looking_ahead_over_confidences_is_caught():
-    """Guards the enumeration.  Two nodes or none, by the second's confidence, which knows the first token, gives
-    (.85, .15) for (.7, .3); keeping the first and dropping the second by the same confidence is exact."""
-    error = worst_error(flat([0.7, 0.3]), [-1, 0], even, depth=1, keep=lambda tokens: 2 if tokens[0] == 0 else 0)
-    assert error == pytest.approx(0.15, abs=1e-12)
-    assert worst_error(flat([0.7, 0.3]), [-1, 0], even, keep=lambda tokens: 2 if tokens[0] == 0 else 1) < 1e-12

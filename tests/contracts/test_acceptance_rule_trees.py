@@ -17,18 +17,11 @@ from outrider.sampling.settings import Sampling
 KINDS = pytest.mark.parametrize("replacement", [False, True], ids=["without", "with"])
 
 
-# ── through the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@KINDS
-def test_the_trees_of_a_small_model_keep_the_distribution(replacement, workshop):
+def test_the_trees_of_a_small_model_keep_the_distribution(workshop):
     """Catches a cache or a mask that gives another q than what was drawn from.  False alarm 1e-6."""
     target = TableTarget.random(7)
-    drafter = workshop.build(Case("small_model", {"width": 3, "nodes": 7, "replacement": replacement}), target)
-    assert keeps_the_distribution(target, drafter, slots=1000, prompt=[0, 3])
-
-
-# ── exactly ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    drafter = workshop.build(Case("small_model", {"width": 3, "nodes": 7}), target)
+    assert keeps_the_distribution(target, drafter, slots=700, prompt=[0, 3])
 
 
 class Drawing(Chance):
@@ -59,9 +52,7 @@ def error(
 
 
 SHAPES = {
-    "siblings": (-1, -1),
     "all tokens": (-1, -1, -1),
-    "both": (-1, -1, 0),
     "late sibling": (-1, 0, -1),
     "deep": (-1, 0, 0),
 }

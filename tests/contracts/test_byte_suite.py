@@ -30,7 +30,7 @@ def target(prompts) -> TransformersTarget:
     torch.manual_seed(1)
     config = patch_diffusion.Config(block=4, mask_token=63, anchors=16)
     model = patch_diffusion.TargetModel(config, before).double()
-    train(model, batch_of(before, (), texts), 50, lr=5e-3)
+    train(model, batch_of(before, (), texts), 35, lr=5e-3)
     return model.eval().drafter().target
 
 
@@ -53,6 +53,5 @@ def test_one_prompt_alone(case, target, prompts, plain, drafter_of, workshop):
     """The laws of other targets: catches a latent that is kept of a rejected byte, and one that ends a patch late."""
     test_exactness.test_one_prompt_alone(case, target, prompts, plain, drafter_of)
     test_exactness.test_slots_are_used_again_in_mid_flight(case, target, prompts, plain, drafter_of)
-    test_exactness.test_the_budget_goes_to_0_and_back(case, target, prompts, plain, drafter_of)
     test_restarts.test_every_drafter_begun_again_has_as_much_accepted(case, target, prompts, drafter_of)
     test_slots.test_a_slot_used_again_drafts_as_a_fresh_one(case, target, workshop)

@@ -56,21 +56,9 @@ def drafter_of(
     return trained_drafters(workshop, target, prompts, plain)
 
 
-@pytest.mark.parametrize("case", fast(CASES, ("ngram", "dspark")))
+@pytest.mark.parametrize("case", fast(CASES, ("dspark",)))
 def test_one_prompt_alone(case, target, prompts, plain, drafter_of, monkeypatch):
     """The laws of a single model: catches a member that is left behind when the other goes back."""
     test_exactness.test_one_prompt_alone(case, target, prompts, plain, drafter_of)
     test_exactness.test_slots_are_used_again_in_mid_flight(case, target, prompts, plain, drafter_of)
     test_exactness.test_an_end_token_ends_inside_a_block(case, target, prompts, plain, drafter_of, monkeypatch)
-
-
-def test_the_members_disagree_often_enough(target, prompts, plain):
-    """Guards the tests here: where one member decides alone, any mean would do."""
-    texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
-    ensemble = [tuple(plain(target, prompt, 24)) for prompt in prompts]
-    alone = [
-        [tuple(member.model(text[None]).logits[0].argmax(-1).tolist()) for text in texts] for member in target.members
-    ]
-    assert alone[0] != alone[1]
-    share = sum(a == b for one, other in zip(*alone, strict=True) for a, b in zip(one, other, strict=True))
-    assert share < 0.8 * texts.numel() and len(set(ensemble)) > 4

@@ -28,9 +28,9 @@ def test_the_loss_falls(case, target, workshop, texts):
     and borrowed weights that are trained, or saved, as the drafter's own; batch, weights and anchors are seeded."""
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
     model = workshop.model(case, target)
-    losses = train(model, batch_of(target, model.taps, texts), 14)
+    losses = train(model, batch_of(target, model.taps, texts[:4]), 4)
     assert all(loss == loss for loss in losses)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
     borrowed = {id(weight) for weight in target.model.parameters()}
     for name, weight in model.named_parameters():
         assert weight.requires_grad and weight.grad is not None and id(weight) not in borrowed, name
@@ -84,43 +84,30 @@ def test_the_gradient_is_that_of_the_whole_pass(case, target, workshop, texts):
 
 
 @TRAINABLE
-def test_chunks_cover_every_row_once_and_split_no_block(case, target, workshop, texts):
-    """Catches rows that are lost at a chunk's end, and logits that hang on the size of the chunk."""
-    model = workshop.model(case, target)
-    batch = batch_of(target, model.taps, texts)
-    torch.manual_seed(0)
-    rows = model.predict(batch)
-    whole = torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
-    assert len(whole) == len(rows.labels) == len(rows.weight) == len(rows.depth) == len(rows.block)
-    for size in (1, 7, 30):
-        seen, pieces = 0, []
-        for draft, own, part in rows.chunks(size):
-            assert part.start == seen
-            assert draft.shape == own.shape == (part.stop - part.start, 64)
-            if seen:
-                assert rows.block[seen - 1] != rows.block[seen]
-            seen = part.stop
-            pieces.append(draft)
-        assert seen == len(rows.labels)
-        torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-10, atol=1e-10)
-
-
-@TRAINABLE
-def test_rows_are_labelled_with_what_the_target_saw(case, target, workshop, texts):
+def test_rows_are_labelled_with_what_the_target_saw_and_chunks_cover_them_once(case, target, workshop):
     """Catches a shift by one between anchors, labels and the target's logits, with which learning an own distribution
-    would still look fine; and prompts, padding and other texts' tokens in the loss."""
+    would still look fine; prompts, padding and other texts' tokens in the loss; rows that are lost at a chunk's end, a
+    block that is split, and logits that hang on the size of the chunk."""
     model = workshop.model(case, target)
     batch = batch_of(target, model.taps, COUNTED)
     logits = target.head(batch.hidden)
     torch.manual_seed(0)
     rows = model.predict(batch)
-    for _, own, part in rows.chunks(16):
-        for n, row in enumerate(range(part.start, part.stop)):
-            if rows.weight[row] == 0:
-                continue
-            text, place = divmod(int(rows.labels[row]), 30)
-            assert int(rows.depth[row]) < place
-            torch.testing.assert_close(own[n], logits[text, place - 1], rtol=1e-10, atol=1e-10)
+    whole = torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
+    assert len(whole) == len(rows.labels) == len(rows.weight) == len(rows.depth) == len(rows.block)
+    for size in (1, 7, 30):
+        seen = 0
+        for draft, own, part in rows.chunks(size):
+            assert part.start == seen
+            assert draft.shape == own.shape == (part.stop - part.start, 64)
+            assert not seen or rows.block[seen - 1] != rows.block[seen]
+            seen = part.stop
+            torch.testing.assert_close(draft, whole[part], rtol=1e-10, atol=1e-10)
+            learnt = rows.weight[part] > 0
+            text, place = (side[learnt] for side in (rows.labels[part] // 30, rows.labels[part] % 30))
+            assert bool((rows.depth[part][learnt] < place).all())
+            torch.testing.assert_close(own[learnt], logits[text, place - 1], rtol=1e-10, atol=1e-10)
+        assert seen == len(rows.labels)
     assert bool((rows.weight > 0).any())
     learnt, documents = torch.zeros(2, 24, dtype=torch.bool), torch.ones(2, 24, dtype=torch.int64)
     learnt[0, 6:11], learnt[0, 15:] = True, True
@@ -133,16 +120,13 @@ def test_rows_are_labelled_with_what_the_target_saw(case, target, workshop, text
     assert all((label < 18) == (label - 1 - d < 18) for label, d in zip(labels, depth, strict=True))
 
 
-# ── what training shows is what serving sees ──────────────────────────────────────────────────────────────────────────
-
-
 @TRAINABLE
 def test_a_future_token_moves_no_earlier_prediction(case, target, workshop, texts):
     """Catches a mask that lets a drafted row see context at or behind its anchor."""
     model = workshop.model(case, target)
-    train(model, batch_of(target, model.taps, texts), 5)
+    train(model, batch_of(target, model.taps, texts[:4]), 3)
     changed_at = 13
-    other = texts.clone()
+    other = texts[:4].clone()
     other[:, changed_at:] = (other[:, changed_at:] + 17) % 64
 
     def predicted(tokens):
@@ -150,8 +134,8 @@ def test_a_future_token_moves_no_earlier_prediction(case, target, workshop, text
         rows = model.predict(batch_of(target, model.taps, tokens))
         return rows, torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
 
-    places = predicted(COUNTED.repeat(4, 1))[0].labels % 30
-    rows, before = predicted(texts)
+    places = predicted(COUNTED.repeat(2, 1))[0].labels % 30
+    rows, before = predicted(texts[:4])
     _, after = predicted(other)
     # a row sees tokens up to the one before its label, and where the anchor stands, states before the anchor
     safe = (places - 1 < changed_at) & (rows.weight > 0)
@@ -168,36 +152,41 @@ def test_a_future_token_moves_no_earlier_prediction(case, target, workshop, text
 def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, plain, drafter_of, monkeypatch):
     """Catches positions, masks or context that differ between `predict` and `propose`: it would train for another game.
 
-    The first drafted token is compared, which every method sees alike: the argmax of a depth-0 row.
+    Compared is the eldest path at every depth at which training was told the same tokens: those that were drafted.
     """
     drafter = drafter_of(case)
-    model, seen, trained = drafter.model, dict[int, int](), dict[int, int]()
+    model, seen, trained = drafter.model, dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     if case.kind == "small_model":  # serves a copy of its modules
         model = workshop.model(case, target).eval()
         model.lm.load_state_dict(drafter.model.model.state_dict())
     text = torch.tensor([(prompts[0] + plain(target, prompts[0], 48))[:40]])
     batch = batch_of(target, model.taps, text)
     with torch.no_grad():
-        for seed in range(12):
+        for seed in range(6):
             torch.manual_seed(seed)
             rows = model.predict(batch)
             torch.manual_seed(seed)
             places = model.predict(replace(batch, tokens=torch.arange(40)[None])).labels
             for draft, _, part in rows.chunks(10**9):
                 for row in range(part.start, part.stop):
-                    if rows.depth[row] == 0 and rows.weight[row] > 0:
-                        trained[int(places[row])] = int(draft[row].argmax())
+                    depth = int(rows.depth[row])
+                    # which path of its tree is the eldest, specblock decides by more than the likeliest tokens
+                    if rows.weight[row] > 0 and (depth == 0 or case.kind != "specblock"):
+                        trained[int(places[row]), depth] = int(draft[row].argmax())
     propose = drafter.propose
 
     def watched(memory, state, budget):
         draft = propose(memory, state, budget)
-        if draft.tokens.shape[1]:
-            seen[len(state.tokens[0])] = int(draft.tokens[0, 0])
+        begin = len(state.tokens[0])
+        for depth, node in enumerate(draft.eldest(0)):
+            seen[begin + depth, depth] = draft.ids[0][node]
+            if begin + depth >= 40 or draft.ids[0][node] != text[0, begin + depth]:
+                break
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
     for _ in serve(target, [Request(text[0, :5].tolist(), 35, Sampling())], drafter, slots=1):
         pass
-    shared = sorted(set(seen) & set(trained))
-    assert len(shared) >= 5
+    shared = sorted(seen.keys() & trained.keys())
+    assert sum(depth == 0 for _, depth in shared) >= 5
     assert [seen[place] for place in shared] == [trained[place] for place in shared]

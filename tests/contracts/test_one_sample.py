@@ -6,7 +6,7 @@ serving, and blocks stop being kept whole.
 
 import pytest
 import torch
-from conftest import FEW, Case, batch_of, cases, fast, train
+from conftest import Case, batch_of, cases, fast, train
 
 from outrider.decoding.state import Request
 from outrider.generation import serve
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "case",
-    fast((case for case in cases() if case.trains and not case.is_variant), FEW)
+    fast((case for case in cases() if case.trains and not case.is_variant), ("eagle3",))
     + [pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in LAYOUTS],
 )
 def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, workshop, prompts, plain):

@@ -12,8 +12,10 @@ from outrider.training.step import accumulate
 
 NO_LAYERS = ("medusa", "ngram_embedding", "small_model")
 """Kinds without decoder layers of their own."""
+SORTS = ("dspark", "eagle3", "peagle", "specblock")
+"""One of every way in which layers attend."""
 TRAINABLE = pytest.mark.parametrize(
-    "case", fast(case for case in cases() if case.trains and case.kind not in NO_LAYERS)
+    "case", fast((case for case in cases() if case.trains and case.kind not in NO_LAYERS), SORTS)
 )
 TOKENS = torch.randint(64, (3, 24), generator=torch.Generator().manual_seed(6))
 

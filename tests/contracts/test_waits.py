@@ -77,7 +77,7 @@ def line_of_ours() -> str:
 def waits_of(target, prompts, drafter) -> tuple[int, Counter[str]]:
     """Steps of two texts after their first, and where they waited."""
     state = generation.batch(target, 2, ends=frozenset())
-    requests = [Request(prompt, 40, Sampling()) for prompt in prompts[:2]]
+    requests = [Request(prompt, 28, Sampling()) for prompt in prompts[:2]]
     steps, last, found = 0, None, Waits()
     progress = generation.serve(target, requests, drafter, policy="fixed", state=state)
     with found:
@@ -100,8 +100,6 @@ def test_a_step_waits_once(name, target, prompts, drafter_of):
     assert steps > 3
     assert lines.total() <= MORE.get(name, 1) * steps, f"{steps} steps wait at {dict(lines)}"
 
-
-# ── the whole step captured ───────────────────────────────────────────────────────────────────────────────────────────
 
 STATIC = ("dspark", "dflash", "eagle3", "mtp", "medusa", "small_model")
 MAKES = {"arange", "zeros", "ones", "full", "empty", "eye"}
@@ -142,7 +140,7 @@ def test_a_captured_step_reads_and_sends_nothing(name, is_sampled, target, promp
 
     monkeypatch.setattr(static, "step", watched)
     monkeypatch.setattr(Packets, "send", noted)
-    requests = [Request(prompt, 40, sampling) for prompt in prompts[:2]]
+    requests = [Request(prompt, 24, sampling) for prompt in prompts[:2]]
     whole = WholeStep(target, drafter, generation.batch(target, 2, ends=frozenset()))
     whole.open(requests)
     for _ in whole.advance(requests):

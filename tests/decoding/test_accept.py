@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.decoding.accept import Accepted, accept, accept_top1, overlap
+from outrider.decoding.accept import accept, accept_top1, overlap
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.sampling.fast import accept_greedy
@@ -32,17 +32,6 @@ def test_what_is_kept_is_a_path_from_the_anchor(made):
         assert accept(one, p[b : b + 1], streams_of(1, seed + b)) == slot_of(accepted, b)
 
 
-def test_accepted_from_tensors_keeps_as_many_nodes_as_were_counted():
-    """Catches an order that is cut at the widest slot's count."""
-    order, counts = torch.tensor([[3, 1, 0], [0, 2, 1]]), torch.tensor([2, 0])
-    accepted = Accepted.of(order, counts, torch.tensor([5, 6]), torch.tensor([0, 1]))
-    assert accepted == Accepted([[3, 1], []], [5, 6], [0, 1])
-    assert (accepted.counts, accepted.rows(0), accepted.rows(1)) == ([2, 0], [0, 4, 2], [0])
-
-
-# ── slots with a seed, which draft with the target's own noise ────────────────────────────────────────────────────────
-
-
 @given(drafts(with_q=True), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_slot_with_a_seed_is_judged_as_deterministic_and_leaves_its_neighbours_alone(made, which):
     """Catches a q that is read, or a residual carried, where the target's own draw must be emitted; and a seed's
@@ -55,27 +44,6 @@ def test_a_slot_with_a_seed_is_judged_as_deterministic_and_leaves_its_neighbours
     certain = accept(replace(draft, q=None), p, streams_of(slots, seed))
     for b, is_seeded in enumerate(seeded):
         assert slot_of(found, b) == slot_of(certain if is_seeded else free, b)
-
-
-@given(drafts(with_q=True))
-def test_under_a_seed_the_targets_own_draws_are_emitted_whatever_was_drafted(made):
-    """Catches a token that is not the race's of its place: depth by depth, by hand."""
-    draft, seed = made
-    slots = len(draft.sizes)
-    p, streams = distribution_of(draft, seed), streams_of(slots, seed, [True] * slots)
-    accepted = accept(draft, p, streams)
-    for b in range(slots):
-        emitted = [*(int(draft.tokens[b, n]) for n in accepted.paths[b]), accepted.next_tokens[b]]
-        rows = accepted.rows(b)
-        drawn = [int(streams.draw(p[:, row], depth, Purpose.TARGET)[b]) for depth, row in enumerate(rows)]
-        assert emitted == drawn
-        # no child of the last row was the target's token
-        last = rows[-1] - 1
-        children = [n for n in range(int(draft.sizes[b])) if int(draft.parents[b, n]) == last]
-        assert emitted[-1] not in [int(draft.tokens[b, n]) for n in children]
-
-
-# ── deterministic drafts ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(drafts())

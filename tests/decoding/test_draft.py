@@ -117,19 +117,6 @@ def test_lists_of_unequal_length_are_one_tensor():
     assert padded([[], []], 7).dtype == torch.int64
 
 
-@given(st.integers(1, 3), st.integers(0, 6))
-def test_a_chain_is_the_tree_with_one_branch(slots, nodes):
-    """Catches the short ways for chains when they differ from the long ones."""
-    tokens, sizes = torch.zeros(slots, nodes, dtype=torch.int64), torch.full((slots,), nodes)
-    chain = Draft.chain(tokens, sizes)
-    tree = Draft(tokens, chain.parents, sizes)
-    assert not chain.branches
-    for short, long in zip(chain.rows(), tree.rows(), strict=True):
-        assert torch.equal(short, long)
-    assert chain.reach() == tree.reach()
-    assert torch.equal(chain.checked(slots).sizes, tree.checked(slots).sizes)
-
-
 def test_an_empty_draft_has_slots_and_no_nodes():
     """Catches a plain step that is not a draft of the right shape."""
     draft = Draft.empty(3).checked(3)

@@ -1,7 +1,6 @@
 """What `generate`, `stream` and `serve` promise around the loop, and what one step of it asks, shows and leaves
 behind."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.generation import batch, generate, serve, stream
 from outrider.loading import load_drafter
 from outrider.policies.fixed import Fixed
-from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.sampling.text import Detokenizer
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -92,17 +89,6 @@ def test_a_stop_string_that_can_never_match_is_refused(talker):
     assert generate(talker, [1], max_new_tokens=3, stop=["<think>", "</s>"])[0].finish_reason == "length"
 
 
-def test_a_request_without_a_detokenizer_is_not_decoded():
-    """Catches a measurement that pays for text nobody reads."""
-    calls = []
-    counting = Detokenizer(lambda tokens: calls.append(tokens) or "", is_local=True)
-    request, judge = Request([1], 5, Sampling()), SamplingJudge()
-    assert [judge.text(progress.row) for progress in serve(TABLE, [request], judge=judge)] == [""] * 5
-    assert calls == []
-    list(serve(TABLE, [replace(request, detokenizer=counting)]))
-    assert calls
-
-
 def test_requests_are_served_in_their_order():
     """Catches a queue that is a stack, and a batch that outgrows the memory that was planned for it."""
     state = batch(TABLE, 3)
@@ -112,15 +98,6 @@ def test_requests_are_served_in_their_order():
         served[progress.request] = served.get(progress.request, 0) + len(progress.tokens)
         assert len(state.rows) <= 3
     assert [*served.items()] == [(n, request.max_new_tokens) for n, request in enumerate(requests)]
-
-
-def test_one_prompt_or_many():
-    """Catches a single prompt that is taken for many."""
-    one = generate(TABLE, [1, 2, 3], max_new_tokens=5)
-    many = generate(TABLE, [[1, 2, 3], [1, 2, 3]], max_new_tokens=5)
-    assert len(one) == 1
-    assert [generation.tokens for generation in many] == [one[0].tokens] * 2
-    assert generate(TABLE, [], max_new_tokens=5) == []
 
 
 def test_zero_tokens_are_no_step_at_all(target):
@@ -133,13 +110,13 @@ def test_zero_tokens_are_no_step_at_all(target):
 
 
 REFUSED: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-    (DataError, "empty", "", {}), (DataError, "empty", [[]], {}), (DataError, "empty", [[1, 2], []], {}),
+    (DataError, "empty", "", {}), (DataError, "empty", [[1, 2], []], {}),
     (DataError, "vocabulary", [64], {}), (DataError, "vocabulary", [-1], {}), (DataError, "vocabulary", [1, 2**40], {}),
     (DataError, "tokenizer", "hello", {}), (DataError, "tokenizer", [{"role": "user", "content": "hello"}], {}),
     (ConfigError, "max_new_tokens", [1], {"max_new_tokens": -1}), (ConfigError, "stop", [1], {"stop": ""}),
     (ConfigError, "stop", [1], {"stop": ["a", ""]}), (ConfigError, "slots", [1], {"slots": 0}),
-    (ConfigError, "slots", [1], {"slots": -1}), (ConfigError, r"stop strings \['END'\] need", [1], {"stop": ["END"]}),
-    *((DataError, "prompt 1 has", [[1, 2], [3] * length], {}) for length in (20, 21, 50)),
+    (ConfigError, r"stop strings \['END'\] need", [1], {"stop": ["END"]}),
+    *((DataError, "prompt 1 has", [[1, 2], [3] * length], {}) for length in (20, 50)),
 ]  # fmt: skip
 """The error, its text, the prompt and options; the context is 20 tokens long."""
 
@@ -153,26 +130,15 @@ def test_arguments_without_meaning_are_refused(error, message, prompt, options, 
             refuses(short_target, prompt, **{"max_new_tokens": 3} | options)
 
 
-def test_a_prompt_that_leaves_one_token_of_room_gets_one(short_target, target, plain):
-    """Catches a limit that is off by one."""
-    (found,) = generate(short_target, [3] * 19, max_new_tokens=3)
-    assert found.tokens == plain(target, [3] * 19, 1)
-    assert found.finish_reason == "context"
-
-
 def test_a_drafter_of_another_shape_is_refused(target, oracle, monkeypatch):
-    """Catches an index error of a layer that the target does not have."""
+    """Catches an index error of a layer that the target does not have, and torch's own error of a product, in the first
+    step, where the taps exist in both."""
     monkeypatch.setattr(oracle, "taps", (1, 4), raising=False)
     with pytest.raises(DrafterError, match="layer 4"):
         generate(target, [1, 2], oracle, max_new_tokens=3)
-
-
-@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
-def test_a_drafter_built_for_another_hidden_size_is_refused(kind):
-    """Catches torch's own error of a product, in the first step, where the taps exist in both."""
     small, large = load_target(tiny_model()), load_target(tiny_model(hidden_size=64))
     with pytest.raises(DrafterError, match="hidden states of 32 numbers.*have 64"):
-        generate(large, [1, 2], load_drafter(kind, small), max_new_tokens=3)
+        generate(large, [1, 2], load_drafter("dflash", small), max_new_tokens=3)
 
 
 def test_a_seed_gives_the_same_text_again_and_none_does_not():
@@ -183,9 +149,6 @@ def test_a_seed_gives_the_same_text_again_and_none_does_not():
     assert one == two
     one, two = (generate(TABLE, [1], max_new_tokens=40, sampling=Sampling(1.0))[0].tokens for _ in range(2))
     assert one != two
-
-
-# ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Greedy(Proposer):
@@ -245,8 +208,7 @@ def test_a_policy_sees_confidences_that_were_known_before_the_draw_and_no_others
     assert all((confidence is not None) == before_draw for confidence in seen)
 
 
-@pytest.mark.parametrize("true_is_eldest", [True, False], ids=["elder", "younger"])
-@pytest.mark.parametrize("place", [0, 1, 3, 6])
+@pytest.mark.parametrize(("place", "true_is_eldest"), [(0, True), (1, False), (3, False), (6, False)])
 def test_a_slot_that_ended_within_a_block_has_all_but_its_last_token_in_the_cache(place, true_is_eldest, writer):
     """Catches rows behind an end token that stay, and an anchor that is in the cache already; its neighbour goes on."""
     prompt, other = writer.encode("say abc"), writer.encode("tell 3")

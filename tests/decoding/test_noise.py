@@ -46,13 +46,6 @@ def test_neighbouring_numbers_are_independent():
     assert stats.chisquare(torch.bincount(both, minlength=16).numpy()).pvalue > 1e-6
 
 
-def test_depth_counts_on_from_the_index():
-    """Catches a token whose noise hangs on where its block began."""
-    near, far = Streams(torch.tensor([5]), torch.tensor([4])), Streams(torch.tensor([5]), torch.tensor([1]))
-    assert near.uniform(0, Purpose.TARGET) == far.uniform(3, Purpose.TARGET)
-    assert near.uniform(torch.tensor([0]), Purpose.TARGET) == far.uniform(torch.tensor([3]), Purpose.TARGET)
-
-
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_draws_follow_their_weights(purpose):
     """Catches a race that is not fair.  Chi-square; false alarm 1e-6, and seeds are fixed."""
@@ -101,36 +94,6 @@ def test_a_place_is_drafted_anew_in_every_step_and_judged_as_before():
         before, again = near.draw(weights, depth + 1, Purpose.DRAFT), far.draw(weights, depth, Purpose.DRAFT)
         assert not torch.equal(before, again)
         assert stats.chisquare(torch.bincount(before * 4 + again, minlength=16).numpy()).pvalue > 1e-6
-
-
-def test_a_slot_with_a_seed_drafts_with_the_targets_noise():
-    """Catches a seeded slot that drafts with other noise than it is judged by, with a salt or without, and its
-    neighbour."""
-    plain = many(6)
-    seeded = torch.tensor([True, False] * 3)
-    streams = Streams(plain.seeds, plain.index, seeded)
-    salt = torch.arange(3)
-    for depth in range(3):
-        wanted = torch.where(seeded, plain.key(depth, Purpose.TARGET), plain.key(depth, Purpose.DRAFT))
-        assert torch.equal(streams.key(depth, Purpose.DRAFT), wanted)
-        salted = torch.where(
-            seeded[:, None], plain.key(depth, Purpose.TARGET)[:, None], plain.key(depth, Purpose.DRAFT, salt)
-        )
-        assert torch.equal(streams.key(depth, Purpose.DRAFT, salt), salted)
-        for purpose in (Purpose.TARGET, Purpose.ACCEPT, Purpose.PART):
-            assert torch.equal(streams.key(depth, purpose), plain.key(depth, purpose))
-
-
-def test_salts_tell_rows_apart_and_0_is_none():
-    """Catches rows of a slot that share their luck, and noise that changes with the number of rows."""
-    streams = many(200)
-    weights = torch.ones(200, 5, 4)
-    drawn = streams.draw(weights, 1, Purpose.DRAFT, torch.arange(5))
-    assert torch.equal(drawn[:, 0], streams.draw(weights[:, 0], 1, Purpose.DRAFT))
-    for row in range(1, 5):
-        alone = streams.draw(weights[:, :1], 1, Purpose.DRAFT, torch.tensor([row]))
-        assert torch.equal(drawn[:, row], alone[:, 0])
-        assert not torch.equal(drawn[:, row], drawn[:, 0])
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3)], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Case, first
+from conftest import Case
 from contracts.chances import follows
 from contracts.parties import TableTarget
 
@@ -38,17 +38,17 @@ def stages_for(target, count, drafter, length=90) -> list[LayerRange]:
     return stages_of(target, count, length, drafter.taps)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 def test_every_text_is_the_targets_own(target, prompts, plain, drafter_of, stages):
     """Catches a stage that reads other positions, keys of a dropped token, or a token committed for being guessed."""
     drafter = drafter_of(CASE)
-    for prompt in prompts[:5]:
+    for prompt in prompts[:3]:
         text, found = written(target, stages_for(target, stages, drafter), drafter, prompt, 24)
         assert text == plain(target, prompt, 24)
         assert [token for token in found if token is not None] == text
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 def test_a_right_guess_costs_a_cycle_and_a_wrong_one_all_stages(target, prompts, plain, stages):
     """Catches cycles that the paper does not count, or bubbles that are not: with an oracle the first token takes n
     cycles and each further one 1; guesses that are always wrong take n each."""
@@ -64,7 +64,7 @@ def test_a_right_guess_costs_a_cycle_and_a_wrong_one_all_stages(target, prompts,
 def test_a_seeded_text_is_plain_decodings(target, prompts, drafter_of):
     """Catches noise of another output index: drafted and judged by the target's own draws, the text is the same."""
     drafter, sampling = drafter_of(CASE), Sampling(1.0, seed=5)
-    for prompt in prompts[:4]:
+    for prompt in prompts[:2]:
         plain_text, _ = written(target, stages_for(target, 1, drafter), drafter, prompt, 16, sampling)
         text, _ = written(target, stages_for(target, 4, drafter), drafter, prompt, 16, sampling)
         assert text == plain_text
@@ -98,22 +98,14 @@ class Near(PipelineDrafter):
         return self.table[before, own][None]
 
 
-SAMPLINGS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}]
-
-
-def follows_the_table(sampling: dict, texts: int) -> bool:
-    table, tokens = TableTarget.random(3), []
+def test_sampled_texts_follow_the_targets_distribution():
+    """Catches noise that a draft and its judge share, and a q of another token.  False alarm 1e-6."""
+    sampling, table, tokens = {"temperature": 1.0}, TableTarget.random(3), []
     drafter, stages = Near(table), [TableStage(table, number) for number in range(3)]
-    for _ in range(texts):
+    for _ in range(500):
         tokens.append(written(table, stages, drafter, [0, 1], 3, Sampling(**sampling))[0])
     expected = table.distribution([0, 1], 3, Settings.of([Sampling(**sampling)]))
-    return follows(torch.tensor(tokens), expected)
-
-
-@pytest.mark.parametrize("sampling", first(SAMPLINGS), ids=str)
-def test_sampled_texts_follow_the_targets_distribution(sampling):
-    """Catches noise that a draft and its judge share, and a q of another token.  False alarm 1e-6."""
-    assert follows_the_table(sampling, 1000)
+    assert follows(torch.tensor(tokens), expected)
 
 
 def test_a_request_ends_where_it_asks_to(target, prompts, plain, drafter_of):

@@ -94,48 +94,6 @@ def test_an_end_token_wins_over_a_stop_string_behind_it():
     assert (new_tokens(state), state.finished) == ([0, 2], ["stop"])
 
 
-def test_a_slot_that_was_cut_does_not_move_its_neighbour():
-    """Catches a cut that is made for the whole batch."""
-    state = DecodeState(2, 100, frozenset({9}))
-    state.admit(0, Request([0], 50, Sampling()))
-    state.admit(1, Request([0, 0], 50, Sampling()))
-    draft = Draft.chain(torch.tensor([[1, 9, 3], [4, 5, 6]]), torch.tensor([3, 3]))
-    kept = state.commit(draft, Accepted([[0, 1, 2], [0, 1]], [7, 8], [0, 0]))
-    assert state.tokens == [[0, 1, 9], [0, 0, 4, 5, 8]]
-    assert kept == Accepted([[0, 1], [0, 1]], [-1, 8], [0, 0])
-    assert state.finished == ["stop", None]
-
-
-def test_a_freed_slot_takes_the_next_request():
-    """Catches a slot that remembers tokens, seed or settings of the request before."""
-    state = DecodeState(2, 100)
-    state.admit(1, Request([1, 2], 5, Sampling(0.7, seed=4)))
-    assert state.rows == [1]
-    assert state.judge.temperature is not None
-    committed(state, [3, 4])
-    state.free(1)
-    assert state.rows == []
-    state.admit(1, Request([7], 5, Sampling()))
-    assert state.rows == [1]
-    assert state.judge.temperature is None
-    assert new_tokens(state, 1) == []
-    assert state.anchor.tolist() == [7]
-    assert state.streams.index.tolist() == [0]
-    with pytest.raises(AssertionError):
-        state.admit(1, Request([7], 5, Sampling()))
-
-
-def test_a_slot_may_grow_to_its_limit_and_no_further_than_the_context():
-    """Catches a limit that counts the prompt, a context that does not, and what was committed already."""
-    assert one_slot(limit=5).left == [5]
-    assert one_slot(context=6).left == [4]
-    state = one_slot(limit=9, context=10)
-    assert state.streams.index.tolist() == [0]
-    committed(state, [2, 2, 2])
-    assert state.left == [5]
-    assert state.streams.index.tolist() == [3], "noise counts from the first new token"
-
-
 def test_a_slot_used_again_tells_no_text_of_the_request_before():
     """Catches a request without a detokenizer that is given the last piece of text of the slot's former one."""
     state = one_slot()
@@ -146,15 +104,6 @@ def test_a_slot_used_again_tells_no_text_of_the_request_before():
             assert state.judge.text(0) == ""
         committed(state, [2, 3])
         assert state.judge.text(0) == text
-
-
-def test_what_is_seen_otherwise_is_changed_for_nobody_else():
-    """Catches a copy for a drafter that writes into the state itself, and one that has forgotten its text."""
-    state = one_slot()
-    there = state.replaced(seeded=torch.tensor([True]), context=7)
-    assert (there.context, there.left, there.tokens is state.tokens) == (7, [5], True)
-    assert there.streams.seeded.tolist() == [True]
-    assert (state.context, state.seeded) == (1000, None)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5)])

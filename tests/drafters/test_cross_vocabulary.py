@@ -74,16 +74,6 @@ def byte_fallback(size: int, lines: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
-def word_piece(size: int, lines: list[str]) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.train_from_iterator(
-        lines, trainers.WordPieceTrainer(vocab_size=size, special_tokens=["[UNK]"], show_progress=False)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-
-
 def letters_alone(order: list[int]) -> PreTrainedTokenizerFast:
     """64 letters without a merge; letter n has the id order[n]."""
     tokenizer = Tokenizer(models.BPE(vocab={chr(48 + n): order[n] for n in range(64)}, merges=[]))
@@ -137,18 +127,6 @@ def texts(target: TransformersTarget, count: int = 9) -> list[list[int]]:
     return [found[n % len(found)][:cut] for n, cut in enumerate(cuts)]
 
 
-@pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback], ids=lambda make: make.__name__)
-def test_the_pieces_of_a_text_are_the_text(make):
-    """Catches a wrong alphabet of bytes, a space marker taken for a letter."""
-    vocabulary = vocabulary_of(make(300, LINES))
-    for line in LINES:
-        line = line.split("\n")[0].strip()
-        text = b"".join(vocabulary.pieces[token] for token in vocabulary.encode(line).ids)
-        assert text.removeprefix(b" ") == line.encode()
-    words = vocabulary_of(word_piece(150, LINES))
-    assert b"".join(words.pieces[token] for token in words.encode("the river").ids) == b" the river"
-
-
 def test_byte_tokens_and_special_tokens_are_not_text():
     """Catches `<0x0A>` taken for six letters, and a special token that is drafted as if it were written."""
     tokenizer = unigram(110, LINES)
@@ -160,20 +138,6 @@ def test_byte_tokens_and_special_tokens_are_not_text():
     assert vocabulary.specials["<|user|>"] == tokenizer.convert_tokens_to_ids("<|user|>")
     plain = Tokenizer(models.BPE(vocab={"a": 0, "<0x0A>": 1, "▁": 2}, merges=[]))
     assert vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=plain)).pieces == [b"a", b"\n", b" "]
-
-
-@pytest.mark.parametrize("make", [unigram, word_piece, byte_level, byte_fallback], ids=lambda make: make.__name__)
-def test_twins_say_the_same(make):
-    """Catches ids of one side taken for the other's; every token has at most one twin."""
-    size = {byte_level: 290, byte_fallback: 450}.get(make, 120)
-    own, target = vocabulary_of(make(size, LINES[:4])), vocabulary_of(byte_level(320, LINES))
-    shared = SharedVocabulary(own, target)
-    pairs = list(zip(shared.own_ids.tolist(), shared.target_ids.tolist(), strict=True))
-    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == shared.count
-    for one, other in pairs:
-        assert own.pieces[one] == target.pieces[other]
-        assert own.pieces[one] is not None or other == target.end
-    assert {target.pieces[other] for _, other in pairs} - {None} == {*own.pieces} & {*target.pieces} - {None, b""}
 
 
 def test_what_has_no_twin_is_never_drawn():
@@ -208,17 +172,6 @@ def test_a_transcript_is_the_text(parts, random):
         assert transcript.taken == len(done) and len(transcript.incomplete) <= 3
         assert transcript.text == b"".join(SOURCE.pieces[token] for token in whole).decode(errors="replace")
         assert b"".join(READER.pieces[token] for token in transcript.ids) == transcript.text.encode()
-
-
-def test_a_transcript_is_mostly_what_one_encoding_of_all_gives():
-    """Catches a seam that leaves its mark in every text: pieces that the reading model has never seen side by side."""
-    text = " ".join(LINES * 3)
-    others = unigram(110, LINES), word_piece(150, LINES), byte_fallback(500, LINES)
-    for reader in (READER, *map(vocabulary_of, others)):
-        transcript = Transcript(SOURCE, reader)
-        for token in SOURCE.encode(text).ids:
-            transcript.push([token])
-        assert transcript.ids == reader.encode(text).ids
 
 
 def test_a_seam_is_not_inside_a_character():
@@ -263,21 +216,6 @@ def test_a_continuation_begins_at_the_seam(make):
     assert continuation(reader, "the road", b"", b" is") != []
 
 
-@WAYS
-def test_greedy_text_is_plain_text(vocabulary, wide, made):
-    """Catches a draft in wrong ids that is believed, slots that are used again with another's text in them, draws that
-    are not the target's own noise, and an invalid q."""
-    requests = [Request(prompt, 15, Sampling(0.8 * (n % 2), seed=n)) for n, prompt in enumerate(texts(wide, 5))]
-    served, crossing = [], made(vocabulary=vocabulary)
-    for drafter, policy in ((None, None), (crossing, None), (crossing, OnAndOff(4))):
-        state = batch(wide, 3, ends=frozenset())
-        served.append({n: [] for n in range(len(requests))})
-        for progress in serve(wide, requests, drafter, state=state, policy=policy):
-            served[-1][progress.request] += progress.tokens
-        assert state.invalid == 0
-    assert served[0] == served[1] == served[2]
-
-
 SMALL_TEXT = ["ab é ab ba a é b abé"]
 
 
@@ -307,15 +245,14 @@ def beside(tmp_path_factory, table):
 
 @pytest.mark.parametrize(
     ("vocabulary", "sampling"),
-    [("intersection", {"temperature": 1.0}), ("text", {"temperature": 1.0}),
-     ("intersection", {"temperature": 0.7, "top_k": 5, "top_p": 0.9})],
+    [("text", {"temperature": 1.0}), ("intersection", {"temperature": 0.7, "top_k": 5, "top_p": 0.9})],
     ids=str,
 )  # fmt: skip
 def test_the_distribution_is_kept(vocabulary, sampling, table, beside):
     """Catches a q over the wrong tokens, a draft that hangs on the noise it is judged by, and a cut that is made before
     what has no twin is left out, in q alone.  False alarm 1e-6."""
     prompt = table.tokenizer.encode("ab é a")
-    assert keeps_the_distribution(table, beside(vocabulary), prompt=prompt, slots=1000, sampling=sampling)
+    assert keeps_the_distribution(table, beside(vocabulary), prompt=prompt, slots=700, sampling=sampling)
     _, state, kept = emitted(table, beside(vocabulary), prompt=prompt, slots=100, sampling=sampling)
     assert kept > 30
     assert state.invalid == 0
@@ -352,9 +289,10 @@ def test_the_target_itself_in_other_ids_is_always_right(vocabulary, twin, prompt
         assert sum(read) <= sum(len(prompt) + 2 * 4 for prompt in prompts)
 
 
-@pytest.mark.parametrize(("vocabulary", "room"), [("text", 24), ("intersection", 24), ("intersection", 256)])
+@pytest.mark.parametrize(("vocabulary", "room"), [("text", 24), ("intersection", 256)])
 def test_the_small_models_cache_is_as_if_it_had_read_the_text(vocabulary, room, wide, made, monkeypatch):
-    """Catches a cache that is not taken back to where two encodings part, also where only the end of the text fits."""
+    """Catches a draft in wrong ids, slots that are used again with another's text in them, an invalid q, and a cache
+    that is not taken back to where two encodings part, also where only the end of the text fits."""
     drafter = made(vocabulary=vocabulary)
     monkeypatch.setattr(drafter.model, "spec", replace(drafter.model.spec, context=room))
     worst, lengths, read = [0.0], [0], MODULE.read_texts
@@ -369,10 +307,15 @@ def test_the_small_models_cache_is_as_if_it_had_read_the_text(vocabulary, room, 
         return logits
 
     monkeypatch.setattr(MODULE, "read_texts", watched)
-    for policy in (None, OnAndOff(4)):
-        prompts = enumerate(texts(wide)[-4:])
-        requests = [Request(prompt, 10 + 3 * n, Sampling(float(n % 2), seed=n)) for n, prompt in prompts]
-        [*_] = serve(wide, requests, drafter, slots=3, policy=policy)
+    prompts, served = enumerate(texts(wide)[-4:]), []
+    requests = [Request(prompt, 10 + 3 * n, Sampling(float(n % 2), seed=n)) for n, prompt in prompts]
+    for crossing, policy in ((None, None), (drafter, None), (drafter, OnAndOff(4))):
+        state = batch(wide, 3, ends=frozenset())
+        served.append([[] for _ in requests])
+        for progress in serve(wide, requests, crossing, state=state, policy=policy):
+            served[-1][progress.request] += progress.tokens
+        assert state.invalid == 0
+    assert served[0] == served[1] == served[2]
     assert max(worst) < 1e-9
     assert max(lengths) <= room
     # the short one held less than some texts have

@@ -7,12 +7,11 @@ from tiny import randomise
 from training.bench import make_answers
 
 from outrider.data.features import LiveFeatures
-from outrider.drafters import dflash, domino
+from outrider.drafters import domino
 from outrider.errors import DrafterError
 from outrider.nn.heads import PrefixGRU
 from outrider.training import trainer
 from outrider.training.config import Config as TrainConfig
-from outrider.training.step import accumulate
 
 SIZES = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16, "decay": 4.0,
@@ -59,28 +58,6 @@ def test_weights_are_named_as_in_released_checkpoints(target):
     }  # fmt: skip
 
 
-def test_with_nothing_learnt_by_the_head_it_is_dflash(target, batch):
-    """Catches a head that moves logits before it has learnt anything."""
-    model = made(target, taps=(1, 2))
-    plain = dflash.Model(dflash.Config(**(SIZES | {"taps": (1, 2)})), target).double()
-    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if name.startswith("backbone.")})
-    (rows, mine), (others, theirs) = logits_of(model, batch), logits_of(plain, batch)
-    assert torch.equal(mine, theirs) and torch.equal(rows.weight, others.weight)
-
-
-def test_a_slot_is_corrected_by_the_tokens_before_it_alone(target):
-    """Catches a head that reads the token it is to predict, or a later one."""
-    model, noise = randomise(made(target)), torch.Generator().manual_seed(0)
-    states = torch.randn(3, 4, 32, dtype=torch.float64, generator=noise)
-    previous = torch.randint(64, (3, 4), generator=noise)  # the anchor and three drafts: what each slot is told
-    for changed in range(1, 4):
-        other = previous.clone()
-        other[:, changed:] = (other[:, changed:] + 7) % 64
-        with torch.no_grad():
-            differs = (model.corrections(states, other) - model.corrections(states, previous)).abs().amax((0, 2)) > 0
-        assert differs.tolist() == [k >= changed for k in range(4)]
-
-
 def test_the_first_slots_keep_their_base_logits(target):
     """Catches a correction of the slot that has nothing of its own block before it."""
     states, previous = torch.randn(2, 4, 32).double(), torch.randint(64, (2, 4))
@@ -89,21 +66,6 @@ def test_the_first_slots_keep_their_base_logits(target):
         assert [bool(slot.any()) for slot in added.unbind(1)] == [k >= first for k in range(4)]
     with pytest.raises(DrafterError, match=r"pure_prefix must be below block \(4\), got 4"):
         made(target, pure_prefix=4)
-
-
-def test_serving_corrects_as_training_does(target, batch):
-    """Catches a GRU that reads other tokens, or in another order, when it reads its own."""
-    model = randomise(made(target, taps=(1, 2))).eval()
-    states = []
-    backbone = model.backbone.forward
-    model.backbone.forward = lambda *given: states.append(backbone(*given)) or states[-1]
-    anchors, at = batch.tokens[:, 9], torch.full((4,), 9)
-    with torch.no_grad():
-        tokens, logits, confidence = model(batch.taps[:, :9], torch.arange(9)[None], anchors, at, None, None, None)
-        previous = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
-        wanted = target.head(states[0][:, 0]) + model.corrections(states[0][:, 0], previous)
-    assert confidence is None
-    torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_every_block_trains_by_its_base_or_by_what_is_drafted(target, batch):
@@ -123,20 +85,6 @@ def test_every_block_trains_by_its_base_or_by_what_is_drafted(target, batch):
     assert 16 <= sum(is_base) <= 48
     # a run may put other weights in their place, or choose rows: they know nothing of the curriculum
     assert all(torch.equal(weight, rows.weight) for _, weight in found.values())
-
-
-def test_the_head_learns_nothing_while_the_base_alone_trains(target, batch):
-    """Catches a correction that enters the base's part of the loss."""
-    model = randomise(made(target, taps=(1, 2)))
-    for progress, learns in ((0.0, False), (1.0, True)):
-        model.progress = progress
-        model.zero_grad()
-        rows = model.predict(batch)
-        accumulate(rows, TrainConfig(loss={"kl": 1.0}))
-        rows.backward()
-        head = [w for name, w in model.named_parameters() if not name.startswith("backbone.")]
-        assert [bool(w.grad.any()) for w in head] == [learns] * 4
-        assert bool(model.backbone.fc.weight.grad.any())
 
 
 def test_a_training_goes_through_its_curriculum(target, tmp_path):

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FEW, Case, batch_of, cases, fast, tiny_model
+from conftest import Case, batch_of, cases, fast, tiny_model
 from contracts.parties import OnAndOff
-from drafters.proposals import by_text, exact, misreadings, path_to, watch
-from transformers import GPT2Config, GPT2LMHeadModel
+from drafters.proposals import exact, misreadings, path_to, watch
 
 from outrider import drafters
 from outrider.cli.drafters import about
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import Request
 from outrider.drafters import dflash, kinds
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
@@ -21,7 +20,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 
-EVERY = pytest.mark.parametrize("case", fast(cases(), FEW))
+EVERY = pytest.mark.parametrize("case", fast(cases(), ("recycle", "small_model", "dspark")))
 CHAIN, TREE = Case("small_model"), Case("small_model", {"width": 3, "nodes": 10})
 
 
@@ -33,12 +32,6 @@ def test_every_file_is_a_drafter():
         assert module.Config().kind == kind
         assert callable(module.build)
         assert module.__doc__
-
-
-def test_an_unknown_kind_is_refused_with_the_nearest_name():
-    """Catches an import error where a name was mistyped."""
-    with pytest.raises(ConfigError, match="did you mean 'ngram'"):
-        drafters.find("ngramm")
 
 
 WHOLE = """
@@ -55,13 +48,12 @@ def build(config, target): ...
     [
         ("", "", None),
         ('"class_ngram"', '"klass"', "class_ngram.py: Config.kind must be the file's name, 'class_ngram', got 'klass'"),
-        (' = "class_ngram"', ' = "klass"', "got 'klass'"),
         (' = "class_ngram"', "", "Config.kind must be .*, got none, or one without a default"),
         ("def build", "def make", r"has no `build\(config, target\)`; see docs/write-a-drafter.md"),
         ("(Base)", "", "drafters/class_ngram.py has no `Config`, a subclass"),
         ("from typing", "import no_such_package\nfrom typing", r"can't be imported \(ModuleNotFoundError: No module"),
     ],
-    ids=["whole", "other kind", "other default", "no default", "no build", "no Config", "no import"],
+    ids=["whole", "other kind", "no default", "no build", "no Config", "no import"],
 )
 def test_a_file_that_is_no_drafter_is_refused_and_the_others_are_listed(old, new, message, tmp_path, monkeypatch):
     """Catches one faulty file, or one faulty package beside ours, that takes the list and the contract suite down."""
@@ -76,7 +68,7 @@ def test_a_file_that_is_no_drafter_is_refused_and_the_others_are_listed(old, new
     else:
         with pytest.raises(ConfigError, match=message):
             drafters.find("class_ngram")
-    if new not in ("", "def make"):
+    if message is not None and new != "def make":
         return
     listed = {entry["kind"]: entry["summary"] for entry in map(about, kinds())}
     assert listed["ngram"].startswith("Prompt lookup")
@@ -116,10 +108,8 @@ def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of, mo
 
 SEEDED, HOT = {"temperature": 1.0, "seed": 4}, {"temperature": 1.0}
 WITH_BANS = [
-    (TREE, {}), (TREE, SEEDED), (Case("eagle3", {"width": 3, "nodes": 12}), {}),
-    (Case("eagle3", {"width": 3, "nodes": 12}), SEEDED), (Case("jacobi", {"window": 4}), {}),
-    (Case("jacobi", {"window": 4}), SEEDED), (Case("jacobi", {"window": 4}), HOT), (Case("specblock"), {}),
-    (Case("layer_skip"), {}), (Case("layer_skip"), SEEDED), (Case("medusa"), {}),
+    (TREE, SEEDED), (Case("eagle3", {"width": 3, "nodes": 12}), {}), (Case("jacobi", {"window": 4}), {}),
+    (Case("jacobi", {"window": 4}), HOT), (Case("specblock"), {}), (Case("layer_skip"), SEEDED),
 ]  # fmt: skip
 
 
@@ -144,7 +134,7 @@ def test_no_node_of_a_tree_is_a_banned_token(case, settings, target, prompts, wo
     [
         (Case("ngram", {"tree": "recency", "length": 5}), 16, 5),
         (Case("jacobi", {"window": 3, "branches": 2, "ngram": 3}), 7, 3),
-        (TREE, 10, 4), (Case("medusa", {"heads": 3, "tree": ((0,), (1,), (0, 0))}), 3, 3),
+        (TREE, 10, 4),
         (Case("medusa", {"heads": 3, "tree": ((0,), (1,), (0, 0)), "drawn": True}), 3, 3), (Case("specblock"), 7, 6),
         (Case("eagle3", {"length": 4, "width": 3, "nodes": 9}), 9, 4),
     ],
@@ -159,20 +149,18 @@ def test_under_a_target_that_verifies_no_trees_a_chain_is_drafted_and_that_is_sa
     drafter = workshop.build(case, target)
     assert drafter.limit == length and "verifies no trees" in caplog.text
     seen = watch(drafter)
-    for sampling in (Sampling(), Sampling(**SEEDED)):
-        exact(target, prompts[:1], drafter, max_new_tokens=16, sampling=sampling)
+    exact(target, prompts[:1], drafter, max_new_tokens=16, sampling=Sampling(**SEEDED))
     assert not any(above != n - 1 for one in seen for n, above in enumerate(one.draft.tree[0]))
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (Case("small_model", {"nodes": 9}), "nodes"), (Case("eagle3", {"nodes": 9}), "nodes"),
+        (Case("eagle3", {"nodes": 9}), "nodes"),
         (Case("medusa", {"nodes": 9, "tree": ((0,),)}), "nodes"),
         (Case("jacobi", {"init": "repeat", "ngram": 3}), "ngram"),
         (Case("ngram", {"nodes": 9, "capacity": 5000, "tenants": 3}), "ngram.nodes and capacity and tenants"),
         (Case("ngram", {"tree": "recency", "nodes": 9, "capacity": 5000}), None),
-        (Case("ngram", {"shared": "tenant", "nodes": 16, "capacity": 5000, "tenants": 3}), None),
     ],
     ids=str,
 )  # fmt: skip
@@ -182,10 +170,7 @@ def test_settings_that_have_no_effect_are_named(case, said, target, workshop, ca
     assert f"{said} has no effect" in caplog.text if said else not caplog.text
 
 
-IN_BLOCKS = ("dflash", "dspark", "domino", "deer")
-
-
-@pytest.mark.parametrize("kind", [*IN_BLOCKS, "eagle", "eagle3", "peagle", "specblock"])
+@pytest.mark.parametrize("kind", ["dflash", "deer", "eagle", "peagle", "specblock"])
 def test_heads_that_do_not_divide_are_refused(kind, target):
     """Catches a shape error deep in attention, and a hook on a layer counted from the end."""
     module = drafters.find(kind)
@@ -198,7 +183,7 @@ def test_heads_that_do_not_divide_are_refused(kind, target):
             module.build(module.Config(taps=(1, 9)), target)
 
 
-@pytest.mark.parametrize("kind", [*IN_BLOCKS, "peagle"])
+@pytest.mark.parametrize("kind", ["dflash", "deer", "peagle"])
 def test_a_mask_token_of_the_tokenizer_stands_for_the_tokens_to_come(kind, workshop, monkeypatch):
     """Catches a learnt mask beside the tokenizer's own, and ids mixed up: the text is exact as well."""
     target = load_target(tiny_model())
@@ -208,31 +193,7 @@ def test_a_mask_token_of_the_tokenizer_stands_for_the_tokens_to_come(kind, works
     exact(target, [1, 2, 3], model.eval().drafter(), max_new_tokens=10)
 
 
-ALONE = [
-    *(Case(kind) for kind in IN_BLOCKS), Case("dspark", {"markov": "rnn"}), Case("dflash", {"anchor_predicts": False}),
-    Case("jacobi", {"window": 4, "branches": 2}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ALONE, ids=str)
-def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, workshop):
-    """Catches padding between slots that is attended to, positions of another slot."""
-
-    def drafts(prompts, slots):
-        drafter = workshop.build(case, target)
-        seen = watch(drafter)
-        [*_] = serve(target, [Request(prompt, 14, Sampling()) for prompt in prompts], drafter, slots=slots)
-        return by_text(seen)
-
-    together = drafts(prompts, 3)
-    for prompt in prompts[::2]:
-        for text, draft in drafts([prompt], 1).items():
-            assert together[text] == draft
-
-
-@pytest.mark.parametrize(
-    "case", [Case("eagle3"), Case("eagle3", {"width": 2, "nodes": 6}), Case("peagle"), Case("specblock")], ids=str
-)
+@pytest.mark.parametrize("case", [Case("eagle3", {"width": 2, "nodes": 6}), Case("peagle"), Case("specblock")], ids=str)
 def test_no_draft_holds_a_token_outside_its_vocabulary(case, target, prompts, workshop):
     """Catches draft ids taken for the target's, a q above 0 elsewhere."""
     model = workshop.model(Case(case.kind, case.choices | {"vocabulary": 10}), target)
@@ -255,72 +216,7 @@ def test_no_draft_holds_a_token_outside_its_vocabulary(case, target, prompts, wo
         workshop.model(Case(case.kind, {"vocabulary": 65}), target)
 
 
-class OneSlot:
-    slots = 1
-
-
-def proposed(config, text: list[int], budget: int = 4) -> list[int]:
-    drafter = drafters.find("ngram").build(config, None)
-    state = DecodeState(1, 1000)
-    state.admit(0, Request(text, 100, Sampling()))
-    draft = drafter.propose(drafter.allocate(OneSlot()), state, torch.tensor([budget]))
-    return draft.tokens[0, : int(draft.sizes[0])].tolist()
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),
-        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the most recent of equals
-        ([9, 1, 2, 3, 1, 2, 4, 9, 1, 2], [3, 1, 2, 4]),  # the longest wins over the most recent
-        ([1, 2, 3, 4], []),
-        ([5], []),
-        ([7, 7, 7], [7]),
-    ],
-    ids=str,
-)
-def test_ngram_proposes_what_followed_the_longest_latest_match(text, wanted):
-    """Catches a match of the text's end with itself, and the order of preferences."""
-    assert proposed(drafters.find("ngram").Config(length=4, longest=3, shortest=2), text) == wanted
-
-
-def test_ngram_learns_from_its_own_text_as_from_the_prompt():
-    """Catches a history that is read only once: by looking up every prefix of a text, step by step and at once."""
-    config = drafters.find("ngram").Config(length=3, longest=3, shortest=1)
-    text = torch.randint(3, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    drafter = drafters.find("ngram").build(config, None)
-    memory, state = drafter.allocate(OneSlot()), DecodeState(1, 1000)
-    state.admit(0, Request(text[:2], 100, Sampling()))
-    for end in range(2, 60):
-        state.tokens[0] = text[:end]
-        draft = drafter.propose(memory, state, torch.tensor([3]))
-        assert draft.tokens[0, : int(draft.sizes[0])].tolist() == proposed(config, text[:end], 3)
-
-
 SMALL_MODEL = drafters.find("small_model")
-
-
-def test_a_small_model_that_is_the_target_is_always_right(target, prompts, tmp_path):
-    """Catches a small model's cache that loses the text: any slip shows as a rejection."""
-    target.model.save_pretrained(tmp_path)
-    drafter = SMALL_MODEL.build(SMALL_MODEL.Config(model=str(tmp_path), length=4), target)
-    # q equals p but for rounding: a rejection has odds below 1e-9
-    for sampling in (Sampling(), Sampling(1.0, seed=0)):
-        found = exact(target, prompts[:5], drafter, max_new_tokens=20, slots=3, sampling=sampling)
-        assert all(generation.accepted == [4] * 4 for generation in found)
-
-
-@pytest.mark.parametrize(("width", "context"), [(1, 20), (2, 27)])
-def test_a_small_model_reads_the_end_of_a_text_beyond_its_context(width, context, target, prompts, tmp_path):
-    """Catches positions that the model has never seen, or does not have: GPT-2's are a table."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
-    GPT2LMHeadModel(GPT2Config(n_positions=context, **shape)).double().save_pretrained(tmp_path)
-    drafter = SMALL_MODEL.build(SMALL_MODEL.Config(model=str(tmp_path), length=4, width=width), target)
-    for slots in (1, 3):
-        exact(target, prompts[: slots + 1], drafter, max_new_tokens=28, slots=slots)
-    with pytest.raises(ConfigError, match="context"):
-        SMALL_MODEL.build(SMALL_MODEL.Config(model=str(tmp_path), length=context), target)
 
 
 def test_a_small_model_goes_on_being_right_beyond_its_context(target, tmp_path):
@@ -339,6 +235,10 @@ def test_a_small_model_goes_on_being_right_beyond_its_context(target, tmp_path):
         agreed = next((i for i, (a, b) in enumerate(zip(drafted, ahead, strict=False)) if a != b), 4)
         assert accepted == agreed, n
         text = text + found.tokens[len(text) - 3 :][: accepted + 1]
+    tree = SMALL_MODEL.build(SMALL_MODEL.Config(model=str(tmp_path), length=4, width=2), target)
+    exact(target, [[7, 7, 3], [5]], tree, max_new_tokens=28, slots=2)
+    with pytest.raises(ConfigError, match="context"):
+        SMALL_MODEL.build(SMALL_MODEL.Config(model=str(tmp_path), length=24), target)
 
 
 def test_a_small_model_of_another_vocabulary_is_refused(target, tmp_path):
@@ -360,9 +260,8 @@ def loaded(untrained, monkeypatch):
     return untrained
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
-    temperature, target, prompts, workshop, loaded, monkeypatch
+    target, prompts, workshop, loaded, monkeypatch
 ):
     """Catches a path that is not moved together, a slot that keeps another's nodes, an anchor read twice or not at all.
 
@@ -377,26 +276,11 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
 
     monkeypatch.setattr(SlotCache, "straighten", counted)
     for policy in (None, OnAndOff(10)):
-        samplings = [Sampling(temperature * (n % 3 > 0), seed=n) for n in range(len(prompts))]
+        samplings = [Sampling(float(n % 3 > 0), seed=n) for n in range(len(prompts))]
         requests = [Request(text, 8 + 2 * n, samplings[n]) for n, text in enumerate(prompts)]
         [*_] = serve(target, requests, drafter, slots=3, policy=policy)
     assert len(distances) > 60 and max(distances) < 1e-10
     assert moved[0] > 5
-
-
-def test_a_tree_keeps_more_than_a_chain_of_its_depth(target, prompts, workshop, loaded):
-    """Catches a tree in a bad order or under a wrong mask; counts of steps, the same in every run."""
-
-    def steps(choices, **sampling):
-        drafter = workshop.build(Case("small_model", choices), target)
-        found = generate(target, prompts[:2], drafter, max_new_tokens=20, sampling=Sampling(**sampling), slots=2)
-        return sum(generation.steps for generation in found)
-
-    for sampling in ({}, {"temperature": 1.0, "seed": 5}):
-        chain, small, large = (
-            steps(choices, **sampling) for choices in ({}, {"width": 2, "nodes": 6}, {"width": 4, "nodes": 16})
-        )
-        assert large < small < chain
 
 
 def test_a_model_that_reads_no_trees_is_refused_one(target, workshop, loaded, monkeypatch):
@@ -441,17 +325,6 @@ def test_runners_up_are_leaves_beside_the_chain():
     for size in range(7):
         kept = draft.first(torch.tensor([size, size])).checked(2)
         assert kept.sizes.tolist() == [size, min(size, 4)]
-
-
-def test_a_tree_of_runners_up_keeps_what_the_chain_would_miss(target, prompts, drafter_of):
-    """Catches runners-up that are never reached: with them a text takes fewer steps, and stays the same."""
-    steps = []
-    for siblings in ((), (8, 8, 8, 8)):
-        drafter = dflash.BlockDrafter(drafter_of(Case("dflash")).model)
-        drafter.tree = dflash.sibling_tree(drafter.block, siblings)
-        drafter.limit = len(drafter.tree.paths)
-        steps.append(sum(one.steps for one in exact(target, prompts[:4], drafter, max_new_tokens=30)))
-    assert steps[1] < steps[0]
 
 
 @pytest.mark.parametrize("siblings", [(1, 1, 1, 1, 1), (64,)])

@@ -10,18 +10,13 @@ from drafters.proposals import exact
 from outrider.checkpoint import save
 from outrider.drafters import eagle, eagle3
 from outrider.loading import load_drafter
-from outrider.training import losses
 from outrider.training.config import Config as TrainConfig
 from outrider.training.step import accumulate
 
 OPTIONS = {
-    "plain": {},
-    "five taps": {"taps": (0, 1, 2, 3)},
-    "qwen3": {"qk_norm": True},
-    "3.1": {"fc_norm": True, "norm_output": True},
-    "gated": {"gated": True},
+    "qwen3 and 3.1": {"qk_norm": True, "fc_norm": True, "norm_output": True, "taps": (0, 1, 2, 3)},
+    "gated": {"gated": True, "vocabulary": 24},
     "metaquery": {"aggregate": "metaquery", "queries": 2},
-    "reduced": {"vocabulary": 24},
 }
 EVERY = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 
@@ -72,40 +67,10 @@ def test_every_option_has_its_gradient(options, target, texts, workshop):
         assert float(weight.grad.abs().sum()) > 0, name
 
 
-def test_weights_are_named_as_the_released_ones(target):
-    """Catches a name or a shape under which no released checkpoint would load."""
-    config = eagle3.Config(
-        heads=2, kv_heads=1, head_dim=8, intermediate=48, taps=(0, 1, 2), vocabulary=24, fc_norm=True
-    )
-    shapes = {name: tuple(weight.shape) for name, weight in eagle3.Model(config, target).state_dict().items()}
-    assert shapes == {
-        "fc.weight": (32, 96), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,), "fc_norm.2.weight": (32,),
-        "norm.weight": (32,), "layers.0.hidden_norm.weight": (32,), "layers.0.input_layernorm.weight": (32,),
-        "layers.0.post_attention_layernorm.weight": (32,), "layers.0.self_attn.q_proj.weight": (16, 64),
-        "layers.0.self_attn.k_proj.weight": (8, 64), "layers.0.self_attn.v_proj.weight": (8, 64),
-        "layers.0.self_attn.o_proj.weight": (32, 16), "layers.0.mlp.gate_proj.weight": (48, 32),
-        "layers.0.mlp.up_proj.weight": (48, 32), "layers.0.mlp.down_proj.weight": (32, 48),
-        "head.lm_head.weight": (24, 32), "head.d2t": (24,), "head.t2d": (64,),
-    }  # fmt: skip
-    names = set(eagle.Model(eagle.Config(), target).state_dict())
-    assert {"fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight"} <= names
-    assert not any("input_layernorm" in name or name.startswith("norm") for name in names)
-
-
 def test_taps_not_asked_for_are_low_middle_and_high():
     """Catches a default that a small target does not have."""
     wanted = {36: (1, 17, 32), 28: (1, 13, 24), 8: (1, 3, 4), 4: (0, 1), 2: (0, 1), 1: (0,)}
     assert {layers: eagle3.three(layers) for layers in wanted} == wanted
-
-
-def test_learned_queries_begin_as_nothing(target, texts, workshop):
-    """Catches queries that spoil the linear path before anything is learnt."""
-    plain, queried = (workshop.model(Case("eagle3", OPTIONS[name]), target) for name in ("plain", "metaquery"))
-    fill(queried, plain)
-    batch = batch_of(target, plain.taps, texts)
-    assert torch.equal(logits_of(plain, batch), logits_of(queried, batch))
-    torch.nn.init.normal_(queried.metaquery.o_proj.weight)
-    assert not torch.allclose(logits_of(plain, batch), logits_of(queried, batch))
 
 
 def test_learned_queries_look_at_one_token_alone(target, texts, workshop):
@@ -123,7 +88,7 @@ def test_learned_queries_look_at_one_token_alone(target, texts, workshop):
 
 def test_an_open_gate_changes_nothing(target, texts, workshop):
     """Catches a gate that is not a factor between 0 and 1, or stands behind o_proj."""
-    plain, gated = (workshop.model(Case("eagle3", OPTIONS[name]), target) for name in ("plain", "gated"))
+    plain, gated = (workshop.model(Case("eagle3", options), target) for options in ({}, {"gated": True}))
     fill(gated, plain)
     batch = batch_of(target, plain.taps, texts)
     assert not torch.allclose(logits_of(plain, batch), logits_of(gated, batch))
@@ -145,17 +110,6 @@ def test_the_normed_output_is_what_the_next_step_reads(target, texts, workshop):
     one, other = logits_of(given, batch), logits_of(fed, batch)
     torch.testing.assert_close(one[depth == 0], other[depth == 0], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(one[depth == 1], other[depth == 1])
-
-
-def test_what_cannot_be_drafted_counts_as_lost(target, texts, workshop):
-    """Catches a target that is renormalised over the draft's vocabulary."""
-    model = workshop.model(Case("eagle3", {"vocabulary": 1}), target)
-    for draft, own, part in model.predict(batch_of(target, model.taps, texts)).chunks(10**9):
-        said = own.softmax(-1)[:, model.head.ids[0]]
-        torch.testing.assert_close(
-            losses.tv(draft, own, texts.new_zeros(len(own))), (1 - said).float(), check_dtype=False
-        )
-        assert part.stop == len(own)
 
 
 def test_the_feature_to_learn_is_the_one_the_label_was_said_from(target, texts, workshop):

@@ -7,7 +7,6 @@ from contracts.parties import OnAndOff, TableTarget
 from drafters.proposals import exact, watch
 
 from outrider.drafters.jacobi import Config, build
-from outrider.generation import generate
 from outrider.retrieval.pool import Pool
 from outrider.sampling.settings import Sampling
 
@@ -34,26 +33,6 @@ def test_a_greedy_window_is_the_fixed_point_iteration_by_hand(target, prompts):
         assert text[: len(prompt) + 28] == (prompt + plainly)[: len(prompt) + 28]
 
 
-def test_a_text_that_no_guess_can_change_needs_two_passes_a_window():
-    """Catches guesses that are thrown away: where the next token hangs on nothing, the second pass keeps a whole
-    window."""
-    constant = TableTarget.of([0.1, 0.2, 0.7])
-    (found,) = generate(constant, [0], build(Config(window=4), constant), max_new_tokens=31)
-    assert found.tokens == [2] * 31
-    assert found.accepted[:4] == [0, 4, 4, 4]
-
-
-def test_greedy_decoding_never_takes_more_steps_than_tokens(target, prompts):
-    """Catches a step that brings nothing, branches under the wrong parent, and a window lost when a branch was kept."""
-    steps = {}
-    for window, branches, init in ((4, 0, "ngram"), (4, 4, "ngram"), (2, 0, "repeat")):
-        drafter = build(Config(window=window, branches=branches, init=init), target)
-        found = exact(target, prompts[3:], drafter, max_new_tokens=32, slots=3)
-        assert all(one.steps <= 32 <= one.steps + sum(one.accepted) for one in found)
-        steps[window, branches] = sum(one.steps for one in found)
-    assert steps[4, 4] < steps[4, 0]
-
-
 @pytest.mark.parametrize(
     ("config", "policy"),
     [(Config(window=3, branches=2, ngram=3), OnAndOff(5)), (Config(window=3, init="repeat"), None)],
@@ -61,16 +40,15 @@ def test_greedy_decoding_never_takes_more_steps_than_tokens(target, prompts):
 )
 def test_trees_and_windows_keep_the_distribution(config, policy):
     """Catches a q that is not what was drawn from, and a window that outlives a pause.  False alarm 1e-6."""
-    assert keeps_the_distribution(TABLE, build(config, TABLE), policy, prompt=[0, 1, 2, 0, 1], slots=2000)
+    assert keeps_the_distribution(TABLE, build(config, TABLE), policy, prompt=[0, 1, 2, 0, 1], slots=1500)
     _, _, kept = emitted(TABLE, build(config, TABLE), slots=200)
     assert 60 < kept < 200 * 3 * 3
 
 
-@pytest.mark.parametrize("branches", [0, 3])
-def test_with_a_seed_the_text_is_plain_decodings_and_guesses_foresee_it(branches, target, prompts):
+def test_with_a_seed_the_text_is_plain_decodings_and_guesses_foresee_it(target, prompts):
     """Catches a draft that leaves traces in a seeded text, and one drawn from other noise than the target's."""
-    drafter = build(Config(window=4, branches=branches), target)
-    found = exact(target, prompts, drafter, max_new_tokens=24, sampling=Sampling(0.7, seed=3), slots=3)
+    drafter = build(Config(window=4, branches=3), target)
+    found = exact(target, prompts[:4], drafter, max_new_tokens=24, sampling=Sampling(0.7, seed=3), slots=3)
     assert sum(sum(one.accepted) for one in found) > 10
 
 

@@ -50,16 +50,6 @@ def test_no_noise_is_the_embedding_and_all_noise_forgets_it():
     assert jacobi_denoising.noised(words, noise, torch.tensor([0.0, 1.0])).tolist() == [[1.0] * 4, [9.0] * 4]
 
 
-def test_a_place_is_predicted_by_the_row_before_it(target):
-    """Catches a shift by one: with clean embeddings of the true text every row predicts what the text's own would."""
-    model = jacobi_denoising.TargetModel(CONFIG, target).double()
-    text = torch.tensor([[5, 9, 17, 3, 11, 12, 13, 2]])
-    words, at = model.words(text), torch.tensor([[2]])
-    model.inputs = lambda *_: words[:, 3:6]
-    states = model.read(text, torch.ones_like(text), at)
-    torch.testing.assert_close(states[0, 8:], states[0, 3:6], rtol=1e-9, atol=1e-9)
-
-
 def test_windows_of_training_hold_what_the_model_guesses(target):
     """Catches a window that is shifted or knows the text to come, and noise that falls along it."""
     model = jacobi_denoising.TargetModel(CONFIG.model_copy(update={"levels": 1}), target).double()

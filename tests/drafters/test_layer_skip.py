@@ -8,17 +8,15 @@ import torch
 from conftest import tiny_model
 from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import TableTarget
-from drafters.proposals import exact, watch
+from drafters.proposals import exact
 
 from benchmarks.families import tiny
 from outrider.drafters import layer_skip
 from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import DrafterError
-from outrider.generation import generate
 from outrider.nn.sublayer_search import Search
 from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.fixed import Fixed
-from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip, SkipsLayers
 
@@ -40,7 +38,7 @@ def silenced(skip: Skip) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     "skip",
-    [Skip(), whole(2), whole(2, 3), Skip(frozenset({0, 3})), Skip(mlp=frozenset({1, 2})), whole(0, 1, 2, 3)],
+    [Skip(), whole(2, 3), Skip(frozenset({0, 3})), Skip(mlp=frozenset({1, 2}))],
     ids=str,
 )
 def test_a_pass_without_sublayers_is_that_of_a_model_in_which_they_say_nothing(skip, target):
@@ -76,18 +74,7 @@ def test_everything_is_what_it_was_on_every_way_out(target):
     assert torch.equal(target.verify(cache, [0, 1], torch.tensor([1, 2]), layer_skip.Draft.empty(2)).logits, logits)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"]
-)
-def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, caplog):
-    """Catches a draft that does not see the text, or sees it a place off. Rounding."""
-    drafter = build(Config(skip_attention=(), length=4, min_confidence=0), target)
-    assert "leaves nothing out" in caplog.text
-    found = generate(target, prompts[:5], drafter, max_new_tokens=20, slots=3, sampling=sampling)
-    assert all(one.accepted == [4] * 4 for one in found)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt-oss", "opt"])
+@pytest.mark.parametrize("family", ["gpt-oss", "opt"])
 def test_other_families_draft_for_themselves(family):
     """Catches a module that returns what its layer can't unpack; opt has no MLP that could be told."""
     target = load_target(tiny(family))
@@ -118,30 +105,16 @@ class Halved(TableTarget):
 TABLE = Halved.random(5)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.45])
-def test_the_distribution_is_kept(least):
+def test_the_distribution_is_kept():
     """Catches a q that is not what was drawn from, and a draft whose end hangs on the token behind it.  False alarm
     1e-6."""
-    drafter = LayerSkip(TABLE, whole(0), 3, least)
+    drafter = LayerSkip(TABLE, whole(0), 3, 0.45)
     assert keeps_the_distribution(TABLE, drafter, slots=2000)
     assert keeps_the_distribution(
         TABLE, drafter, ByConfidence(3, 0.3), slots=1500, sampling={"temperature": 0.7, "top_k": 4}
     )
     _, _, kept = emitted(TABLE, drafter, slots=100)
     assert kept > 40
-
-
-def test_a_draft_ends_before_the_first_place_that_is_unsure(target, prompts):
-    """Catches a slot that goes on behind its end because another does, and a confidence that is another place's."""
-    drafter = LayerSkip(target, whole(1), 6, 0.1)
-    seen = watch(drafter)
-    generate(target, prompts, drafter, max_new_tokens=24, slots=3)
-    assert len({size for one in seen for size in one.draft.live}) > 3
-    for _, budget, draft in seen:
-        for b, size in enumerate(draft.live):
-            assert not size or bool((draft.confidence[b, :size] >= 0.1).all())
-            if size < min(draft.tokens.shape[1], budget[b]):
-                assert draft.confidence[b, size] < 0.1
 
 
 MUTE = Skip(frozenset({1, 2}), frozenset({2, 3}))

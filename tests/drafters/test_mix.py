@@ -45,7 +45,7 @@ def counting(vocabulary: int = 7, ahead: int = 1) -> TableTarget:
 
 @pytest.mark.parametrize(
     ("pair", "share"),
-    [(("replacement", "without"), "bandit"), (("top", "mixed"), "bandit"), (("without", "top"), "request")],
+    [(("replacement", "mixed"), "bandit"), (("without", "top"), "request")],
     ids=str,
 )
 def test_mixed_trees_keep_the_distribution(pair, share):

@@ -50,26 +50,6 @@ def test_logits_are_the_targets_head_of_the_mean_of_what_is_looked_up(target):
     torch.testing.assert_close(logits_after(model, text), wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_texts_in_one_row_do_not_know_each_other(target):
-    """Catches training on n-grams that begin in another text, which serving never has."""
-    model, tokens = made(target), torch.arange(10, 22)[None]
-    documents = torch.tensor([[1] * 5 + [2] * 4 + [0] * 3])
-    with torch.no_grad():
-        packed = model.read(tokens, documents)
-        alone = [model.read(tokens[:, :5], documents[:, :5]), model.read(tokens[:, 5:9], documents[:, 5:9])]
-    torch.testing.assert_close(packed[:, :9], torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
-
-
-def test_a_chain_is_what_training_says_of_the_same_text(target):
-    """Catches a context that is shifted, too short at a text's beginning, or another slot's."""
-    model = made(target)
-    draft = model.drafter().propose(None, state_of(target, TEXTS), torch.tensor([4, 2, 4, 1]))
-    assert draft.live == [4, 2, 4, 1] and draft.q is None
-    for text, tokens, size in zip(TEXTS, draft.ids, draft.live, strict=True):
-        for n in range(size):
-            assert tokens[n] == int(logits_after(model, text + tokens[:n]).argmax())
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_trees_node_is_drafted_after_its_own_branch(target, temperature):
     """Catches siblings that see each other: every eldest child comes from the distribution after its own path."""

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from byte_targets import byte_model, exactly, passes
-from conftest import batch_of, first, train
+from conftest import batch_of, train
 from contracts.chances import emitted, follows
-from drafters.proposals import exact
 
 from outrider.drafters import patch_diffusion
 from outrider.generation import generate
@@ -26,33 +25,12 @@ def made(target, config: patch_diffusion.Config = CONFIG):
     return patch_diffusion.TargetModel(config, target).double()
 
 
-@pytest.fixture(scope="module")
-def learnt(own, prompts):
-    """A drafter for a target that was trained on the other's texts."""
-    answers = generate(own, prompts[2:6], max_new_tokens=48)
-    texts = torch.tensor([(prompt + one.tokens)[:48] for prompt, one in zip(prompts[2:6], answers, strict=True)])
-    model = made(own)
-    train(model, batch_of(own, (), texts), 80, lr=2e-3)
-    return model.eval().drafter()
-
-
-@pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
-def test_texts_are_those_that_the_trained_model_writes_alone(own, learnt, prompts, sampling):
-    """Catches a block that stays in the cache, filled bytes that are drafted unverified."""
-    after = exact(learnt.target, prompts[2:6], learnt, max_new_tokens=24, slots=3, sampling=sampling)
-    if sampling is None:
-        before = generate(own, prompts[2:6], patch_diffusion.build(CONFIG, own), max_new_tokens=24)
-        accepted = [sum(sum(one.accepted) for one in found) for found in (after, before)]
-        assert accepted[0] > 1.5 * accepted[1]
-        assert all(weight.grad is None for weight in own.model.parameters())
-
-
 @pytest.mark.parametrize("steps", [1, 3])
-def test_it_takes_as_many_passes_as_asked_for_and_none_of_the_global_model(learnt, prompts, steps):
+def test_it_takes_as_many_passes_as_asked_for_and_none_of_the_global_model(own, prompts, steps):
     """Catches a block that is filled more often, or by whole passes."""
-    drafter = patch_diffusion.build(CONFIG.model_copy(update={"steps": steps}), learnt.target)
-    with passes(learnt.target.model) as counts:
-        [found] = generate(learnt.target, prompts[2], drafter, max_new_tokens=30, policy="fixed")
+    drafter = patch_diffusion.build(CONFIG.model_copy(update={"steps": steps}), own)
+    with passes(own.model) as counts:
+        [found] = generate(own, prompts[2], drafter, max_new_tokens=30, policy="fixed")
     assert counts["wide"] <= found.steps + 1
     left, drafts = 30, 0
     for accepted in found.accepted:
@@ -113,14 +91,14 @@ def test_it_trains_under_autocast(own):
     assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters() if weight.grad is not None)
 
 
-@pytest.mark.parametrize("sampling", first([{"temperature": 0.7, "top_k": 3}, {"temperature": 1.0}]), ids=str)
-def test_a_trained_target_keeps_its_own_distribution(sampling):
+def test_a_trained_target_keeps_its_own_distribution():
     """Catches a q that depends on what was drawn.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
+    sampling = {"temperature": 0.7, "top_k": 3}
     small = load_target(byte_model(vocab_size=5, patch_size=2))
     model = made(small, patch_diffusion.Config(block=3, mask_token=4, anchors=16, steps=2))
     texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
     train(model, batch_of(small, (), texts), 15, lr=2e-3)
     drafter, prompt = model.eval().drafter(), [0, 1, 2, 0, 1]
-    tokens, _, accepted = emitted(drafter.target, drafter, prompt=prompt, slots=1000, sampling=sampling)
+    tokens, _, accepted = emitted(drafter.target, drafter, prompt=prompt, slots=700, sampling=sampling)
     assert accepted > 60
     assert follows(tokens, exactly(drafter.target, prompt, Settings.of([Sampling(**sampling)])))

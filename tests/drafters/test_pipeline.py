@@ -37,12 +37,11 @@ def guesses(target, model, prompt, count) -> list[tuple[list[int], int, torch.Te
     return seen
 
 
-@pytest.mark.parametrize("settings", [{"stages": 2}, {"stages": 4, "taps": (0, 1, 3)}], ids=str)
-def test_training_shows_what_a_guess_sees(target, settings, monkeypatch):
+def test_training_shows_what_a_guess_sees(target, monkeypatch):
     """Catches a mask, a position or a kind of feature that differs, at every fill; with the planted fault, tokens in
     flight that are one stage further in training, it fails."""
-    model = model_of(target, **settings)
-    seen = guesses(target, model, [3, 9, 4, 1, 7], 30)
+    model = model_of(target, stages=4, taps=(0, 1, 3))
+    seen = guesses(target, model, [3, 9, 4, 1, 7], 24)
     fills = {fill for _, fill, _ in seen}
     assert fills >= {1, 2}
 
@@ -60,33 +59,6 @@ def test_training_shows_what_a_guess_sees(target, settings, monkeypatch):
         kind = pipeline.Model.kind
         monkeypatch.setattr(pipeline.Model, "kind", lambda self, back, fill: kind(self, back + 1, fill))
         assert differs() > 1e-4
-
-
-def test_no_prediction_sees_what_is_not_known_yet(target):
-    """Catches a tap of a stage that a token in flight has not passed."""
-    model = model_of(target, stages=4, taps=(0, 1, 2, 3))
-    read = batch_of(target, model.taps, torch.arange(20)[None])
-    documents = torch.ones(1, 20, dtype=torch.int64)
-    documents[:, :4] = 2
-    at, fill = torch.tensor([[12]]), torch.tensor([[3]])
-
-    def states(change) -> torch.Tensor:
-        taps, tokens = read.taps.clone(), read.tokens.clone()
-        change(taps, tokens)
-        found = type(read)(tokens, read.loss_mask, documents, taps, read.hidden)
-        return model.drafted(found, at, fill)
-
-    def moved(change) -> bool:
-        return not torch.equal(states(change), states(lambda taps, tokens: None))
-
-    assert not moved(lambda taps, tokens: taps[:, 12, 1:].add_(1))  # one stage back: one tap
-    assert not moved(lambda taps, tokens: taps[:, 11, 2:].add_(1))
-    assert not moved(lambda taps, tokens: taps[:, 13:].add_(1))
-    assert not moved(lambda taps, tokens: tokens[:, 14:].add_(1))
-    assert not moved(lambda taps, tokens: (taps[:, :4].add_(1), tokens[:, :4].add_(1)))
-    assert moved(lambda taps, tokens: taps[:, 12, :1].add_(1))
-    assert moved(lambda taps, tokens: taps[:, 11, 1:2].add_(1))
-    assert moved(lambda taps, tokens: taps[:, 10, 3:].add_(1))
 
 
 def test_settings_that_fit_no_pipeline_are_refused(target):

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drafters.proposals import watch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from outrider import drafters
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.generation import serve
 from outrider.retrieval.recycle import CHANCES, Successors
 from outrider.sampling.settings import Sampling
 
@@ -82,20 +80,6 @@ def test_every_verified_node_teaches_and_what_was_kept_teaches_last():
     ended, draft = Accepted([[0]], [-1], [0]), Draft.chain(torch.tensor([[3]]), torch.tensor([1]))
     drafter.observe(memory, state, draft, ended, Scores(scores[:, :2], scores[:, :2], None))
     assert memory[0].table[:3, 0].tolist() == [-1, -1, 3]
-
-
-def test_a_slot_used_again_remembers_nothing(target, prompts):
-    """Catches what one request said in another's drafts: the second request is drafted for as if it came first."""
-
-    def drafts(requests):
-        drafter = recycle.build(recycle.Config(), target)
-        seen = watch(drafter)
-        [*_] = serve(target, requests, drafter, slots=1)
-        return [(one.texts, one.tokens, one.draft.tree) for one in seen]
-
-    later = Request(prompts[4], 15, Sampling())
-    alone = drafts([later])
-    assert drafts([Request(prompts[0], 40, Sampling()), later])[-len(alone) :] == alone
 
 
 def test_tenants_share_tables_only_if_asked_and_only_their_own():

@@ -109,12 +109,11 @@ def test_every_prefix_of_a_tree_is_a_draft_without_equal_siblings(chain, branche
         assert draft.checked(1).live == [size]
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_a_slot_counts_only_where_those_before_it_were_right(blocks, target, prompts):
+def test_a_slot_counts_only_where_those_before_it_were_right(target, prompts):
     """Catches a prefix that includes the slot itself or runs across blocks."""
     texts = torch.tensor([(prompt * 20)[:20] for prompt in prompts])
-    model = model_of(target, blocks=blocks)
-    train(model, batch_of(target, model.taps, texts), 20)
+    model = model_of(target, blocks=3)
+    train(model, batch_of(target, model.taps, texts), 12)
     torch.manual_seed(1)
     rows = model.predict(batch_of(target, model.taps, texts))
     logits = torch.cat([draft for draft, _, _ in rows.chunks(50)])
@@ -124,7 +123,7 @@ def test_a_slot_counts_only_where_those_before_it_were_right(blocks, target, pro
         slot, holds = (slot + 1, holds and right[n - 1]) if n and blocks_of[n - 1] == block else (0, True)
         wanted.append(0.8**slot * holds)
     torch.testing.assert_close(rows.weight, torch.tensor(wanted))
-    assert len({block % blocks for block, weight in zip(blocks_of, wanted, strict=True) if weight}) == blocks
+    assert len({block % 3 for block, weight in zip(blocks_of, wanted, strict=True) if weight}) == 3
     assert {0.0, 1.0} < set(wanted)
 
 
@@ -148,8 +147,7 @@ def test_a_block_goes_on_where_the_last_one_was_left(target):
     )
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 2}], ids=["tree", "chain"])
-def test_served_logits_of_all_blocks_are_the_trained_ones(sampling, target, prompts, monkeypatch):
+def test_served_logits_of_all_blocks_are_the_trained_ones(target, prompts, monkeypatch):
     """Catches positions, masks and features that differ between `rollout` and `propose`, in float64."""
     model = model_of(target, blocks=3)
     texts = torch.tensor([(prompt * 20)[:20] for prompt in prompts])
@@ -184,7 +182,7 @@ def test_served_logits_of_all_blocks_are_the_trained_ones(sampling, target, prom
 
     monkeypatch.setattr(drafter, "_first", watched_first)
     monkeypatch.setattr(drafter, "_next", watched)
-    requests = [Request(prompt, 8 + n, Sampling(**sampling)) for n, prompt in enumerate(prompts[:5])]
+    requests = [Request(prompt, 8 + n, Sampling()) for n, prompt in enumerate(prompts[:5])]
     [*_] = serve(target, requests, drafter, state=state, policy=Fixed(drafter.limit))
     with torch.no_grad():
         for number in range(3):
@@ -216,7 +214,7 @@ def test_texts_are_the_targets_with_more_blocks(choices, sampling, target, promp
     """Catches keys of later blocks that stay in the cache, and room that was made for two."""
     drafter = model_of(target, nodes=60, **choices).eval().drafter()
     seen = watch(drafter)
-    exact(target, prompts[:4], drafter, Fixed(drafter.limit), max_new_tokens=30, sampling=sampling, slots=3)
+    exact(target, prompts[:3], drafter, Fixed(drafter.limit), max_new_tokens=24, sampling=sampling, slots=3)
     reached = max(depth for one in seen for depth in one.draft.reach())
     assert reached > 2 * SMALL_OF["specblock"]["slots"] - (sampling.temperature == 0) * 3
 

@@ -19,7 +19,7 @@ def own():
 def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
     """Catches a draft that begins on another state than the target's: before a latent is missing it can't be wrong."""
     drafter, steps = stale_latent.build(stale_latent.Config(length=6), own), 0
-    for prompt in prompts:
+    for prompt in prompts[:4]:
         [found] = generate(own, prompt, drafter, max_new_tokens=40)
         text, done = prompt + found.tokens, len(prompt)
         ends = ends_of(text, 4)
@@ -28,7 +28,7 @@ def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
             assert accepted >= min(6, exact, len(text) - done - 1)
             steps += 0 < exact < 6
             done += accepted + 1
-    assert steps > 10
+    assert steps > 5
 
 
 def test_a_draft_runs_no_global_model_and_a_step_one_whole_pass(own, prompts):
@@ -50,6 +50,6 @@ def test_it_keeps_the_targets_distribution():
     small = load_target(byte_model(vocab_size=5, patch_size=2))
     drafter, prompt = stale_latent.build(stale_latent.Config(length=3), small), [0, 1, 2, 0, 1]
     sampling = {"temperature": 0.7, "top_k": 3}
-    tokens, _, accepted = emitted(small, drafter, prompt=prompt, slots=1500, sampling=sampling)
+    tokens, _, accepted = emitted(small, drafter, prompt=prompt, slots=1000, sampling=sampling)
     assert accepted > 100
     assert follows(tokens, exactly(small, prompt, Settings.of([Sampling(**sampling)])))

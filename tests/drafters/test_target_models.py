@@ -1,21 +1,17 @@
 """Targets that are trained to draft for themselves: exact relative to their own text."""
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import batch_of, tiny_model, train
-from contracts.chances import TOKENS, emitted, follows
+from conftest import batch_of, train
 from drafters.proposals import exact
 from tiny import make_folder, write_run_file
 
 import outrider
 from outrider.drafters import find
 from outrider.generation import generate
-from outrider.sampling.distribution import Settings, distribution
-from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 SETTINGS = {"tidar": {"block": 3, "mask_token": 63}, "jacobi_denoising": {"window": 3}}
@@ -37,19 +33,17 @@ def learnt(kind, target, prompts, plain):
     """A drafter that was trained on the target's texts; its target is its own."""
     model = made(kind, target)
     texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts[2:6]])
-    train(model, batch_of(target, (), texts), 60, lr=2e-3)
+    train(model, batch_of(target, (), texts), 40, lr=2e-3)
     return model.eval().drafter()
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(1.0, seed=3)], ids=["greedy", "sampled"])
-def test_texts_are_those_that_the_trained_model_writes_alone(kind, learnt, target, prompts, sampling):
+def test_texts_are_those_that_the_trained_model_writes_alone(kind, learnt, target, prompts):
     """Catches masks that the text sees, or that stay in the cache."""
-    found = exact(learnt.target, prompts[2:6], learnt, max_new_tokens=24, slots=3, sampling=sampling)
-    if sampling is None:
-        before = generate(target, prompts[2:6], find(kind).build(made(kind, target).config, target), max_new_tokens=24)
-        accepted = [sum(sum(one.accepted) for one in texts) for texts in (found, before)]
-        assert accepted[0] > 1.5 * accepted[1]
-        assert all(weight.grad is None for weight in target.model.parameters())
+    found = exact(learnt.target, prompts[2:6], learnt, max_new_tokens=24, slots=3)
+    before = generate(target, prompts[2:6], find(kind).build(made(kind, target).config, target), max_new_tokens=24)
+    accepted = [sum(sum(one.accepted) for one in texts) for texts in (found, before)]
+    assert accepted[0] > 1.5 * accepted[1]
+    assert all(weight.grad is None for weight in target.model.parameters())
 
 
 def test_a_step_is_one_pass(learnt, prompts):
@@ -95,30 +89,11 @@ def test_no_row_sees_a_later_token_or_another_text(kind, target):
     torch.testing.assert_close(behind(tokens[0], 17), behind(other, 17), rtol=0, atol=0)
 
 
-@pytest.mark.slow
-def test_a_trained_model_keeps_its_own_distribution(kind):
-    """Catches a q that is not what the rows drew from.  False alarm 1e-6; a vocabulary of 5, every triple counted."""
-    small, sampling = load_target(tiny_model(vocab_size=5)), {"temperature": 0.7, "top_k": 3}
-    model = made(kind, small, **({"mask_token": 4} if kind == "tidar" else {}))
-    texts = torch.randint(5, (8, 24), generator=torch.Generator().manual_seed(4))
-    train(model, batch_of(small, (), texts), 30, lr=2e-3)
-    drafter, prompt = model.eval().drafter(), [0, 1, 2, 0, 1]
-    tokens, _, kept = emitted(drafter.target, drafter, prompt=prompt, slots=1000, sampling=sampling)
-    assert kept > 60
-    joint, settings = torch.ones(()), Settings.of([Sampling(**sampling)])
-    for count in range(TOKENS):
-        heads = torch.tensor(list(itertools.product(range(5), repeat=count)), dtype=torch.int64).view(5**count, count)
-        given = torch.cat([torch.tensor(prompt).expand(len(heads), -1), heads], 1)
-        p = distribution(drafter.target.model(given).logits[None, :, -1].detach(), settings)[0]
-        joint = joint[..., None] * p.view(*[5] * count, 5)
-    assert follows(tokens, joint)
-
-
-def test_a_run_file_trains_a_target_and_measures_that(kind, tmp_path, monkeypatch):
+def test_a_run_file_trains_a_target_and_measures_that(tmp_path, monkeypatch):
     """Catches an evaluation on the target that training began from, and a target that was not saved whole."""
     monkeypatch.chdir(tmp_path)
     folder = make_folder(tmp_path / "tiny")
-    settings = SETTINGS[kind] | ({"mask_token": 7} if kind == "tidar" else {})
+    kind, settings = "tidar", {"block": 3, "mask_token": 7}
     file = write_run_file(tmp_path / "run.yaml", folder, drafter={"kind": kind, "anchors": 8} | settings)
     report = outrider.run(file)
     place = Path("runs/run/target")

@@ -6,7 +6,6 @@ import torch
 from outrider.drafters import tidar
 from outrider.errors import DrafterError
 from outrider.nn import trees
-from outrider.nn.probe_rows import rows_after
 
 CONFIG = tidar.Config(block=3, mask_token=63, anchors=16)
 
@@ -14,18 +13,6 @@ CONFIG = tidar.Config(block=3, mask_token=63, anchors=16)
 def made(target) -> tidar.TargetModel:
     torch.manual_seed(1)
     return tidar.TargetModel(CONFIG, target).double()
-
-
-def test_masks_stand_behind_their_row_and_see_its_path_and_their_block():
-    """Catches a block that sees another, a node that is not above it, or its masks in one direction alone."""
-    draft = trees.of_lists([[5, 6, 7]], [[-1, -1, 0]])
-    mask, depths = rows_after(*draft.rows(), 2, causal=False)
-    assert depths.tolist() == [[1, 2, 2, 3, 2, 3, 3, 4]]
-    sees = [[0], [0, 1], [0, 2], [0, 1, 3]]
-    for row in range(8):
-        block = row // 2
-        wanted = {*sees[block], 4 + 2 * block, 5 + 2 * block}
-        assert set(mask[0, row].nonzero()[:, 0].tolist()) == wanted
 
 
 def test_the_masks_of_a_branch_are_those_of_a_pass_over_its_prefix_alone(target):

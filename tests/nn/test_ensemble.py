@@ -66,10 +66,3 @@ def test_a_part_is_told_of_its_nodes_where_they_stood_in_what_was_verified():
     # of its three nodes one was verified, and was kept; what the other drafted behind it is a second step
     assert one.told == [([2], (-1,), [0], 4, [0, 1]), ([5], (-1,), [0], 0, [2, 3])]
     assert other.told == [([2, 4, 5], (-1, 0, 1), [0, 1, 2], 0, [0, 1, 2, 3])]
-
-
-def test_nothing_of_a_part_is_left():
-    """Catches a part that is told of nodes which nobody verified."""
-    one, other = run(kept=[5], path=[0])
-    assert one.told == [([], (), [], 6, [0]), ([], (), [], 0, [1])]
-    assert other.told == [([6], (-1,), [0], 0, [0, 1])]

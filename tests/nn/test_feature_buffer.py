@@ -4,11 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from conftest import Case
-from torch import Tensor
 
-from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.generation import generate, serve
 from outrider.nn.memory import FeatureBuffer
@@ -16,17 +14,6 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
 PROMPTS = [[n % 64 for n in range(40)], [(3 * n) % 64 for n in range(40)], [(5 * n) % 64 for n in range(40)]]
-
-
-class Late(Policy):
-    """Plain steps, so many, then drafts."""
-
-    def __init__(self, plain: int):
-        self.left = plain
-
-    def budget(self, state: DecodeState) -> Tensor:
-        self.left -= 1
-        return torch.full((len(state.rows),), 0 if self.left >= 0 else 3)
 
 
 @pytest.fixture(params=["dspark", "eagle3"])
@@ -66,19 +53,11 @@ def test_no_more_than_a_bound_waits(target, drafter, monkeypatch):
     found = reads(drafter, monkeypatch)
     texts(target, drafter, Fixed(0), 8)
     assert len(found) == 1
-    monkeypatch.setattr(FeatureBuffer, "MAX_UNREAD", 16)
-    monkeypatch.setattr(FeatureBuffer, "MAX_PASSES", 16)
-    texts(target, drafter, Fixed(0), 60)
+    monkeypatch.setattr(FeatureBuffer, "MAX_UNREAD", 8)
+    monkeypatch.setattr(FeatureBuffer, "MAX_PASSES", 8)
+    texts(target, drafter, Fixed(0), 30)
     assert len(found) >= 1 + 2 * len(PROMPTS)
-    assert max(found) <= len(PROMPTS[0]) + 16
-
-
-def test_what_waited_is_read_before_the_first_draft(target, drafter, monkeypatch):
-    """Catches features that are lost or read twice when drafting resumes: then fewer tokens are accepted."""
-    policy = Late(12)  # the whole first text, and some steps of the second
-    found = reads(drafter, monkeypatch)
-    assert texts(target, drafter, policy, 9) == texts(target, None, Fixed(0), 9)
-    assert any(count >= len(PROMPTS[0]) for count in found)
+    assert max(found) <= len(PROMPTS[0]) + 8
 
 
 @pytest.mark.parametrize("slots", [1, 3])

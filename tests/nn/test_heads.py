@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SHAPE, tiny_model
+from conftest import SHAPE
 
 from outrider.errors import DrafterError
 from outrider.nn.blocks import ContextLayer
-from outrider.nn.draft_model import binding, copy_layers, resolve_taps
+from outrider.nn.draft_model import copy_layers, resolve_taps
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind, ReducedHead
-from outrider.targets.load import load_target
 
 KINDS = typing.get_args(MarkovKind)
 
@@ -127,10 +126,3 @@ def test_taps_not_asked_for_are_spread_within_the_target(target):
     for wrong, said in (((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "ascending"), ((1, 1), "ascending")):
         with pytest.raises(DrafterError, match=said):
             resolve_taps(wrong, target.spec)
-
-
-def test_a_binding_tells_two_targets_apart(target):
-    """Catches a checkpoint that loads on other weights, or does not load from another folder."""
-    again, other = load_target(tiny_model()), load_target(tiny_model(seed=1))
-    assert binding(again) == binding(target)
-    assert binding(other) != binding(target)

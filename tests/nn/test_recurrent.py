@@ -1,42 +1,21 @@
 """Pairs, rollouts and trees of drafters that read their own output: training sees what serving sees."""
 
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
-from conftest import SHAPE, Case, batch_of, cases
+from conftest import Case, batch_of, cases
 from drafters.proposals import by_text, eldest_paths, exact, watch
-from torch import nn
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.generation import generate, serve
 from outrider.nn import recurrent, serving
-from outrider.nn.blocks import Attention
 from outrider.nn.draft_model import Batch
-from outrider.nn.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentModel, unrolled_mask
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
 EAGLE3 = Case("eagle3", {"length": 4, "ttt": 5})
-EAGLE = Case("eagle", {"length": 4, "ttt": 5})
-BOTH = pytest.mark.parametrize("case", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
-
-
-def table(rows: list[str]) -> list[list[bool]]:
-    return [[letter == "x" for letter in row.replace(" ", "")] for row in rows]
-
-
-def test_a_rollout_sees_the_pairs_before_it_and_its_own_steps():
-    """Catches a rollout that sees another's guesses, a later pair, or another text."""
-    mask = unrolled_mask(torch.tensor([[1, 1, 1, 1], [1, 2, 2, 0]]), torch.arange(4).expand(2, -1), 4, 2)
-    assert mask.shape == (2, 1, 4, 12)
-    assert mask[0, 0].tolist() == table(["x... x... x...", "xx.. .x.. .x..", "xxx. ..x. ..x.", "xxxx ...x ...x"])
-    assert mask[1, 0].tolist() == table(["x... x... x...", ".x.. .x.. .x..", ".xx. ..x. ..x.", "...x ...x ...x"])
-    first = unrolled_mask(torch.ones(1, 3), torch.arange(3)[None], 3, 0)
-    assert first[0, 0].tolist() == table(["x..", "xx.", "xxx"])  # causal attention
 
 
 def test_rollouts_may_attend_in_parts(monkeypatch):
@@ -139,28 +118,6 @@ def is_served_as_trained(model, drafter, target, texts, monkeypatch, prompt=5, s
             torch.testing.assert_close(logits, wanted[key], **(noise or {"rtol": 1e-9, "atol": 1e-9}))
 
 
-@pytest.fixture
-def texts(target, prompts, plain):
-    return [(prompt[:5] + plain(target, prompt[:5], 30))[:28] for prompt in prompts if len(prompt) >= 5][:4]
-
-
-@pytest.mark.parametrize(("case", "slots"), [(EAGLE3, 1), (EAGLE3, 3), (EAGLE, 3)], ids=str)
-def test_every_depth_is_served_as_it_was_trained(case, slots, target, workshop, texts, monkeypatch):
-    """Catches positions, masks and features that differ from training's, slots that see each other."""
-    model = trained(case, workshop, target)
-    is_served_as_trained(model, model.drafter(), target, texts, monkeypatch, slots=slots)
-
-
-def test_a_label_shifted_by_one_is_seen(target, workshop):
-    """A rollout's rows are labelled i + 2 + s: the anchor is token i + 1."""
-    model = workshop.model(EAGLE3, target)
-    counted = torch.arange(12)[None] + 20
-    rows = model.predict(batch_of(target, model.taps, counted))
-    assert (rows.labels - 22 == rows.block + rows.depth)[rows.weight > 0].all()
-    torch.testing.assert_close(rows.weight[rows.block == 0], 0.8 ** torch.arange(5))
-    assert rows.weight[rows.block == 8].tolist() == pytest.approx([1.0, 0.8, 0, 0, 0])
-
-
 def test_a_rollout_ends_with_what_is_to_be_learnt(target, workshop):
     """Catches a depth that is learnt behind a token that is not: when served it would never be reached that way."""
     model = workshop.model(EAGLE3, target)
@@ -186,10 +143,9 @@ def test_a_text_too_short_to_learn_from_is_no_error(length, target, workshop):
     assert int((rows.weight > 0).sum()) == 2 * (length == 3)
 
 
-@BOTH
-def test_a_trees_likeliest_path_is_the_chain(case, target, workshop, prompts):
+def test_a_trees_likeliest_path_is_the_chain(target, workshop, prompts):
     """Catches a node that reads a sibling's key, or the output of another parent."""
-    model = trained(case, workshop, target)
+    model = trained(EAGLE3, workshop, target)
     chains, beams = {}, {}
     for width, paths in ((1, chains), (3, beams)):
         model.config = model.config.model_copy(update={"width": width, "nodes": 40})
@@ -201,23 +157,6 @@ def test_a_trees_likeliest_path_is_the_chain(case, target, workshop, prompts):
     assert sum(len(beams[text]) >= 2 for text in shared) > 20
     # the beam may leave the chain where another path is likelier as a whole
     assert all(one == other for text in shared for one, other in zip(chains[text], beams[text], strict=False))
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_slot_used_again_drafts_as_a_new_one(width, target, workshop, prompts):
-    """Catches pairs of the text before, features that wait, and a prompt read in parts."""
-    model = trained(Case("eagle3", {"width": width, "nodes": 6}), workshop, target)
-
-    def drafts(prompts, slots):
-        drafter = model.drafter()
-        seen = watch(drafter)
-        generate(target, prompts, drafter, max_new_tokens=14, slots=slots)
-        return by_text(seen)
-
-    together = drafts(prompts, 2)
-    for prompt in prompts[::2]:
-        for text, draft in drafts([prompt], 1).items():
-            assert together[text] == draft
 
 
 def test_nothing_is_drafted_behind_a_texts_first_token(target, workshop):
@@ -258,31 +197,3 @@ def test_a_draft_ends_before_what_no_distribution_is_left_for():
     draft = Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), q)
     assert serving.possible(draft, banned).sizes.tolist() == [3, 1]
     assert serving.possible(draft, free) is draft
-
-
-class SeveralConfig(RecurrentConfig):
-    kind: Literal["several"] = "several"
-
-
-class Several(RecurrentModel):
-    """Two modules, each a single attention with a residual: step 0 takes the first, later ones the second."""
-
-    num_modules = 2
-    limits = (None, None)
-
-    def __init__(self, target):
-        super().__init__()
-        torch.manual_seed(4)
-        self.target = target
-        self.config, self.shape = SeveralConfig(ttt=4, length=4), replace(SHAPE, heads=2, kv_heads=1)
-        self.attention = nn.ModuleList(Attention(32, self.shape, 64, qk_norm=False) for _ in range(2))
-        self.double()
-
-    def step(self, module, words, features, angle, attend):
-        return features + self.attention[module](torch.cat([words, features], -1), angle, attend, module)
-
-
-def test_modules_keep_keys_of_their_own(target, texts, monkeypatch):
-    """Catches a module that reads another's keys, or columns in which it wrote nothing."""
-    model = Several(target)
-    is_served_as_trained(model, RecurrentDrafter(model), target, texts, monkeypatch)
