@@ -253,11 +253,6 @@ FAULTS = [
     fault(
         "a compiled step writes a slot's state back over that of the slot's next request",
         ("GraphBatch.leave", "self.step.write_back()", "pass"),
-        (
-            "GraphBatch.enter",
-            "        self.step.parts.drafter.enter(rows, state)",
-            "        self.step.write_back()\n        self.step.parts.drafter.enter(rows, state)",
-        ),
     ),
     fault(
         "steps captured for greedy requests serve a later call at another temperature",
@@ -265,7 +260,7 @@ FAULTS = [
     ),
     fault(
         "compiled steps of small_model's trees of different shapes share one file on disk",
-        ("CompiledWholeStep.settings", "sizes, tree, configs", "sizes, tree"),
+        ("CompiledWholeStep.settings", "drawn, sizes, tree, configs", "(drawn,)"),
     ),
     fault(
         "tokens that a captured step produced after a stop string go to the next request in that slot",
@@ -1023,7 +1018,7 @@ FAULTS = [
         ("at_once", "if busy(most) > most:", "if busy(most) > most * most:"),
     ),
     fault(
-        "of two drafters in a plan with stored features ... epochs",
+        "a plan with stored features has the target read them anew in every epoch",
         ("once", "passes = 1.0 if training.token_bytes else training.epochs", "passes = training.epochs"),
     ),
     fault(

@@ -29,10 +29,13 @@ LONG = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": T
 
 
 def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a request that SIGTERM cuts off, a new one that is taken then, and an exit code of a failure."""
+    """Catches a request that SIGTERM cuts off, a new one that is taken then, an exit code of a failure, an option that
+    does not reach the server."""
     monkeypatch.setattr(console, "out", Console(width=300))
-    log = tmp_path / "log"
-    words = ("serve", "--target", str(folder), "--port", "0", "--drafter", "ngram", "--slots", "2", "serve.drain_s=60")
+    log, ring, requests = tmp_path / "log", tmp_path / "keys.json", tmp_path / "requests.jsonl"
+    key = {"authorization": f"Bearer {keys.add(ring, 'ann')}"}
+    words = ("serve", "--target", str(folder), "--port", "0", "--drafter", "ngram", "--slots", "2", "serve.drain_s=60",
+             "--keys", str(ring), "--request-log", str(requests), "--log-prompts")  # fmt: skip
     process = fork(*words, log=log)
     try:
         while not (server := re.search(r"server +(http://\S+),", said := log.read_text() if log.exists() else "")):
@@ -41,12 +44,13 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
         url = server[1]
         assert "drafter   ngram: at most" in said
         assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy adaptive", said)
-        assert "model tiny; no key is asked for" in said
+        assert f"model tiny; the keys of {ring}" in said
         wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
         asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=asked)
+        assert httpx.post(f"{url}/v1/completions", json=asked).status_code == 401
+        answer = httpx.post(f"{url}/v1/completions", json=asked, headers=key)
         assert answer.json()["choices"][0]["text"] == wanted
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"n": 4}, timeout=60) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"n": 4}, headers=key, timeout=60) as stream:
             events = stream.iter_lines()
             next(events)
             os.kill(process.pid, signal.SIGTERM)
@@ -54,13 +58,14 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
             while (health := httpx.get(f"{url}/health")).status_code == 200 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert health.json() == {"status": "stopping"}
-            refused = httpx.post(f"{url}/v1/completions", json=asked)
+            refused = httpx.post(f"{url}/v1/completions", json=asked, headers=key)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             rest = [line.removeprefix("data: ") for line in events if line]
         ends = [c["finish_reason"] for line in rest[:-1] for c in json.loads(line)["choices"] if c["finish_reason"]]
         assert rest[-1] == "[DONE]" and ends == ["length"] * 4
         process.join(20)
         assert process.exitcode == 0 and "stopped; all requests that ran have ended" in log.read_text()
+        assert asked["prompt"] in requests.read_text()
     finally:
         process.kill()
 

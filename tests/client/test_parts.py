@@ -9,7 +9,7 @@ from decimal import Decimal
 from email.utils import formatdate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.client import BudgetExceeded, CircuitOpen, Limits, Price, Retries, Timeouts, load_prices
@@ -226,6 +226,7 @@ def test_a_table_that_is_wrong_is_refused(tmp_path, text, match):
 
 
 @settings(max_examples=25)
+@example(prompt="a prediction that is rejected " * 50, tokens=1, n=1, share=1.0, cached=0.0)
 @given(
     prompt=st.text(max_size=200), tokens=st.integers(1, 100), n=st.integers(1, 4),
     share=st.floats(0, 1), cached=st.floats(0, 1),

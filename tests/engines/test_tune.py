@@ -230,10 +230,10 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     one."""
     calls: list[tuple[Arm, int]] = []
     with pytest.raises(KeyboardInterrupt):
-        swept(tmp_path, calls, fails_at=30)
+        swept(tmp_path, calls, fails_at=30, log="one")
     with (tmp_path / sweep.POINTS).open("a") as file:
         file.write("[3, 1, nul")
-    points = swept(tmp_path, calls)
+    points = swept(tmp_path, calls, log="one")
     assert len(calls) == 2 * len(LENGTHS) * len(LOADS)
     undisturbed: list[tuple[Arm, int]] = []
     assert sorted(points, key=str) == sorted(swept(tmp_path / "whole", undisturbed), key=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import folder as folder
 from verbs import outrider_with
 
 from benchmarks import plan as benchmark
@@ -83,16 +84,17 @@ def test_costs_are_shown_at_half_all_and_twice_the_traffic(tmp_path: Path) -> No
     assert one.once.money == pytest.approx(sum(part or 0 for part in parts))
     assert one.once.training_hours and two.once.training_hours and two.once.training_hours > one.once.training_hours
     assert one.once.data_hours == two.once.data_hours and one.once.storage_bytes == two.once.storage_bytes
+    # features that are stored are read once from the target, whatever the number of epochs
+    three = planned(tmp_path / "three.json", *words, "--epochs", "40")
+    assert three.once is not None and three.once.training_hours
+    for_20 = three.once.training_hours - two.once.training_hours
+    assert two.once.training_hours > 1.01 * for_20
 
 
 def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a number that is made up where something is missing."""
     assert "no hardware was given; name it with --hardware (a100-40gb" in refused(capsys, *TRAFFIC)
-    assert "hardware 'toaster' is not in the table" in refused(capsys, "--hardware", "toaster")
     assert "--prompt-tokens must be above 0, got -3" in refused(capsys, "--hardware", "h100", "--prompt-tokens", "-3")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    said = refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
-    assert "lacks intermediate_size, num_attention_heads, num_hidden_layers, vocab_size" in said
     assert "eagle4" in refused(capsys, "--hardware", "h100", "--method", "eagle4")
     assert "--again has no effect without --measure" in refused(capsys, "--hardware", "h100", "--again")
     assert "choose one" in refused(capsys, "--hardware", "h100", "--rate", "1", "--concurrency", "2")
@@ -111,18 +113,11 @@ LLAMA = {
         (("--price-per-hour", "-3", "--rate", "1"), "--price-per-hour must be above 0, got -3"),
         (("--price-per-gb-month", "nan", "--train-answers", "5"), "--price-per-gb-month must be above 0, got nan"),
         (("--price-per-hour", "3"), "--price-per-hour has no effect without --rate, a --log or --train-answers"),
-        (("--train-answers", "0"), "--train-answers must be at least 1, got 0"),
         (("--train-answers", "5", "--epochs", "0"), "--epochs must be above 0, got 0"),
         (("--epochs", "3"), "--epochs has no effect without --train-answers"),
-        (("--devices", "0"), "--devices must be at least 1, got 0"),
         (("--slo", "speed=3"), "--slo speed is no limit that a plan can judge; give tpot, in ms"),
         (("--slo", "tpot=-3"), "--slo tpot must be above 0 ms, got -3"),
         (("--draft-model", "demo"), "--draft-model has no effect without --method small_model"),
-        (
-            ("--prompt-tokens", "9000", "--new-tokens", "20", "--concurrency", "1"),
-            "texts of 9000 and 20 tokens are longer than the 2048",
-        ),
-        (("--weights", "int3"), "weights 'int3' are not a type that is known here"),
     ],
 )
 def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,16 +129,11 @@ def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, caps
     ("change", "said"),
     [
         ({"num_attention_heads": 3}, "describes no model: The hidden size (64) is not a multiple"),
-        ({"num_hidden_layers": -3}, "has num_hidden_layers -3; each must be a whole number above 0"),
         ({"vocab_size": None}, "lacks vocab_size"),
-        ({"model_type": "nosuch"}, "has model_type 'nosuch', which this transformers lacks"),
-        ({"quantization_config": {"quant_method": "magic"}}, "a quantization_config that is not known here (magic)"),
         ({}, "texts of 200 and 200 tokens are longer than the 300 that"),
     ],
 )
-def test_a_config_that_is_no_model_is_refused(
-    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_is_no_model_is_refused(change, said, tmp_path, capsys) -> None:
     """Catches a trace of the library's own check, and a size that is taken from the library's default."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     assert said in refused(capsys, "--target", str(tmp_path), "--hardware", "h100", *TRAFFIC)
@@ -274,14 +264,14 @@ def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
     assert costs.prompt_of("dflash", 10) == pytest.approx(1) and costs.prompt_of("ngram", 10) == 0
 
 
-def test_a_measured_plan_writes_its_decision(quiet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_plan_writes_its_decision(folder, quiet, tmp_path, monkeypatch) -> None:
     """Catches a measured plan that needs more than it times.  No time is asserted."""
     monkeypatch.setattr("outrider.plan.measured.MULTIPLES", (1,))
     monkeypatch.setattr("outrider.plan.measured.TIMED_DEPTHS", (1, 4))
     monkeypatch.setattr(timings, "ROWS", (1, 4))
     monkeypatch.setattr(timings, "ROUNDS", 1)
     monkeypatch.setattr(timings, "STEPS", 2)
-    words = ("--target", "demo", "--measure", "--method", "ngram", "--method", "dflash", "--prompt-tokens", "40",
+    words = ("--target", str(folder), "--measure", "--method", "ngram", "--method", "dflash", "--prompt-tokens", "40",
              "--new-tokens", "40", "--concurrency", "1")  # fmt: skip
     found = planned(tmp_path / "plan.json", *words)
     assert found.measured and {(row.method, row.depth) for row in found.rows} == {

@@ -27,8 +27,8 @@ from outrider.targets.load import load_target
 from outrider.targets.miniature import enlivened
 from outrider.targets.transformers import TransformersTarget
 
-EVERY = pytest.mark.parametrize("case", fast(cases(), ("recycle", "eagle3", "dspark")))
-"""A few kinds; the others only where there is time."""
+EVERY = pytest.mark.parametrize("case", fast(cases(), ("eagle3",)))
+"""One kind; the others only where there is time."""
 BLOCK = 8
 
 
@@ -135,16 +135,29 @@ def test_a_stored_beginning_changes_no_text_and_no_draft(case, target, workshop,
 
 def test_plain_decoding_and_chunks_that_end_between_blocks(target):
     """Catches columns of a block that two passes read, of which the store saw half."""
-    assert [trace.cached // BLOCK for trace in agree(target, Drafter)] == CACHED
-    found = agree(target, Drafter, chunk=13)
+    assert [trace.cached // BLOCK for trace in agree(target, Drafter, 6)] == CACHED
+    found = agree(target, Drafter, 6, chunk=13)
     # the first pass of each prompt has one whole block; later ones continue in the middle of one
     assert [trace.cached // BLOCK for trace in found] == [0, 0, 1, 1, 0, 2, 1, 1]
 
 
-@pytest.mark.parametrize("family", ["gemma4", "llama4-chunks", "deepseek-v3"])
-def test_families_with_windows_chunks_and_other_keys(family):
+def test_a_slot_has_nothing_of_a_prompt_whose_reading_was_cut_off(target):
+    """Catches the blocks of a request that was cancelled, taken over by the next one in its slot."""
+    store, state, cache = PrefixStore(2**30, block=BLOCK), batch(target, 1), target.allocate(1, 80)
+    known, other = (Request([1 + n % size for n in range(60)], 4, Sampling()) for size in (7, 5))
+    state.admit(0, known)
+    counts = {0: 2 * BLOCK}
+    store.put(target, Drafter(), cache, state, counts, read(target, Drafter(), cache, None, state, counts))
+    cache.free([0])
+    state.free(0)
+    state.admit(0, other)
+    assert store.take(target, Drafter(), cache, None, state, 0) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek-v3"])
+def test_families_with_windows_and_other_keys(family):
     """Catches layers of several shapes copied into each other's place, and windows that a copied beginning leaves."""
-    found = agree(load_target(tiny(family)), Drafter)
+    found = agree(load_target(tiny(family)), Drafter, 6)
     assert [trace.cached // BLOCK for trace in found] == CACHED
 
 
@@ -153,7 +166,7 @@ def test_buffers_may_be_there_before_the_first_pass(target, monkeypatch):
     target.prefill(cache := target.allocate(1, 8), [0], torch.tensor([[1, 2]]), [2])
     monkeypatch.setattr(target.step, "shapes", SlotCache(1, 1, layers=cache.stacked).shaped_as(cache))
     assert target.allocate(1, 8).layers == cache.layers != []
-    assert [trace.cached // BLOCK for trace in agree(target, Drafter)] == CACHED
+    assert [trace.cached // BLOCK for trace in agree(target, Drafter, 6)] == CACHED
 
 
 TABLE = TableTarget.random(3)
@@ -263,7 +276,7 @@ def random_prompts(count: int, seed: int) -> list[tuple[str, list[int]]]:
     return [(draw.choice("ab"), prompt) for prompt in prompts[1:]]
 
 
-@pytest.mark.parametrize("budget_blocks", [1, 3, 10])
+@pytest.mark.parametrize("budget_blocks", [1, 5])
 def test_memory_stays_within_the_budget_and_all_that_is_stored_is_right(budget_blocks):
     """Catches a block that holds its whole pass in memory and one that is counted twice or never."""
     bench = Bench(PrefixStore(1, block=4))
@@ -271,7 +284,7 @@ def test_memory_stays_within_the_budget_and_all_that_is_stored_is_right(budget_b
     size = 4 * (bench.cache.column_bytes + 3 * HIDDEN * 8)
     store = bench.store = PrefixStore(budget_blocks * size + size // 2, block=4)
     draw, hits = random.Random(budget_blocks), 0
-    for tenant, prompt in random_prompts(250, seed=budget_blocks):
+    for tenant, prompt in random_prompts(120, seed=budget_blocks):
         bench.cache.gather(draw.sample(range(SLOTS), 2))
         hits += bench.read(prompt, draw.randrange(SLOTS), draw.choice([4, 8, 12, 13, 80]), tenant)
         assert bench.measured == store.bytes == len(store) * size <= store.budget_bytes
@@ -285,7 +298,7 @@ def test_the_longest_known_beginning_is_found(is_shared):
     """Catches a block that is not found, or one of another tenant that is, where nothing had to be removed."""
     bench = Bench(PrefixStore(2**30, is_shared, block=4))
     known = set()
-    for tenant, prompt in random_prompts(150, seed=7):
+    for tenant, prompt in random_prompts(80, seed=7):
         owner = "" if is_shared else tenant
         beginnings = [prompt[:at] for at in range(4, len(prompt), 4)]
         longest = max((len(part) for part in beginnings if (owner, tuple(part)) in known), default=0)
@@ -408,7 +421,7 @@ def test_a_target_that_stores_more_is_left_alone_and_said_so_once(name, caplog):
     """Catches a text that goes on from keys without the state that belongs to them."""
     target = unlike(name)
     store = PrefixStore(2**30, block=BLOCK)
-    requests = requests_of(target.spec.vocabulary, 6)
+    requests = requests_of(target.spec.vocabulary, 3)[:4]
     with caplog.at_level(logging.WARNING, logger="outrider"):
         found = decoded(target, Drafter(), requests, store)
     assert [trace.cached for trace in found] == [0] * len(requests) and len(store) == 0
