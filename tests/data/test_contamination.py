@@ -135,7 +135,7 @@ def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, 
 
 
 @pytest.mark.parametrize(
-    "training", [{}, {"step": 2}, {"ngram_hashes": []}, {"ngram_hashes": [None]}, {"ngram_hashes": "damaged"}, None]
+    "training", [{}, {"ngram_hashes": []}, {"ngram_hashes": [None]}, {"ngram_hashes": "damaged"}, None]
 )
 def test_an_old_checkpoint_is_not_known_rather_than_clean(training, trained, talker, tmp_path) -> None:
     """Catches a checkpoint of before, or a damaged one, that passes for clean, or that does not load any more."""
@@ -147,15 +147,6 @@ def test_an_old_checkpoint_is_not_known_rather_than_clean(training, trained, tal
     assert (found.checked, found.overlaps(ASKED)) == (0, {})
     assert "unknown" in found.line()
     assert load_drafter(copy, talker)
-
-
-def test_one_unknown_source_leaves_what_was_not_found_open(trained: Path, tmp_path: Path) -> None:
-    """Catches `false` for a prompt that may stand in the other source."""
-    found = check(ASKED, [Source("drafter", trained), Source("other", tmp_path)])
-    assert found.overlaps(ASKED) == dict.fromkeys(
-        [("quiz", name) for name in ("leaked", "second turn", "korean", "short")], True
-    )
-    assert set(found.unknown) == {"other"}
 
 
 class Stop(Exception):
@@ -182,13 +173,13 @@ def test_texts_of_before_a_stop_are_not_forgotten(talker: TransformersTarget, an
     assert ids(found) == {prompt.id for prompt in PROMPTS} and found.unknown == {}
 
 
-@pytest.mark.parametrize("first", ["unknown", "known", "old"])
+@pytest.mark.parametrize("first", ["known", "old"])
 def test_training_in_part_on_unknown_texts_is_not_known(first, talker, answers, tmp_path) -> None:
     """Catches half a training whose texts kept no hashes, or that began before hashes were kept, passing for clean."""
     known = source_of(talker, answers)
     unknown = LiveFeatures(talker, known.texts, TAPS, batch=2, length=400)
     place = tmp_path / "checkpoint"
-    stopped(talker, tmp_path, unknown if first == "unknown" else known)
+    stopped(talker, tmp_path, known)
     if first == "old":
         old = manifest(place)
         del old["training"]["ngram_hashes"]
@@ -196,15 +187,7 @@ def test_training_in_part_on_unknown_texts_is_not_known(first, talker, answers, 
     fit(tmp_path, talker, source=unknown if first == "known" else known, steps=4)
     found = check(ASKED, [Source("drafter", place)])
     assert "leaked" in ids(found) and "drafter" in found.unknown
-
-
-def test_going_on_with_the_same_texts_names_them_once(talker, answers, tmp_path) -> None:
-    """Catches a list that grows with every stop, and a checkpoint that differs from one that nothing stopped."""
-    stopped(talker, tmp_path / "a", source_of(talker, answers))
-    fit(tmp_path / "a", talker, source=source_of(talker, answers), steps=4)
-    fit(tmp_path / "b", talker, source=source_of(talker, answers), steps=4)
-    one, other = (manifest(tmp_path / name / "checkpoint")["training"]["ngram_hashes"] for name in "ab")
-    assert one == other and len(one) == 1 and one[0]["file"] == checkpoint.NGRAM_HASHES
+    assert set(found.overlaps(ASKED).values()) == {True}, "what was not found may stand in the unknown texts"
 
 
 @pytest.mark.parametrize(("at", "said"), [(0, "missing"), (3, None)])

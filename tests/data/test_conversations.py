@@ -1,7 +1,6 @@
 """Conversations from every layout; bad rows are named or counted; exactly the assistants' tokens train."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ from tiny import make_tokenizer
 
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped, available, read
-from outrider.data.rendering import prompt_tokens, render
+from outrider.data.rendering import render
 from outrider.data.sources import select
 from outrider.errors import DataError
 from outrider.measure import tasks
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+SYSTEM = {"role": "system", "content": "be"}
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -32,7 +32,6 @@ def read_all(path: Path, **settings: Any) -> list[Conversation]:
     [
         ({"messages": [USER, REPLY]}, [USER, REPLY]),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, [USER, REPLY]),
-        ({"conversations": [{"role": "user", "content": "hi"}]}, [USER]),
         ({"messages": [], "conversations": [USER]}, [USER]),
         ({"turns": ["hi", "hi"]}, [USER, USER]),
         ({"prompt": "hi"}, [USER]),
@@ -40,18 +39,14 @@ def read_all(path: Path, **settings: Any) -> list[Conversation]:
         ({"prompt": "hi", "response": "yo"}, [USER, REPLY]),
         ({"instruction": "hi", "output": "yo"}, [USER, REPLY]),
         ({"instruction": "hi", "input": "", "output": "yo"}, [USER, REPLY]),
-        (
-            {"instruction": "add", "input": "1, 2", "output": "yo"},
-            [{"role": "user", "content": "add\n\n### Input:\n1, 2"}, REPLY],
-        ),
+        ({"instruction": "add", "input": "1, 2", "output": "yo"},
+         [{"role": "user", "content": "add\n\n### Input:\n1, 2"}, REPLY]),
         ({"text": "hi"}, [USER]),
         ({"prompt": "hi", "completion": "yo", "other": 3}, [USER, REPLY]),
-        (
-            {"messages": [{"role": "system", "content": "be"}, USER, {"role": "tool", "content": "4"}, REPLY]},
-            [{"role": "system", "content": "be"}, USER, {"role": "tool", "content": "4"}, REPLY],
-        ),
+        ({"messages": [SYSTEM, USER, {"role": "tool", "content": "4"}, REPLY]},
+         [SYSTEM, USER, {"role": "tool", "content": "4"}, REPLY]),
     ],
-)
+)  # fmt: skip
 def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None:
     """Catches a column name, a role name or an answer that gets lost."""
     (found,) = read_all(write(tmp_path / "a.jsonl", row))
@@ -62,22 +57,17 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([1, 2], "got list"), ("hi", "must be a mapping such as"), ({}, "keys: none"),
-        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "got 'hi'"), ({"messages": "hi"}, "got 'h"),
+        ([1, 2], "got list"), ({}, "keys: none"), ({"question": "hi"}, "keys: question"),
+        ({"messages": ["hi"]}, "got 'hi'"), ({"messages": "hi"}, "got 'h"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
-        ({"messages": [{"role": "user"}]}, "text as content"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]},
-        "no user turn"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
         ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
-        ({"prompt": [USER]}, "prompt must be text, got [{'role'"), ({"text": 7},
-        "put a list of messages under `messages`"),
+        ({"text": 7}, "put a list of messages under `messages`"),
         ({"prompt": "a", "response": {"b": 1}}, "response must be text"),
         ({"instruction": "a", "input": 3}, "input must be text, got 3"),
         ({"prompt": "a \ud83d b"}, "holds '\\ud83d', half of a surrogate pair"),
-        ({"id": "\udc00", "prompt": "a"}, "'\\udc00'"),
-        ({"messages": [USER, {"role": "assistant", "content": "\udfff"}]}, "surrogate"),
-        ({"turns": 5}, "turns"), ({"turns": "hello"}, "turns"), ({"turns": [["hi"]]}, "turns"),
+        ({"id": "\udc00", "prompt": "a"}, "'\\udc00'"), ({"turns": "hello"}, "turns"), ({"turns": [["hi"]]}, "turns"),
     ],
 )  # fmt: skip
 def test_a_row_of_no_layout_is_named(row: Any, said: str, tmp_path: Path) -> None:
@@ -101,23 +91,6 @@ def test_bad_rows_are_counted_where_that_is_asked(tmp_path: Path) -> None:
     assert len(read_all(path, skip_bad=True, count=2)) == 2
 
 
-def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path) -> None:
-    """Catches ShareGPT's file, one JSON list, being asked of the hub; and lines of JSON under the name .json."""
-    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
-    rows = [{"id": "one", "conversations": talk}, {"conversations": talk}]
-    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
-    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    listed, lined = (read_all(tmp_path / name) for name in ("list.json", "lines.json"))
-    assert [one.messages for one in listed] == [one.messages for one in lined]
-    assert [one.id for one in listed] == ["one", "list.json[1]"]
-    assert listed[0].messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    wrong = {'{"a": 1}': "must hold a list of rows, got dict", '[{"prompt": "a"},': "is not JSON", "[1]": "a mapping"}
-    for text, said in wrong.items():
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(DataError, match=said):
-            read_all(tmp_path / "bad.json")
-
-
 def test_every_row_is_used_unless_a_count_is_given(tmp_path: Path) -> None:
     """Catches rows that are cut at a number that nobody asked for, and a count of what there is that is cut too."""
     path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(1200)))
@@ -136,24 +109,6 @@ def test_every_turn_is_counted_in_what_will_be_written(tmp_path: Path) -> None:
     assert select(Config(**settings, regenerate=False, length=25)).most_tokens == 50
 
 
-def test_a_missing_file_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a folder that does not exist being looked for on the network."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("runs/prompts", "./prompts", "prompts.csv"):
-        with pytest.raises(DataError, match=f"no such f.*{name}"):
-            list(read(Config(conversations=name)))
-
-
-def test_a_line_cut_inside_a_character_is_named_with_its_number(tmp_path: Path) -> None:
-    """Catches one torn byte making the whole file unreadable, and a number that does not count empty lines."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes('{"prompt": "a"}\n\n{"prompt": "über"}\n{"prompt": "ü'.encode()[:-1])
-    with pytest.raises(DataError, match=r"a\.jsonl, line 4.*--skip-bad"):
-        read_all(path)
-    assert [conversation.messages[0]["content"] for conversation in read_all(path, skip_bad=True)] == ["a", "über"]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: Path) -> None:
     """Catches a prompt that begins with an invisible character."""
@@ -167,17 +122,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: P
             read_all(path)
 
 
-def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
-    """Catches empty lines as prompts, and ids that change when one is added at the end."""
-    path = tmp_path / "a.txt"
-    path.write_text("first\n\n  second \n")
-    assert [(c.id, c.messages[0]["content"]) for c in read_all(path)] == [
-        ("a.txt:1", "first"),
-        ("a.txt:3", "  second "),
-    ]
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "none.txt", "folder.jsonl", "binary.txt", "empty.jsonl", "empty.txt"])
+@pytest.mark.parametrize("name", ["none.jsonl", "none/x", "folder.jsonl", "binary.txt", "empty.jsonl", "empty.txt"])
 def test_a_file_without_prompts_is_refused(name: str, tmp_path: Path) -> None:
     """Catches an OSError, or a preparation that finds nothing to do and says so by silence."""
     (tmp_path / "folder.jsonl").mkdir()
@@ -197,14 +142,6 @@ def test_a_data_set_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"can't load data set 'no-such/set'.*local \.jsonl"):
         read_all(Path("no-such/set"))
-
-
-def test_an_id_is_the_row_s_own_or_its_place(tmp_path: Path) -> None:
-    """Catches ids that depend on how many rows were read, and a report with two prompts under one name."""
-    path = write(tmp_path / "a.jsonl", {"id": 7, "prompt": "a"}, {"prompt": "b"}, {"id": "x", "prompt": "c"})
-    assert [conversation.id for conversation in read_all(path)] == ["7", "a.jsonl:2", "x"]
-    write(path, {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
-    assert len({conversation.id for conversation in read_all(path)}) == 3
 
 
 def test_an_unknown_library_split_or_task_is_refused() -> None:
@@ -233,15 +170,8 @@ def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.
 
 TALKS = {
     "one turn": [USER, REPLY],
-    "three turns": [
-        USER,
-        REPLY,
-        {"role": "user", "content": "and?"},
-        {"role": "assistant", "content": "ü\nno"},
-        USER,
-        REPLY,
-    ],
-    "a system": [{"role": "system", "content": "be"}, USER, REPLY],
+    "three turns": [USER, REPLY, USER | {"content": "and?"}, REPLY | {"content": "ü\nno"}, USER, REPLY],
+    "a system": [SYSTEM, USER, REPLY],
     "a question left": [USER, REPLY, USER],
     "an empty answer": [USER, {"role": "assistant", "content": ""}, USER, REPLY],
     "two answers": [USER, REPLY, REPLY],
@@ -264,7 +194,7 @@ def test_exactly_the_assistants_tokens_train(talk: str) -> None:
     assert sum(end - start for start, end in found.learn) == sum(mask)
 
 
-@pytest.mark.parametrize("talk", ["one turn", "three turns", "a system", "two questions"])
+@pytest.mark.parametrize("talk", ["three turns", "two questions"])
 def test_without_a_template_exactly_the_answers_train(talk: str) -> None:
     """Catches the first token of the next question being learnt as the end of an answer."""
     tokenizer, messages = make_tokenizer(template=None), TALKS[talk]
@@ -287,16 +217,6 @@ def test_a_text_is_cut_at_its_length() -> None:
 
 
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}hi"
-
-
-@pytest.mark.parametrize("template", [STRICT, "{{ messages[0]['content'] + 1 }}", "{{ messages[0].no.such }}"])
-def test_what_the_template_refuses_is_a_data_error(template: str) -> None:
-    """Catches a traceback of jinja's where a target knows no system role, as Gemma does not."""
-    tokenizer = make_tokenizer(template)
-    messages = TALKS["a system"]
-    for call in (lambda: prompt_tokens(tokenizer, messages[:2]), lambda: render(tokenizer, messages, 99)):
-        with pytest.raises(DataError, match=r"target's chat template refuses these messages \(.+\); correct the row"):
-            call()
 
 
 def test_messages_that_a_target_refuses_are_a_data_error(talker, monkeypatch) -> None:

@@ -24,7 +24,7 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 TAPS = (0, 2)
-KILLS = int(os.environ.get("OUTRIDER_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("OUTRIDER_TEST_KILLS", "4"))
 """Writers that are killed in one test; 50 are the promise."""
 
 

@@ -29,7 +29,7 @@ def first_tokens(features: LiveFeatures, step: int) -> list[int]:
     return features.batch(step).tokens[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("count", "batch"), [(7, 3), (9, 3), (2, 3), (50, 1), (70, 4)])
+@pytest.mark.parametrize(("count", "batch"), [(7, 3), (9, 3), (2, 3), (30, 1)])
 def test_every_text_comes_once_a_pass(count: int, batch: int, talker: TransformersTarget) -> None:
     """Catches texts that come twice or never because groups or the last, shorter batch are cut wrongly."""
     features = source(talker, texts(count), batch)

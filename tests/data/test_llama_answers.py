@@ -34,21 +34,8 @@ def url(demo: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> I
     """The address of a server that has the demo target, keys and values in float32."""
     place = tmp_path_factory.mktemp("llama")
     export_target(demo, place / "gguf", "f32")
-    words = [
-        LLAMA_SERVER,
-        "-m",
-        place / "gguf" / "model.gguf",
-        "-c",
-        4096,
-        "-np",
-        2,
-        "-t",
-        1,
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-    ]
+    options = ["-c", 4096, "-np", 2, "-t", 1, "-ctk", "f32", "-ctv", "f32"]
+    words = [LLAMA_SERVER, "-m", place / "gguf" / "model.gguf", *options]
     with llama_server.serving(words, place / "log") as client:
         yield str(client.base_url).rstrip("/")
 

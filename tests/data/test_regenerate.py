@@ -8,7 +8,7 @@ import resource
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,6 @@ from outrider.lock import held
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
-
-
-class Stop(Exception):
-    """Stands for any crash."""
 
 
 def asked(count: int = 8) -> list[Conversation]:
@@ -78,25 +74,20 @@ def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) 
     return by_id(answer_all(talker, tmp_path_factory.mktemp("whole")))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_an_answer_is_what_generate_says(temperature: float, talker: TransformersTarget, tmp_path: Path) -> None:
+def test_an_answer_is_what_generate_says(talker: TransformersTarget, whole: dict[str, tuple[Any, ...]]) -> None:
     """Catches a prompt without its template, a lost end token, or settings that do not arrive."""
-    found = {answer.id: answer for answer in answer_all(talker, tmp_path, temperature=temperature)}
     for conversation in asked():
         prompt = prompt_tokens(talker.tokenizer, conversation.messages)
         seed = zlib.crc32(f"{conversation.id} 1".encode())  # noise is of the id and the turn, not of the place
-        (alone,) = generate(talker, [prompt], max_new_tokens=12, sampling=Sampling(temperature, 0, 0.95, seed))
-        answer = found[conversation.id]
-        assert answer.tokens == prompt + alone.tokens
-        assert answer.learn == [(len(prompt), len(prompt) + len(alone.tokens))]
-        assert answer.finish_reason == alone.finish_reason
-    assert len({tuple(answer.tokens) for answer in found.values()}) == 8
+        (alone,) = generate(talker, [prompt], max_new_tokens=12, sampling=Sampling(0.9, 0, 0.95, seed))
+        learn = [(len(prompt), len(prompt) + len(alone.tokens))]
+        assert whole[conversation.id] == (prompt + alone.tokens, learn, alone.finish_reason)
+    assert len({tuple(answer[0]) for answer in whole.values()}) == 8
 
 
-@pytest.mark.parametrize("slots", [1, 8])
-def test_neither_slots_nor_order_change_an_answer(slots, talker, whole, tmp_path) -> None:
+def test_neither_slots_nor_order_change_an_answer(talker, whole, tmp_path) -> None:
     """Catches noise that depends on the batch: a resumed run would write other texts."""
-    assert by_id(answer_all(talker, tmp_path, asked()[::-1], slots=slots)) == whole
+    assert by_id(answer_all(talker, tmp_path, asked()[::-1], slots=8)) == whole
 
 
 def test_a_drafter_makes_no_answer_different(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -105,36 +96,6 @@ def test_a_drafter_makes_no_answer_different(talker: TransformersTarget, tmp_pat
     ngram = load_drafter("ngram", talker, shortest=1)
     path = prepare(talker, talker.tokenizer, asked(), tmp_path / "drafted", config(temperature=0.0), drafter=ngram)
     assert by_id(read_answers(path)) == plain
-
-
-def stop_after(count: int, error: type[BaseException] = Stop) -> Callable[[int, Answer], None]:
-    def on_answer(done: int, answer: Answer) -> None:
-        if done == count:
-            raise error
-
-    return on_answer
-
-
-@pytest.mark.parametrize(("count", "error"), [(1, Stop), (4, KeyboardInterrupt), (7, Stop)])
-def test_a_stopped_run_goes_on_and_ends_the_same(count, error, talker, whole, tmp_path) -> None:
-    """Catches an answer that is lost, written twice, or different after a stop."""
-    with pytest.raises(error):
-        prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=stop_after(count, error))
-    before = (tmp_path / ANSWERS).read_text()
-    assert before.count("\n") == count
-    assert [number for number, _ in answer_rest(talker, tmp_path)] == list(range(count + 1, 9))
-    assert set(before.splitlines()) < set((tmp_path / ANSWERS).read_text().splitlines())
-    assert by_id(read_answers(tmp_path / ANSWERS)) == whole
-
-
-@pytest.mark.parametrize("cut", [1, 30, -2])
-def test_a_torn_last_line_is_written_again(cut, talker, whole, tmp_path) -> None:
-    """Catches half an answer that is kept, or that makes all others unreadable."""
-    path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
-    assert there(tmp_path, asked()) == 5
-    assert by_id(answer_all(talker, tmp_path)) == whole
 
 
 def test_a_killed_process_loses_only_what_it_was_writing(talker, whole, tmp_path) -> None:
@@ -194,7 +155,7 @@ def test_answers_that_are_not_there_or_damaged_are_named(talker: TransformersTar
         read_answers(path)
 
 
-@pytest.mark.parametrize("tokens", [[1, 5000], [-1], ["a"], [1.5], [True], "ab", []], ids=str)
+@pytest.mark.parametrize("tokens", [[1, 5000], [-1], ["a"], [True], []], ids=str)
 def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path) -> None:
     """Catches an index error of the embedding, hours later, from an answer that was edited or is another target's."""
     path = tmp_path / ANSWERS
@@ -208,9 +169,7 @@ def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path)
         read_answers(path)
 
 
-@pytest.mark.parametrize(
-    "change", [{"temperature": 0.5}, {"top_p": 0.5}, {"seed": 3}, {"max_new_tokens": 9}, {"regenerate": False}]
-)
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"max_new_tokens": 9}, {"regenerate": False}])
 def test_answers_of_other_settings_are_not_mixed(change, talker, tmp_path) -> None:
     """Catches a folder whose texts follow two distributions."""
     answer_all(talker, tmp_path, asked(2))
@@ -326,16 +285,6 @@ def test_answers_stand_in_the_order_of_their_prompts(talker: TransformersTarget,
     found = answer_all(talker, tmp_path / "two", asked(6))
     assert [answer.id for answer in found] == [f"p{i}" for i in range(8)]
     assert found == whole
-
-
-def test_given_answers_that_are_edited_are_taken_anew(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches an answer that was mended in the file and is not trained on."""
-    talk = [Conversation("t", TURNS[:3])]
-    edited = [Conversation("t", TURNS[:2] + [{"role": "assistant", "content": "mended"}])]
-    for regenerate, count in ((False, 2), (True, 1)):
-        folder = tmp_path / str(regenerate)
-        answer_all(talker, folder, talk, regenerate=regenerate)
-        assert len(answer_all(talker, folder, edited, regenerate=regenerate)) == count
 
 
 NO_SYSTEM = (

@@ -34,7 +34,6 @@ def shown(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> Transf
 @pytest.mark.parametrize(
     "row",
     [
-        {"body": {"messages": ASKED, "tools": [WEATHER]}},
         {"custom_id": "a", "method": "POST", "body": {"messages": ASKED, "tools": [WEATHER], "tool_choice": "auto"}},
         {"request": {"messages": ASKED, "tools": [WEATHER]}, "response": {"choices": []}},
         {"request": json.dumps({"messages": ASKED, "tools": [WEATHER]})},

@@ -25,14 +25,13 @@ def test_a_score_that_fell_is_different_and_one_that_rose_too() -> None:
     assert equivalence(old, new).difference.low > 0
 
 
-@pytest.mark.parametrize(("prompts", "won", "lost"), [(400, 0.01, 0.0), (1000, 0.02, 0.01), (4000, 0.06, 0.05)])
-def test_a_difference_of_the_margin_is_seldom_called_equivalent(prompts: int, won: float, lost: float) -> None:
+def test_a_difference_of_the_margin_is_seldom_called_equivalent() -> None:
     """Catches intervals too narrow: at a true difference of one point 5 % may pass; 11 of 100 by chance once in 100."""
     noise, passed = np.random.default_rng(1), 0
     for seed in range(100):
-        lot = noise.random(prompts)
-        new = np.where(lot < won, 1.0, np.where(lot < won + lost, -1.0, 0.0))
-        passed += equivalence(new, np.zeros(prompts), draws=400, seed=seed).verdict == "equivalent"
+        lot = noise.random(1000)
+        new = np.where(lot < 0.02, 1.0, np.where(lot < 0.03, -1.0, 0.0))
+        passed += equivalence(new, np.zeros(1000), draws=400, seed=seed).verdict == "equivalent"
     assert passed <= 11
 
 

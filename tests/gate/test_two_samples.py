@@ -59,21 +59,21 @@ def test_an_argmax_tested_against_a_soft_q_is_caught_with_400_texts() -> None:
 
 
 def test_what_is_said_to_be_detectable_is_detected_four_times_in_five() -> None:
-    """Catches a power that is promised and not there: in 40 trials 32 are expected, fewer than 23 by chance once in
+    """Catches a power that is promised and not there: in 20 trials 16 are expected, fewer than 10 by chance once in
     1000."""
     samples, cells, tests, alpha = 300, 4, 3, 0.05
     moved = detectable(cells - 1, samples, alpha / tests)
     distribution = np.full(cells, 1 / cells)
     other = distribution + moved * np.array([0.5, 0.5, -0.5, -0.5])
     noise, found = np.random.default_rng(5), 0
-    for seed in range(40):
+    for seed in range(20):
         ours, theirs = (
             noise.choice(cells, (samples, 1), p=distribution).tolist() for distribution in (distribution, other)
         )
         result = two_samples([ours], [theirs], positions=1, alpha=alpha, draws=299, seed=seed)
         assert result.detectable == pytest.approx(moved)
         found += result.tests[0].differs
-    assert 23 <= found <= 39
+    assert 10 <= found <= 19
 
 
 def test_each_question_sees_what_the_others_can_not() -> None:

@@ -1,11 +1,9 @@
 """The gate stops every planted fault, stops none of its twins, and never takes what was not measured for a pass."""
 
 import copy
+import functools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 from verbs import outrider_with
 
-from benchmarks.gate import COMMAND, reports
+from benchmarks.gate import reports
 from outrider.errors import ConfigError, DataError
 from outrider.gate.depths import depths_of
 from outrider.gate.noise import prompts_needed
@@ -102,6 +100,11 @@ def known_ones_only(new: Made) -> None:
             prompt["steps"] = max(1, math.ceil(prompt["steps"] * (0.6 if place < 8 else 1.2)))
 
 
+@functools.cache
+def twins_judged() -> Outcome:
+    return judge(*twins())
+
+
 FAULTS = [
     ("exactness", one_text),
     ("exactness", one_row),
@@ -123,7 +126,7 @@ FAULTS = [
 def test_a_planted_fault_stops_by_its_own_rule_and_the_twin_passes(rule: str, fault: Callable[[Made], None]) -> None:
     """Catches a rule that sees nothing, or that stops what did not change."""
     new, old = twins()
-    clean = judge(new, old)
+    clean = twins_judged()
     assert [found.rule for found in clean.findings] == list(RULES)
     # ours but not perfect: a report and its copy have no loss, only what both lack
     assert clean.verdict == "pass" and clean.finding(rule).verdict == "pass", clean.headline
@@ -134,14 +137,6 @@ def test_a_planted_fault_stops_by_its_own_rule_and_the_twin_passes(rule: str, fa
     assert len(found.finding(rule).reason.splitlines()) == 1 and len(found.finding(rule).reason) > 20
     # and it is not stopped for what it does better
     assert judge(old, new).finding(rule).verdict != "stop" or fault in (known_ones_only,)
-
-
-def test_a_loss_within_what_is_tolerated_passes_however_sure_it_is() -> None:
-    """Catches a gate that stops on significance alone."""
-    new, old = twins()
-    for_prompts(new, lambda prompt: prompt.update(speedup=0.995 * prompt["speedup"]))
-    part = judge(new, old).finding("speed").lead
-    assert part.verdict == "pass" and part.interval is not None and part.interval.high < 1
 
 
 def test_what_is_sure_alone_but_not_among_all_tests_only_warns() -> None:
@@ -188,15 +183,14 @@ def without(new: Made, fields: tuple[str, ...]) -> None:
         ("left out", ("share_left_out",)), ("machine", ("fingerprint",)), ("lossy rule", ("lossless",)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("side", ["candidate", "both"])
-def test_a_missing_field_is_not_measured_and_said(rule: str, fields: tuple[str, ...], side: str) -> None:
-    """Catches None that counts as 0, as equal, or as a pass."""
+def test_a_missing_field_is_not_measured_and_said(rule: str, fields: tuple[str, ...]) -> None:
+    """Catches None that counts as 0, as equal, or as a pass; a baseline that lacks speeds, too, is no better."""
     new, old = twins()
     without(new, fields)
     if "speedup" in fields:
         for row in new["rows"]:
             row["speedup"] = None
-    if side == "both":
+    if rule in ("speed", "score"):
         without(old, fields)
         for row in old["rows"]:
             row.setdefault("speedup", None)
@@ -205,17 +199,6 @@ def test_a_missing_field_is_not_measured_and_said(rule: str, fields: tuple[str, 
     assert f"not measured: {rule}" in outcome.headline or f", {rule}" in outcome.headline
     assert outcome.stops == (rule in QUICK.required)
     assert outcome.as_json()["rules"][RULES.index(rule)]["verdict"] == "not measured"
-
-
-def test_a_figure_that_is_not_finite_is_not_measured(tmp_path: Path) -> None:
-    """Catches NaN that compares as no loss.  Python writes NaN into JSON, and a report reads it as null."""
-    new, old = twins()
-    for_prompts(new, lambda prompt: prompt.update(speedup=math.nan, tpot_ms=math.inf))
-    place = tmp_path / "report.json"
-    place.write_text(json.dumps(new))
-    outcome = gate(Report.load(place), Report.model_validate(old), QUICK)
-    assert {outcome.finding(rule).verdict for rule in ("speed", "p99 TPOT")} == {"not measured"}
-    assert outcome.stops
 
 
 def test_a_task_without_speeds_does_not_pass_behind_the_others() -> None:
@@ -276,7 +259,9 @@ def test_one_prompt_is_too_few_and_so_it_does_not_pass() -> None:
 def test_prompts_too_few_to_show_a_loss_of_five_percent_are_underpowered() -> None:
     """Catches a PASS of six noisy prompts, which a draft that lost a quarter of its speed would get too."""
     few = judge(*made(4, 0.1, tasks={"math": 6}))
-    assert few.verdict == "underpowered" and few.headline.startswith("UNDERPOWERED: 6 prompts can't show a loss")
+    suite = ElementTree.fromstring(few.junit()).find("testsuite")
+    assert suite is not None and (suite.get("failures"), suite.get("errors")) == ("1", "0"), "a CI server fails, too"
+    assert few.exit_code == 3 and few.headline.startswith("UNDERPOWERED: 6 prompts can't show a loss")
     needed = int(few.headline.partition("about ")[2].split()[0])
     assert 40 < needed < 200
     assert judge(*made(4, 0.1, tasks={"math": needed + 40})).exit_code == 0
@@ -587,12 +572,9 @@ FILES = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
 
 
 def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(files: Path, capsys: Any) -> None:
-    """Catches a stop that a CI server takes for a pass, and torch loaded to read two files."""
-    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); {COMMAND}"
-    words = [sys.executable, "-c", code, "gate", "old.json", "--baseline", "old.json"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    fine = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert fine.returncode == 0 and "PASS" in fine.stdout and fine.stderr.endswith("False\n")
+    """Catches a stop that a CI server takes for a pass.  `runs/test_settings.py` sees that no torch is loaded."""
+    assert outrider_with("gate", "old.json", "--baseline", "old.json") == 0
+    assert "PASS" in capsys.readouterr().out
     assert outrider_with("gate", "new.json", "--baseline", "old.json", "--aa", "old.json,old.json", *FILES) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "STOP by speed" in said and "prompts that show a loss" in said
@@ -600,18 +582,6 @@ def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(files:
     assert ElementTree.parse(files / "gate.xml").getroot().tag == "testsuites"
     assert json.loads((files / "gate.json").read_text())["verdict"] == "stop"
     assert not list(files.glob("*.part"))
-
-
-def test_too_few_prompts_have_an_exit_code_of_their_own_and_fail_in_junit(files: Path) -> None:
-    """Catches a CI server that takes six prompts for a pass, or for a draft that must not ship."""
-    for name, report in zip(("new", "old"), made(4, 0.1, tasks={"math": 6}), strict=True):
-        (files / f"{name}.json").write_text(json.dumps(report))
-    assert outrider_with("gate", "new.json", "--baseline", "old.json", *FILES) == 3
-    suite = ElementTree.parse(files / "gate.xml").getroot().find("testsuite")
-    assert suite is not None and (suite.get("failures"), suite.get("errors")) == ("1", "0")
-    assert suite.get("tests") == str(len(suite.findall("testcase")))
-    assert json.loads((files / "gate.json").read_text())["verdict"] == "underpowered"
-    assert "UNDERPOWERED" in (files / "gate.md").read_text()
 
 
 def test_a_refusal_is_in_the_files_too(files: Path, capsys: Any) -> None:
@@ -633,15 +603,10 @@ def test_a_refusal_is_in_the_files_too(files: Path, capsys: Any) -> None:
         (("none.json", "--baseline", "old.json"), "no report at none.json"),
         (("old.json", "--baseline", "other.json"), "schema 2"),
         (("old.json", "--baseline", "old.json", "--junit", "nowhere/gate.xml"), "no such folder"),
-        (("old.json", "--baseline", "old.json", "--json", "."), "can't write ."),
         (("old.json", "--baseline", "old.json", "--aa", "old.json"), "two or more"),
-        (("old.json", "--baseline", "old.json", "--policy", "other.json"), "unknown key"),
-        (("old.json",), "--baseline"),
     ],
 )
-def test_wrong_use_is_exit_code_two_and_one_sentence(
-    words: tuple[str, ...], message: str, files: Path, capsys: Any
-) -> None:
+def test_wrong_use_is_exit_code_two_and_one_sentence(words, message, files, capsys) -> None:
     """Catches an unreadable file that looks like a draft that must not ship, and a traceback."""
     (files / "other.json").write_text(json.dumps({"schema": 2}))
     assert outrider_with("gate", *words) == 2

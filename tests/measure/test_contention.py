@@ -25,9 +25,7 @@ from outrider.measure.trust import possible_speedup, trust
         (2 * contention.SHORT_S, [0.5, 0.0], 2, [0]),
     ],
 )
-def test_a_run_under_load_is_repeated_until_it_is_calm(
-    seconds: float, lost: list[float], repeats: int, order: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_under_load_is_repeated_until_it_is_calm(seconds, lost, repeats, order, monkeypatch) -> None:
     """Catches a slow run that is kept although a calm one was measured; repeats without an end, under a load that
     lasts, or of a long run."""
     calls, left = itertools.count(), iter(lost)

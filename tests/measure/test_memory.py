@@ -9,7 +9,7 @@ import torch
 from outrider.measure import memory
 
 CPU = torch.device("cpu")
-SIZE = 256 * 2**20
+SIZE = 64 * 2**20
 
 
 def used(size: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from tiny import DRAFTER, make_folder
 import outrider
 from outrider import config as configs
 from outrider import load_drafter
-from outrider.cli import console
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
@@ -51,9 +49,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(task: str, **more: Any) -> Config:
-    return Config(
-        **({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0, "repeats": 0} | more)
-    )
+    """Three prompts, of which none is traced, unless said otherwise."""
+    given = {"prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0, "repeats": 0, "traced_prompts": 0}
+    return Config(**({"tasks": (task,)} | given | more))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def drafters(talker: Target) -> Drafters:
 
 @pytest.fixture(scope="module")
 def report(talker: Target, drafters: Drafters, task: str) -> Report:
-    return evaluate(talker, drafters, settings(task))
+    return evaluate(talker, drafters, settings(task, traced_prompts=3))
 
 
 def test_depths_that_were_never_reached_are_not_measured() -> None:
@@ -135,27 +133,16 @@ def test_a_rule_that_keeps_one_token_too_many_is_found_out(talker: Target, task:
         assert seen.first_difference == first_difference(text.tokens, wanted) is not None
 
 
-def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
-    talker: Target, task: str, drafters: Drafters, monkeypatch: Patch
-) -> None:
-    """Catches `plain_exact` being copied from the drafter's row: here only transformers' text is wrong, so neither is
-    exact."""
-    real = timing.generate_once
-
-    def wrong(*given: Any) -> tuple[list[int], float]:
-        tokens, seconds = real(*given)
-        return [*tokens[:-1], tokens[-1] ^ 1], seconds
-
-    monkeypatch.setattr(timing, "generate_once", wrong)
-    found = measure.measure(talker, [measure.Entry("ngram", drafters["ngram"])], settings(task))
-    assert (found.rows[0].exact, found.rows[0].plain_exact) == (False, False)
-    assert {prompt.first_difference for prompt in found.rows[0].per_prompt} == {15}
-
-
 def test_nobody_who_is_timed_is_timed_cold(talker: Target, drafters: Drafters, task: str, monkeypatch: Patch) -> None:
     """Catches first passes that the first prompt of the baseline pays for, which would flatter every drafter."""
-    run, generated, following = timing.run_batch, timing.generate_once, measure._next_group
+    run, generated = timing.run_batch, timing.generate_once
     calls: list[Any] = []
+
+    class Timed(Exception):
+        """The warm-up is over."""
+
+    def timed(*_: Any) -> None:
+        raise Timed
 
     def ran(target: Target, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
         found = run(target, requests, drafter, *rest, **more)
@@ -164,16 +151,15 @@ def test_nobody_who_is_timed_is_timed_cold(talker: Target, drafters: Drafters, t
 
     monkeypatch.setattr(timing, "run_batch", ran)
     monkeypatch.setattr(timing, "generate_once", lambda *given: (calls.append("generate"), generated(*given))[1])
-    monkeypatch.setattr(measure, "_next_group", lambda *given: (calls.append("timed"), following(*given))[1])
-    evaluate(talker, drafters, settings(task, traced_prompts=0))
-    cold, ngram, dspark = calls[: calls.index("timed")], drafters["ngram"], drafters["dspark"]
-    assert "generate" in cold
-    assert all((heat, drafter, True) in cold for heat in (0.0, 1.0) for drafter in (None, ngram, dspark))
+    monkeypatch.setattr(measure, "_next_group", timed)
+    with pytest.raises(Timed):
+        evaluate(talker, drafters, settings(task))
+    ngram, dspark = drafters["ngram"], drafters["dspark"]
+    assert "generate" in calls
+    assert all((heat, drafter, True) in calls for heat in (0.0, 1.0) for drafter in (None, ngram, dspark))
 
 
-def test_prompts_that_loop_are_left_out_and_listed(
-    talker: Target, task: str, drafters: Drafters, monkeypatch: Patch
-) -> None:
+def test_prompts_that_loop_are_left_out_and_listed(talker, task, drafters, monkeypatch) -> None:
     """Catches a loop that flatters the drafter, or one that vanishes without a word; another prompt takes its place."""
     real, calls = prompts.first_ngram_share, []
 
@@ -200,21 +186,13 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     short = [left for left in found.left_out if left.id == "q1"]
     assert [(left.first_ngram_share, left.reason) for left in short] == [(1.0, "short")]
     assert "one token" in left_out_because(found) and "(one token)" in render(found)
-    (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
+    (row,) = evaluate(talker, only, settings(task, prompts=4, temperatures=(0.0,))).rows
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
     drawn = {task: measure.PromptSet(asked[1:2], "", None, None)}
     with pytest.raises(
         DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.min_first_ngrams=0"
     ):
         evaluate(talker, only, settings(task, min_first_ngrams=0.6), drawn=drawn)
-
-
-def test_ctrl_c_promises_nothing_of_a_calibration_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches "the same command goes on from there": a calibration starts again."""
-    with pytest.raises(SystemExit) as done, console.restarted("calibration"):
-        raise KeyboardInterrupt
-    said = " ".join(capsys.readouterr().err.split())
-    assert done.value.code == 130 and "starts it again" in said and "goes on" not in said
 
 
 @pytest.mark.parametrize(
@@ -225,15 +203,11 @@ def test_ctrl_c_promises_nothing_of_a_calibration_that_is_not_so(capsys: pytest.
         ({"temperatures": (0.0, 1.0, 0.0)}, "has a temperature twice"),
         ({"tasks": ("stdlib", "gsm8k", "stdlib")}, "evaluate.tasks: stdlib is named twice"),
         ({"tasks": ("a/quiz.jsonl", "b/quiz.txt")}, "a/quiz.jsonl and b/quiz.txt have one name, 'quiz'"),
-        ({"tasks": ("gsm8k", "mine/gsm8k.jsonl")}, "gsm8k and mine/gsm8k.jsonl have one name, 'gsm8k'"),
         ({"revisions": {"gsm8": "0" * 40}}, "evaluate.revisions: 'gsm8' is not a task; did you mean 'gsm8k'"),
-        ({"revisions": {"q": "0" * 40}}, "'q' is not a task; known: .*gsm8k, .*x/quiz.jsonl"),
         ({"revisions": {"quiz.jsonl": "sha256:0"}}, "'quiz.jsonl' is not a task; did you mean 'x/quiz.jsonl'"),
         ({"revisions": {"x/quiz.jsonl": "main"}}, "x/quiz.jsonl is a file and has no commit, got 'main'"),
         ({"revisions": {"stdlib": "0" * 40}}, "evaluate.revisions: stdlib is .* can't be pinned"),
         ({"verification": "typical"}, "evaluate.allow_lossy: verification 'typical' changes .* set allow_lossy: true"),
-        ({"verification": "typical", "allow_lossy": False}, "evaluate.allow_lossy: .* set allow_lossy: true"),
-        ({"verification": "tipical", "allow_lossy": True}, "evaluate.verification: unknown .* did you mean 'typical'"),
         ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'; did you mean 'block'"),
         ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence', 'adaptive' or 'by_load'"),
     ],
@@ -273,9 +247,7 @@ def test_an_evaluation_of_no_drafter_is_refused(talker: Target, drafters: Drafte
         evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, min_first_ngrams=1.5))
 
 
-def test_a_prompt_too_long_for_the_context_loses_its_beginning(
-    talker: Target, drafters: Drafters, tmp_path: Path
-) -> None:
+def test_a_prompt_too_long_for_the_context_loses_its_beginning(talker, drafters, tmp_path) -> None:
     """Catches a crash on one long prompt of a task, and a cut that leaves no room for the answer."""
     path = tmp_path / "long.txt"
     path.write_text("".join(random.Random(1).choices("abcdefgh", k=500)) + "\n")
@@ -286,7 +258,7 @@ def test_a_prompt_too_long_for_the_context_loses_its_beginning(
 def test_a_lossy_rule_is_said_in_every_row(talker: Target, drafters: Drafters, task: str, report: Report) -> None:
     """Catches a rule that is not used, or is used and not told; a greedy text stays the target's own, at distance 0."""
     config = settings(task, verification="typical", allow_lossy=True, temperatures=(0.0, 1.0))
-    found = evaluate(talker, drafters, config)
+    found = evaluate(talker, {"dspark": drafters["dspark"]}, config)
     assert {row.rule for row in found.rows} == {"typical(epsilon=0.09, delta=0.3)"}
     assert {row.lossless for row in found.rows} == {False}
     for row in found.rows:
@@ -312,9 +284,7 @@ def test_a_rows_distance_is_that_of_its_tokens(talker: Target, drafters: Drafter
     assert (row.rule, row.lossless, row.distance) == ("r", False, 0.3)
 
 
-def test_a_policy_that_is_asked_for_is_measured_and_observed(
-    talker: Target, drafters: Drafters, task: str, monkeypatch: Patch
-) -> None:
+def test_a_policy_that_is_asked_for_is_measured_and_observed(talker, drafters, task, monkeypatch) -> None:
     """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was
     measured, and a policy that forgets what it learnt with every prompt."""
     real, asked = named.policy, []
@@ -324,27 +294,15 @@ def test_a_policy_that_is_asked_for_is_measured_and_observed(
         return real(name, drafter)
 
     monkeypatch.setattr(named, "policy", noted)
-    for name in ("by_confidence", "adaptive", "by_load"):
-        asked.clear()
-        (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
-        assert row.exact and row.lossless
-        made, *used = [found for found, drafts in asked if drafts and found]
-        # three prompts are timed, all with one policy, and traced with copies of it; the warm-up has none
-        assert name in (made, *used)
-        used = [policy for policy in (made, *used) if policy != name]
-        assert len(used) == 6
-        assert len(set(map(id, used))) == 4
-
-
-def test_block_verification_is_exact_and_loses_nothing(
-    talker: Target, drafters: Drafters, task: str, monkeypatch: Patch
-) -> None:
-    """Catches a way to verify that is not used, and one without loss that is reported as lossy."""
-    real, called = named.accept_block, []
-    monkeypatch.setattr(named, "accept_block", lambda *given: (called.append(1), real(*given))[1])
-    for row in evaluate(talker, {"dspark": drafters["dspark"]}, settings(task, verification="block")).rows:
-        assert (row.exact, row.lossless, row.rule) == (True if row.temperature == 0 else None, True, None)
-    assert called
+    config = settings(task, policy="adaptive", temperatures=(0.0,), traced_prompts=3)
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
+    assert row.exact and row.lossless
+    made = [found for found, drafts in asked if drafts and found]
+    # three prompts are timed, all with one policy, and traced with copies of it; the warm-up has none
+    assert "adaptive" in made
+    used = [policy for policy in made if policy != "adaptive"]
+    assert len(used) == 6
+    assert len(set(map(id, used))) == 4
 
 
 @pytest.fixture(scope="module")
@@ -355,9 +313,7 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_every_participant_is_asked_the_same_conversation(
-    talker: Target, drafters: Drafters, dialogue: str, monkeypatch: Patch
-) -> None:
+def test_every_participant_is_asked_the_same_conversation(talker, drafters, dialogue, monkeypatch) -> None:
     """Catches a later turn that is dropped, a participant that goes on from its own answers, and counts of one turn
     alone."""
     real, asked = timing.run_batch, []
@@ -402,16 +358,14 @@ def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeat
         return real(memory, state, budget)
 
     monkeypatch.setattr(drafters["dspark"], "propose", noted, raising=False)
-    config = settings(task, temperatures=(1.0,))
+    config = settings(task, temperatures=(1.0,), prompts=2)
     first, second = (evaluate(talker, {"dspark": drafters["dspark"]}, config).rows[0] for _ in range(2))
     assert shared and not any(shared)
     assert first.accepted_histogram == second.accepted_histogram
     assert first.per_prompt[0].steps == second.per_prompt[0].steps
 
 
-def test_an_answer_changed_in_a_later_turn_is_found_out(
-    talker: Target, drafters: Drafters, dialogue: str, monkeypatch: Patch
-) -> None:
+def test_an_answer_changed_in_a_later_turn_is_found_out(talker, drafters, dialogue, monkeypatch) -> None:
     """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over
     turns."""
     real, calls = timing.run_batch, []
@@ -429,9 +383,7 @@ def test_an_answer_changed_in_a_later_turn_is_found_out(
     assert (row.exact, row.plain_exact, row.per_prompt[0].first_difference) == (False, True, 8 + 3)
 
 
-def test_thinking_is_handed_to_the_template(
-    talker: Target, drafters: Drafters, task: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thinking_is_handed_to_the_template(talker, drafters, task, monkeypatch, caplog) -> None:
     """Catches a setting without effect that is ignored in silence, and one that is set although nobody asked."""
     prompt = draw(task, settings(task)).prompts[0]
     plain = as_tokens(talker, prompt)
@@ -458,9 +410,7 @@ def test_without_a_template_a_conversation_is_one_text(talker: Target, monkeypat
     assert as_tokens(talker, prompt, [" 1 "]) == talker.encode("sys one 1 two")
 
 
-def test_what_stands_behind_a_text_s_end_was_not_turned_down(
-    talker: Target, drafters: Drafters, monkeypatch: Patch
-) -> None:
+def test_what_stands_behind_a_text_s_end_was_not_turned_down(talker, drafters, monkeypatch) -> None:
     """Catches an end of text within a draft that is counted as a rejection of what nobody judged."""
     prompt = talker.encode([{"role": "user", "content": "xyxyxy"}])
     whole, _ = generate_once(talker, prompt, 24)
@@ -534,17 +484,14 @@ def test_overlaps_are_each_drafter_s_own(talker: Target, drafters: Drafters, tas
 
 
 def test_less_than_training_expected_is_said(talker: Target, drafters: Drafters, task: str) -> None:
-    """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does
-    better."""
-    config, own = settings(task, temperatures=(0.0,), traced_prompts=0), {"dspark": drafters["dspark"]}
-    high, low = ({"dspark": {"agreement": [share] * 3, "temperature": 0.7}} for share in (0.99, 0.001))
-    found = evaluate(talker, own, config, training=high)
+    """Catches a drafter that is served otherwise than it was trained."""
+    high = {"dspark": {"agreement": [0.99] * 3, "temperature": 0.7}}
+    config = settings(task, temperatures=(0.0,))
+    found = evaluate(talker, {"dspark": drafters["dspark"]}, config, training=high)
     assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
     (said,) = skews(found)
     assert "dspark on quiz at temperature 0" in said and "training measured 99 %" in said
     assert said in headline(found)
-    found = evaluate(talker, own, config, training=low)
-    assert (skews(found), len(found.rows[0].predicted_by_depth)) == ([], 3)
 
 
 def test_tasks_are_counted_together(talker: Target, drafters: Drafters, task: str, dialogue: str) -> None:
@@ -559,9 +506,7 @@ def test_tasks_are_counted_together(talker: Target, drafters: Drafters, task: st
     assert all((row.traced, row.rejections, row.expected_acceptance) == ((), None, None) for row in found.rows)
 
 
-def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
-    talker: Target, drafters: Drafters, tmp_path: Path
-) -> None:
+def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(talker, drafters, tmp_path) -> None:
     """Catches a folder or a pinned content that is dropped, and a report that does not tell which rows it measured."""
     rows = [{"question": f"What is {n} + 1?", "answer": f"think\n#### {n + 1}"} for n in range(30)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -578,9 +523,7 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
         evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
 
 
-def test_a_right_answer_is_scored_beside_the_target_s_own(
-    talker: Target, drafters: Drafters, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_right_answer_is_scored_beside_the_target_s_own(talker, drafters, tmp_path, monkeypatch) -> None:
     """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its
     number."""
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
@@ -602,9 +545,7 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
     assert (row.per_prompt[0].score, row.per_prompt[0].plain_score) == (0.0, 1.0)
 
 
-def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
-    talker: Target, drafters: Drafters, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(talker, drafters, tmp_path, caplog) -> None:
     """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is
     said."""
     good = {"task_id": 1, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}

@@ -30,8 +30,7 @@ def test_the_demo_s_weights_are_counted_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions", "active", "cache_kib"),
-    [("llama-3.1-8b", 8.03, 7.5, 128), ("llama-3.3-70b", 70.6, 69.5, 320), ("qwen3-30b-a3b", 30.5, 3.0, 96),
-     ("kimi-k2", 1026, 31.7, 68.6)],
+    [("llama-3.3-70b", 70.6, 69.5, 320), ("qwen3-30b-a3b", 30.5, 3.0, 96), ("kimi-k2", 1026, 31.7, 68.6)],
 )  # fmt: skip
 def test_known_models_have_their_known_sizes(name: str, billions: float, active: float, cache_kib: float) -> None:
     """Catches experts that are counted as read by all tokens, and a latent cache counted as expanded."""
@@ -97,12 +96,13 @@ def test_an_unknown_way_of_storing_weights_is_asked_for() -> None:
         anatomy.of_fields(fields, "runes", "int5")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WAYS if kind not in ("small_model", "cross_vocabulary")])
-def test_every_kind_has_a_draft_model_on_paper(kind: str) -> None:
+def test_every_kind_has_a_draft_model_on_paper() -> None:
     """Catches a kind whose parts are named otherwise than the planner looks for, so that it drafts for nothing."""
-    found = on_paper(kind, anatomy.sketched(QWEN, "paper"))
-    assert (found.model is None) == (WAYS[kind] == "lookup")
-    assert found.model is None or (found.model.read > 64 * 64 and found.model.head == 512 * 64)
+    sketch = anatomy.sketched(QWEN, "paper")
+    for kind in WAYS.keys() - {"small_model", "cross_vocabulary"}:
+        found = on_paper(kind, sketch)
+        assert (found.model is None) == (WAYS[kind] == "lookup"), kind
+        assert found.model is None or (found.model.read > 64 * 64 and found.model.head == 512 * 64), kind
 
 
 def test_a_kind_without_a_model_on_paper_is_refused_by_name() -> None:

@@ -68,16 +68,6 @@ def test_sixty_percent_at_depth_eight_are_two_and_a_half_tokens() -> None:
     assert survival([0.8, 0.5, 0.5]) == pytest.approx((0.8, 0.4, 0.2))
 
 
-def test_published_values_have_a_source_and_an_interval() -> None:
-    """Catches a typical value that is a guess, or an interval that does not hold its own center."""
-    for kind in acceptance.published_kinds():
-        found = acceptance.published(kind)
-        assert found is not None and found.basis == "published" and len(found.source) > 20
-        low, center, high = found.tokens(found.depth)
-        assert 1 < low < center < high <= found.depth + 1
-    assert acceptance.published("small_model") is None
-
-
 def test_a_report_s_histogram_counts_steps_that_drafted_nothing(tmp_path: Path) -> None:
     """Catches a lookup's rare drafts taken for drafts of every step: 70 % of one step in five are not 70 %."""
     report = written(tmp_path, [[80], [0, 0], [0, 0, 0], [6, 4, 4, 6]], 1.24)

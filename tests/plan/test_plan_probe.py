@@ -52,10 +52,10 @@ def test_a_smaller_sample_is_the_beginning_of_a_larger_one(tmp_path: Path) -> No
 
 
 def test_all_requests_have_the_same_chance(tmp_path: Path) -> None:
-    """Catches a draw that prefers some requests.  Of 300 seeds each is drawn 60 times, ± 7; false alarms: 1 in 1e6."""
+    """Catches a draw that prefers some requests.  Of 100 seeds each is drawn 20 times, ± 4; false alarms: 1 in 1e4."""
     log = questions(tmp_path / "log.jsonl", 10)
-    drawn = Counter(own.number for seed in range(300) for own in draw(log, None, 2, seed).questions)
-    assert len(drawn) == 10 and all(20 < count < 100 for count in drawn.values())
+    drawn = Counter(own.number for seed in range(100) for own in draw(log, None, 2, seed).questions)
+    assert len(drawn) == 10 and all(4 < count < 36 for count in drawn.values())
 
 
 def test_requests_without_a_text_are_counted_and_not_replayed(tmp_path: Path) -> None:
@@ -188,14 +188,14 @@ def test_a_node_of_a_branch_that_is_not_drafted_is_not_accepted() -> None:
     assert own.steps(3) == ([2], [3]) and own.steps(2) == ([1, 0], [2, 2]) and own.steps(1) == ([0, 0, 0], [1, 1, 1])
 
 
-@pytest.mark.parametrize("name", ["ngram", "recycle", "suffix"])
+@pytest.mark.parametrize("name", ["ngram", "recycle"])
 def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: Target) -> None:
     """Catches counts of drafts made at other tokens than decoding makes them at, and the first ones of a large draft in
     place of the likeliest that a small one holds.  Greedy, so they are the same."""
-    own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
+    own = Read(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
     found = probe.replay_one(talker, name, load_drafter(name, talker), own)
     assert len(found.drafts) == (1 if name == "ngram" else len(probe.DEPTHS))
-    request, drafter = Request(own.tokens, 40, Sampling()), load_drafter(name, talker)
+    request, drafter = Request(own.tokens, 24, Sampling()), load_drafter(name, talker)
     for depth in probe.DEPTHS:
         accepted = timing.run_once(talker, request, drafter, Fixed(depth), shared_noise=False).accepted
         assert found.steps(depth).accepted[:-1] == accepted[:-1] and sum(accepted)
@@ -203,7 +203,7 @@ def test_a_replay_knows_the_steps_of_every_depth(name: str, talker: Target) -> N
 
 def test_drafts_that_are_said_to_be_nested_and_are_not_are_seen(talker: Target) -> None:
     """Catches a drafter that does not say that its small drafts are other ones than its large."""
-    own = Read(Question(0, "chat", "x", 40, Sampling()), list(b"abcabcabc"))
+    own = Read(Question(0, "chat", "x", 24, Sampling()), list(b"abcabcabc"))
     silent, honest = load_drafter("recycle", talker), load_drafter("recycle", talker)
     silent.nested = True
     assert probe.replay_one(talker, "recycle", silent, own) == probe.replay_one(talker, "recycle", honest, own)
@@ -260,9 +260,7 @@ def test_a_probe_that_would_take_long_is_cut_short_unless_it_was_asked_for(
     assert asked.requests + asked.left_out.get("the answer loops", 0) == 4
 
 
-def test_a_target_is_not_loaded_unasked_where_it_would_fill_the_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_not_loaded_unasked_where_it_would_fill_the_memory(folder, monkeypatch) -> None:
     """Catches a plan that takes the memory of a laptop because a log was named."""
     model = subject.subject(str(folder), ["ngram"]).model
     assert probe.missing(str(folder), model) is None

@@ -49,7 +49,7 @@ def test_a_share_that_must_be_accepted_is_the_plan_s_own_break_even_point() -> N
 
 @pytest.mark.parametrize(
     ("methods", "size", "training"),
-    [(("ngram",), None, None), (("dspark",), None, None), (("ngram", "dspark"), None, True)],
+    [(("ngram",), None, None), (("ngram", "dspark"), None, True)],
 )
 def test_what_was_not_compared_is_not_judged(methods: Sequence[str], size: bool | None, training: bool | None) -> None:
     """Catches a verdict on one method alone."""

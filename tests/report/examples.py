@@ -170,11 +170,11 @@ def null_report() -> Report:
     return Report.model_validate({"schema": 1, "target": "tiny", "rows": [empty], "training": {"ngram": {}}})
 
 
-def large_report() -> Report:
-    """Nine tasks, five drafters, eighty prompts."""
+def large_report(tasks: int = 9) -> Report:
+    """Nine tasks, or so many, five drafters, eighty prompts."""
     rows = []
     likes = {"dspark": "dspark", "eagle3": "eagle3", "suffix": "suffix", "medusa": "eagle3", "mtp": "dspark"}
-    for number in range(9):
+    for number in range(tasks):
         for drafter, like in likes.items():
             task = list(TEXTS)[number % 3]
             rows.append(row(like, task, 80, 3) | {"drafter": drafter, "task": f"{task}-{number}"})

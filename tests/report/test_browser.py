@@ -41,19 +41,35 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         context.close()
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files by the name of what they show."""
-    folder = tmp_path_factory.mktemp("pages")
-    found = {
-        "full": full_report(), "null": null_report(), "hostile": hostile_report(), "large": large_report(),
-        "empty": Report(target="tiny"), "compared": compared(),
-    }  # fmt: skip
-    for name, shown in found.items():
-        (folder / f"{name}.html").write_text(
-            render_comparison(shown) if name == "compared" else render(shown), encoding="utf-8"
+def small_report() -> Report:
+    """Every kind of figure once, one with an alarm."""
+    return full_report(rows=[row("dspark", "chat"), row("suffix", "chat", exact=False)])
+
+
+MADE = {
+    "full": full_report, "null": null_report, "hostile": hostile_report, "large": large_report, "small": small_report,
+    "empty": lambda: Report(target="tiny"), "compared": compared,
+}  # fmt: skip
+
+
+class Pages(dict[str, Path]):
+    """Files by the name of what they show, each written when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        shown = MADE[name]()
+        self[name] = self.folder / f"{name}.html"
+        self[name].write_text(
+            render_comparison(shown) if isinstance(shown, Comparison) else render(shown), encoding="utf-8"
         )
-    return {name: folder / f"{name}.html" for name in found}
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    return Pages(tmp_path_factory.mktemp("pages"))
 
 
 class Opened:
@@ -134,19 +150,9 @@ def test_pointing_at_a_token_says_p_q_and_rank(browser, pages):
         assert page.locator("[title]").count() == 0  # the browser's own tip would stand beside ours
         page.mouse.move(2, 2)
         assert page.locator("#tip").is_hidden()
-
-
-def test_the_keyboard_reads_the_text_too(browser, pages):
-    """Catches tips that only a mouse can reach."""
-    with Opened(browser, pages["full"]) as opened:
-        page = opened.page
-        unfold(page)
-        page.focus(".tokens >> nth=0")
+        page.focus(".tokens >> nth=0")  # the keyboard reads the text, too
         page.keyboard.press("ArrowRight")
-        first = page.inner_text("#tip")
-        page.keyboard.press("ArrowRight")
-        assert page.inner_text("#tip") != first
-        assert page.locator(".tokens .at").count() == 1
+        assert page.locator("#tip").is_visible() and page.locator(".tokens .at").count() == 1
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
 
@@ -169,17 +175,9 @@ def test_the_costs_follow_the_inputs_as_python_reckons_them(browser, pages):
                 trained = training.seconds if training else None
                 wanted.append(texts(costs(line.plain_tokens_per_s, line.tokens_per_s, trained, *given)))
             assert opened.page.evaluate(SHOWN) == wanted
-
-
-def test_an_input_that_is_no_price_gives_no_figure(browser, pages):
-    """Catches NaN or a negative saving in a page that a decision is made from."""
-    with Opened(browser, pages["full"]) as opened:
-        before = opened.page.locator("[data-cell]").all_inner_texts()
-        for wrong in ("", "-1"):
+        for wrong in ("", "-1"):  # no price gives no figure: no NaN, no negative saving
             opened.page.fill("[data-setting=price]", wrong)
             assert set(opened.page.locator("[data-cell]").all_inner_texts()) == {"–"}
-        opened.page.fill("[data-setting=price]", "2.5")
-        assert opened.page.locator("[data-cell]").all_inner_texts() == before
 
 
 FAINT = """() => {
@@ -214,9 +212,9 @@ FAINT = """() => {
 }"""
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("full", "light"), ("full", "dark"), ("hostile", "dark")])
-def test_all_text_has_enough_contrast(browser, pages, name, scheme):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_enough_contrast(browser, pages, scheme):
     """4.5 to 1, as WCAG AA asks of text: catches a grey that was fine on paper and is gone by night."""
-    with Opened(browser, pages[name], scheme=scheme) as opened:
+    with Opened(browser, pages["small"], scheme=scheme) as opened:
         unfold(opened.page)
         assert opened.page.evaluate(FAINT) == []

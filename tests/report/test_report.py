@@ -59,13 +59,8 @@ def report(*rows: dict[str, Any], **changes: Any) -> Report:
     training = {
         "dspark": {"steps": 40, "seconds": 5210.0, "tokens": 12_000, "loss_curve": [[0, 9.0], [20, 4.0], [40, 2.5]]}
     }
-    values = {
-        "schema": 1,
-        "target": "Qwen/Qwen3-0.6B",
-        "rows": rows,
-        "training": training,
-        "made": "2026-05-09T10:12:00Z",
-    }
+    values = {"schema": 1, "target": "Qwen/Qwen3-0.6B", "rows": rows, "training": training}
+    values |= {"made": "2026-05-09T10:12:00Z"}
     values |= {"provenance": {"commit": "5f129c3", "machine": {"cpu": "EPYC", "threads": 2}}, "share_left_out": 0.04}
     return Report.model_validate(values | {"left_out": [{"id": "chat/31", "first_ngram_share": 0.2}]} | changes)
 
@@ -117,10 +112,8 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     ("text", "says"),
     [
         (None, "no report at"),
-        ("{", "can't read report"),
         (b"\xff\xfe\x00", "can't read report"),
         ("[1, 2]", "schema 'none'"),
-        ('{"target": "x"}', "schema 'none'"),
         ('{"schema": 2, "target": "x"}', "schema 2, but this Outrider reads schema 1"),
         ('{"schema": 1}', "damaged at target"),
         ('{"schema": 1, "target": "x", "rows": [{"drafter": "a"}]}', "damaged at rows.0.task"),
@@ -222,7 +215,7 @@ def test_a_faster_text_that_differs_does_not_lead():
     assert headline(found).startswith("On chat at temperature 0, dspark")
 
 
-@pytest.mark.parametrize("width", [30, 50, 80, 120, 200])
+@pytest.mark.parametrize("width", [30, 80, 200])
 def test_no_word_of_the_table_is_broken_whatever_the_width(width):
     """Catches a name cut in its middle, and a figure that a narrow terminal loses."""
     name = "qwen3-4b-dspark-of-tuesday"
@@ -290,13 +283,13 @@ def test_markdown_names_the_task_only_where_there_are_several():
     assert several[2].endswith("| yes |")
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (0.93, 1.07), (0, 1e7), (-3, 12), (0, 1e-6)])
-def test_ticks_are_few_and_inside(low, high):
+def test_ticks_are_few_and_inside():
     """A step rounded to 0 loops for ever or fills the axis."""
-    ticks = charts.round_ticks(low, high)
-    assert 1 <= len(ticks) <= 12
-    assert ticks == sorted(set(ticks))
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    for low, high in ((0, 1), (0, 0), (0.93, 1.07), (0, 1e7), (-3, 12), (0, 1e-6)):
+        ticks = charts.round_ticks(low, high)
+        assert 1 <= len(ticks) <= 12
+        assert ticks == sorted(set(ticks))
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
 
 
 def test_names_at_line_ends_keep_their_distance():
@@ -334,9 +327,7 @@ def test_less_than_training_expected_is_said_at_its_worst_depth():
         {"predicted_by_depth": []},
         {"predicted_by_depth": [0.64, 0.5]},
         {"predicted_by_depth": [None, 0.5]},
-        {"predicted_by_depth": [0.2, 0.1]},
         {"accepted_by_depth": [None, None]},
-        {"accepted_by_depth": []},
         # ten drafts: 60 % of them is what 80 % looks like in one case of ten
         {"accepted_histogram": [[0], [0, 0], [4, 2, 4]]},
     ],

@@ -29,15 +29,9 @@ def changed(path: Path, **sections: Any) -> Path:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"evaluate__tasks": ["nowhere.jsonl"]}, "evaluate.tasks: no such file: nowhere.jsonl"),
     ({"evaluate__tasks": ["held_out.jsonl", "gone.json"]}, "evaluate.tasks: no such file: gone.json"),
-    ({"prepare__conversations": "nowhere.jsonl"}, "prepare.conversations: no such file: nowhere.jsonl"),
     ({"prepare__conversations": "runs/prompts"}, "no such folder: runs/prompts"),
     ({"evaluate__baselines": ["runs/other/checkpoint"]}, "evaluate.baselines: no such folder: runs/other/checkpoint"),
-    (
-        {"evaluate__baselines": [{"kind": "small_model", "model": "runs/small"}]},
-        "evaluate.baselines.model: no such folder",
-    ),
     ({"evaluate__baselines": [{"kind": "suffix", "corpora": ["mine"]}]}, "there is no corpus 'mine'"),
     ({"drafter": {"kind": "small_model", "model": "./gone"}, "train": None}, "drafter.model: no such folder: ./gone"),
     ({"drafter": DRAFTER | {"taps": [1, 40]}}, "taps"),
@@ -45,7 +39,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"evaluate__max_new_tokens": 5000}, "leaves no room for a prompt"),
     ({"drafter": {"kind": "tidar"}, "train__read_ahead": True}, "but tidar trains its target; leave it out"),
     ({"prepare__length": 257}, "prepare.length 257 is more than the 256 tokens that"),
-    ({"evaluate__quantize": "int8"}, "needs torchao"),
     ({"target": {"name": "demo", "quantize": "int8"}}, "needs torchao"),
 ]
 
@@ -89,7 +82,7 @@ def test_a_preview_says_what_will_be_done_and_writes_nothing(written, tmp_path, 
     assert outrider_with("run", "tiny.yaml", "evaluate.prompts=1") == 0
     saved = load_file(tmp_path / "runs/tiny/checkpoint/model.safetensors")
     before = tree(tmp_path)
-    for verb in ("run", "prepare", "train"):
+    for verb in ("run", "train"):
         assert outrider_with(verb, "tiny.yaml", "--dry-run", "evaluate.prompts=2") == 0
     assert tree(tmp_path) == before
     lines = {(line.stage, line.what): line.value for line in plan("tiny.yaml")}
@@ -110,11 +103,11 @@ def test_a_lower_count_trains_on_fewer_answers_and_a_higher_one_on_more(written:
     """Catches answers of an earlier, larger count that go on being trained on, and answers that are written again."""
     file = written()
     texts = {}
-    for name, count in (("a", 4), ("b", 2), ("c", 6), ("d", None)):
+    for name, count in (("a", 4), ("b", 2), ("c", None)):
         given = [f"name={name}", f"prepare.count={json.dumps(count)}", f"prepare.folder={tmp_path}/answers"]
-        run(file, given, stages=["prepare", "train"])
+        run(file, [*given, "train.steps=1"], stages=["prepare", "train"])
         texts[name] = json.loads((tmp_path / "runs" / name / "provenance.json").read_text())["texts"]
-    assert texts == {"a": 4, "b": 2, "c": 6, "d": 6}
+    assert texts == {"a": 4, "b": 2, "c": 6}
     assert len(read_answers(tmp_path / "answers/answers.jsonl")) == 6
     assert hash_files.named(tmp_path / "answers") is not None
 
@@ -136,5 +129,5 @@ def test_answers_whose_prompts_are_gone_still_train(written, tmp_path, caplog):
     assert not (tmp_path / "runs/tiny/checkpoint").exists()
     run(file, ["name=free"], stages=["prepare"])
     (tmp_path / "prompts.jsonl").unlink()
-    run(file, ["name=free"], stages=["train"])
+    run(file, ["name=free", "train.steps=1"], stages=["train"])
     assert "can't be read: all 6 answers" in caplog.text

@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from verbs import outrider_with
 
 from outrider import drafters
 from outrider.cli import app
@@ -133,21 +134,10 @@ def test_a_drafter_of_another_distribution_has_its_settings_too(tmp_path, monkey
         settings.schema.cache_clear()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, columns: int = 80) -> str:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
     app(list(words), standalone_mode=False)
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_drafters_settings_fit_the_terminal_and_no_word_breaks(monkeypatch, capsys, columns):
-    """Catches a line that is wider than the terminal, a word cut in two, and a setting left out."""
-    monkeypatch.setattr("outrider.cli.console.out._width", columns)
-    printed = run(monkeypatch, capsys, "drafters", "dspark", columns=columns)
-    assert max(map(len, printed.splitlines())) <= columns
-    words = set(printed.split())
-    for setting in settings.section("dspark").settings:
-        assert set(" ".join(setting).split()) <= words, setting.name
 
 
 def test_show_prints_a_section_a_kind_or_all(monkeypatch, capsys):
@@ -168,28 +158,37 @@ def test_show_prints_a_section_a_kind_or_all(monkeypatch, capsys):
         run(monkeypatch, capsys, "show")
 
 
-def test_settings_and_completion_need_no_torch():
-    """Catches seconds of waiting for what is a page of text."""
-    script = (
-        "import sys; from outrider.cli import app, complete; import outrider.cli.drafters; from outrider.runs import "
-        "settings; from outrider.engines import commands, flags, manifests, tune\n"
-        "settings.sections(); complete.kinds(), complete.tasks(''), complete.engines_and_formats()\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+QUICK = """
+import sys
+from outrider.cli import app, complete
+import outrider.cli.drafters, outrider.cli.report, outrider.report.compare
+from outrider.engines import commands, flags, manifests, tune
+from outrider.runs import settings
+from tests.gate.test_verdict import Report, made, outrider_with
+settings.sections(), complete.kinds(), complete.tasks(""), complete.engines_and_formats()
+Report.model_validate(made()[1]).save(sys.argv[1])
+assert outrider_with("gate", sys.argv[1], "--baseline", sys.argv[1]) == 0
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
 
 
-def test_the_shell_completes_verbs_kinds_tasks_and_formats():
-    """Catches a completion that loads a verb, or that offers nothing."""
+def test_settings_completion_reports_and_the_gate_need_no_torch(tmp_path):
+    """Catches seconds of waiting for what is a page of text, and a dashboard's machine that needs torch."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    subprocess.run([sys.executable, "-c", QUICK, str(tmp_path)], env=environment, check=True)
+
+
+def test_the_shell_completes_verbs_kinds_tasks_and_formats(monkeypatch, capsys):
+    """Catches a completion that offers nothing."""
     for words, completed in (
         ("dr", "drafters"), ("drafters eagle", "eagle eagle3"), ("decode --target demo --drafter ds", "dspark"),
         ("evaluate x --tasks gsm8k,math", "gsm8k,math500"), ("export x --to spec", "speculators"),
-        ("deploy --to vl", "vllm"), (None, "_outrider_completion"),
+        ("deploy --to vl", "vllm"),
     ):  # fmt: skip
-        line = {"COMP_WORDS": f"outrider {words}", "COMP_CWORD": str(len((words or "").split()))}
-        line |= {"_OUTRIDER_COMPLETE": "complete_bash"} if words else {}
-        argv = ["outrider"] if words else ["outrider", "--show-completion", "bash"]
-        script = f"import sys; sys.argv = {argv}; from outrider.cli import main; main()"
-        environment = os.environ | line | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-        found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert found.stdout.split() == completed.split() if words else completed in found.stdout
+        with monkeypatch.context() as patch:
+            patch.setenv("COMP_WORDS", f"outrider {words}")
+            patch.setenv("COMP_CWORD", str(len(words.split())))
+            patch.setenv("_OUTRIDER_COMPLETE", "complete_bash")
+            patch.setattr(sys.modules["__main__"], "__package__", None)
+            assert outrider_with() == 0
+        assert capsys.readouterr().out.split() == completed.split()

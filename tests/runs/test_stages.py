@@ -54,7 +54,11 @@ def test_a_run_holds_answers_out_and_is_compared_with_them(written: Any, tmp_pat
     prompts = "".join(f'{{"id": "p{i}", "prompt": "say {i}"}}\n' for i in range(33))
     (tmp_path / "prompts.jsonl").write_text(prompts)
     settings = ["prepare.count=33", "prepare.temperature=0.6", "prepare.top_p=1", "prepare.top_k=0"]
-    report = outrider.run(file, [*settings, "evaluate.temperatures=[0, 1]", "evaluate.prompts=1"], reporter=heard)
+    report = outrider.run(
+        file,
+        [*settings, "prepare.max_new_tokens=8", "evaluate.temperatures=[0, 1]", "evaluate.prompts=1"],
+        reporter=heard,
+    )
     training = next(plan for plan in heard.plans if isinstance(plan, TrainingPlan))
     found = report.training["dspark"]
     assert (training.source.manifest.texts + found.held_out, found.temperature) == (33, 0.6)
@@ -91,8 +95,7 @@ def test_a_stage_that_is_named_must_be_in_the_file(written: Any, tmp_path: Path)
 
 
 def test_processes_that_can_not_find_each_other_are_refused(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two processes that do everything twice, since each is alone; see `test_many_processes.py` for those that
-    share the work."""
+    """Catches two processes that do everything twice, since each is alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for stages in (["prepare"], ["prepare", "train"], None):
         with pytest.raises(ConfigError, match="WORLD_SIZE says 2 processes, but .* start them by torchrun"):

@@ -16,12 +16,6 @@ from outrider.training.config import Config
 COSTS = Costs(100, Measured(2, 50, 3.0), Measured(4, 70, 5.0))
 
 
-def test_memory_and_time_grow_with_rows() -> None:
-    """Catches a line through other points than the measured ones."""
-    assert [COSTS.peak_bytes(rows) for rows in (2, 3, 4, 9)] == [50, 60, 70, 120]
-    assert COSTS.seconds(10) == 11.0
-
-
 def test_the_largest_budget_that_fits_is_taken() -> None:
     """Catches a budget that does not fit, one that leaves room and makes more batches than needed, and a plan of no
     rows."""

@@ -80,8 +80,7 @@ def test_probes_change_nothing_of_the_training(talker: TransformersTarget, tmp_p
     assert all(bool((mine[name] == theirs[name]).all()) for name in theirs)
 
 
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_stop_between_probes_changes_neither_the_best_nor_what_is_written(at, talker, tmp_path) -> None:
+def test_a_stop_between_probes_changes_neither_the_best_nor_what_is_written(talker, tmp_path) -> None:
     """Catches a probe that is left out, or made twice, after a resume."""
     values, settings = {2: 1.5, 4: 1.9, 6: 1.7}, {"save_every": 100, "probe_every": 2}
 
@@ -90,7 +89,7 @@ def test_a_stop_between_probes_changes_neither_the_best_nor_what_is_written(at, 
 
     whole, part = tmp_path / "whole", tmp_path / "part"
     fit(whole, talker, **settings, probe=of_step(whole))
-    stopped(part, talker, at, **settings, probe=of_step(part))
+    stopped(part, talker, 3, **settings, probe=of_step(part))
     fit(part, talker, **settings, probe=of_step(part))
     same_training(part, whole)
     assert step_of(chosen(part)) == 4

@@ -25,10 +25,10 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import weights_of
-from training.bench import KINDS, make_model
+from training.bench import make_model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dflash", "rnn"])
 def test_a_saved_model_drafts_as_before(kind, talker, tmp_path) -> None:
     """Catches a weight that is not saved, or a setting that comes back as its default."""
     model = make_model(talker, kind, rope_theta=500.0)
@@ -59,24 +59,17 @@ def test_a_checkpoint_holds_no_weight_of_the_target(talker, tmp_path, monkeypatc
     assert said["revision"] == talker.spec.revision
 
 
-def test_saving_again_replaces_the_whole_folder(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches moments of an older training that stay beside newer weights."""
-    place = tmp_path / "c"
-    checkpoint.save(place, make_model(talker), {"step": 1}, {"rng": torch.zeros(3)})
-    checkpoint.save(place, make_model(talker, seed=2), {"step": 2})
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    assert checkpoint.load_state(place) is None
-    assert checkpoint.manifest_of(place)["training"] == {"step": 2}
+@pytest.fixture(scope="module")
+def once(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("once") / "c"
+    checkpoint.save(place, make_model(talker), {"step": 1})
+    return place
 
 
 @pytest.fixture
-def saved(talker: TransformersTarget, tmp_path: Path) -> Path:
-    checkpoint.save(tmp_path / "c", make_model(talker), {"step": 1})
-    return tmp_path / "c"
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def saved(once: Path, tmp_path: Path) -> Path:
+    """A checkpoint of its own for each test."""
+    return shutil.copytree(once, tmp_path / "c")
 
 
 class Stop(BaseException):
@@ -167,16 +160,6 @@ def test_what_is_half_deleted_is_no_checkpoint(saved, monkeypatch) -> None:
     assert not checkpoint.is_there(saved)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(saved, talker, monkeypatch) -> None:
-    """Catches a half-written checkpoint in the place of a whole one, or its remains beside it."""
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingError, match="the disk is full"):
-        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-    assert [path.name for path in saved.parent.iterdir()] == ["c"]
-
-
 def change_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / checkpoint.MANIFEST
@@ -217,13 +200,10 @@ DEEP = b'{"a":' + b"[" * 99_999 + b"]" * 99_999 + b"}"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "has neither outrider.json nor config.json"),
     "no JSON": (write(MANIFEST, b'{"version": 1, '), NO_MANIFEST),
-    "no text": (write(MANIFEST, b"\xff\xfe\x00"), NO_MANIFEST),
     "a list": (change_manifest(lambda m: [m]), NO_MANIFEST),
     "no kind": (change_manifest(lambda m: m.pop("kind") and None), NO_MANIFEST),
-    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), NO_MANIFEST),
     "next version": (change_manifest(lambda m: m.update(version=2)), "version 2, but this Outrider reads version 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
-    "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
     "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden was 33, is 32"),
     "target's weights": (change_manifest(lambda m: m["target"].update(weights_hash="0")), "weights_hash was 0, is"),
     "no binding": (change_manifest(lambda m: m.update(target={})), "was trained for target None"),
@@ -234,16 +214,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "misshapen weight": (norm(lambda w: torch.zeros(2)), f"has wrongly shaped weights: {NORM}"),
     "NaN weight": (norm(lambda w: w.index_fill(0, torch.tensor([3]), float("nan"))), f"non-finite weights: {NORM}"),
     "truncated weights": (lambda folder: os.truncate(folder / WEIGHTS, 1000), "can't be read"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "can't be read"),
     "version is true": (change_manifest(lambda m: m.update(version=True)), "its version must be of type int, got bool"),
-    "kind is a list": (change_manifest(lambda m: m.update(kind=["dspark"])), "its kind must be of type str, got list"),
-    "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts must be of type dict, got list"),
     "training is text": (change_manifest(lambda m: m.update(training="x")), "its training must be of type dict"),
     "deep nesting": (write(MANIFEST, DEEP), "nested too deeply"),
     "a key that is in it twice": (write(MANIFEST, b'{"version": 1, "version": 1}'), "'version' is in it twice"),
     "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), f"has 8-bit weights: {NORM}"),
     "whole numbers": (norm(lambda w: w.to(torch.int8)), f"has wrongly typed weights: {NORM}"),
-    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), f"has wrongly typed weights: {NORM}"),
     "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), f"has non-finite weights: {NORM}"),
     "a pickle": (write(WEIGHTS, pickle.dumps(Trap())), "can't be read"),
 }
@@ -261,15 +237,10 @@ def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: Trans
     assert not Path("/tmp/outrider-was-tricked-by-a-checkpoint").exists()
 
 
+OTHER = "manifest of one drafter and the weights of another"
 MAPS = {
-    "out of range": (
-        lambda w: w["head.d2t"].__setitem__(-1, 10_000),
-        "manifest of one drafter and the weights of another",
-    ),
-    "twice": (
-        lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1),
-        "manifest of one drafter and the weights of another",
-    ),
+    "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), OTHER),
+    "twice": (lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1), OTHER),
     "of fractions": (lambda w: w.update({"head.d2t": w["head.d2t"].double()}), "wrongly typed weights: head.d2t"),
     "another t2d": (lambda w: w.update({"head.t2d": ~w["head.t2d"]}), "d2t and t2d name different tokens"),
 }
@@ -307,7 +278,6 @@ def test_values_that_the_targets_type_cannot_hold_are_refused(folder: Path, tmp_
         (lambda m: m.update(kind="dsprk"), "did you mean 'dspark'"),
         (lambda m: m.update(kind="ngram"), "unknown key"),
         (lambda m: m["config"].update(blok=3), "did you mean 'block'"),
-        (lambda m: m["config"].update(block=-3), "drafter.block"),
     ],
 )
 def test_a_manifest_of_no_known_drafter_is_refused(change, said, saved, talker) -> None:
@@ -330,20 +300,15 @@ def test_the_same_target_under_another_name_and_dtype_is_no_other(saved, tmp_pat
     [
         ("ngarm", {}, ConfigError, "neither a checkpoint folder nor a drafter; did you mean 'ngram'?"),
         ("./nowhere", {}, ConfigError, "no such folder"),
-        ("/no/where/at/all", {}, ConfigError, "no such folder"),
         ("ngram", {"lenght": 3}, ConfigError, "drafter: unknown key 'lenght'; did you mean 'length'?"),
         ("dspark", {"block": 0}, ConfigError, "drafter.block"),
-        ("dspark", {"markov": "elman"}, ConfigError, "drafter.markov"),
         ("dspark", {"taps": (1, 40)}, DrafterError, "taps (1, 40) reach past layer 3"),
-        ("dflash", {"taps": (-1,)}, DrafterError, "choose taps from 0 to 3"),
         ("dflash", {"taps": (2, 1)}, DrafterError, "in ascending order"),
         ("dflash", {"taps": ()}, OutriderError, "taps"),
         ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "not a multiple of kv_heads"),
-        ("dflash", {"head_dim": 7}, OutriderError, "head_dim"),
         ("dspark", {"layers": 2, "init_from_layers": (0,)}, DrafterError,
         "one target layer for each of 2 draft layers"),
         ("dspark", {"layers": 1, "init_from_layers": (4,)}, DrafterError, "each from 0 to 3"),
-        ("dspark", {"layers": 1, "init_from_layers": (-1,)}, ConfigError, "drafter.init_from_layers"),
         ("dspark", {"layers": 1, "init_from_layers": (3,), "head_dim": 16}, DrafterError,
         "give the draft the target's heads"),
         ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),

@@ -140,7 +140,6 @@ def test_lk_lambda_goes_from_kl_to_tv() -> None:
     ("loss", "said"),
     [
         ({"kll": 1.0}, "unknown loss 'kll'; did you mean 'kl'?"),
-        ({"ce": 1.0, "lk_alpa": 1.0}, "unknown loss 'lk_alpa'; did you mean 'lk_alpha'?"),
         ({"hinge": 1.0}, "unknown loss 'hinge'; known: ce, jsd, kl, lk_alpha, lk_lambda, rkl, tv"),
         ({}, "the loss has no term"),
     ],

@@ -35,7 +35,6 @@ def test_a_search_finds_what_can_be_spared(idle, prompts, steady):
     assert {2} <= set(best.skip_attention) and {0, 2} & set(best.skip_mlp)
     assert best.speedup == max(one.speedup for one in found)
     assert 15 <= len(found) <= 24 and len({one.skip for one in found}) == len(found)
-    assert search(idle, prompts, tokens=24, tries=24, length=4, seed=1) == found
     free = next((one for one in found if one.skip == Skip(frozenset({2}), frozenset({2}))), None)
     assert free is None or free.agreement == 1.0
 
@@ -61,7 +60,8 @@ def test_agreement_is_what_decoding_finds(idle, target, prompts, steady):
 
 def test_what_was_found_is_saved_and_refused_on_another_target(idle, target, prompts, steady, tmp_path):
     """Catches a set that is used on weights it was not found on."""
-    (found, *_) = search(idle, prompts[:2], tokens=12, tries=8, length=3)
+    (found, *_), again = (search(idle, prompts[:2], tokens=12, tries=8, length=3) for _ in range(2))
+    assert again[0] == found
     found.save(tmp_path / "set.json")
     drafter = build(Config(file=str(tmp_path / "set.json")), idle)
     assert (drafter.skip, drafter.limit, drafter.min_confidence) == (found.skip, found.length, found.min_confidence)

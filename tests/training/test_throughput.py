@@ -8,11 +8,8 @@ import torch
 
 from outrider import machine
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.config import Config
 from outrider.training.throughput import Flops, Pace
 from training.bench import fit
-
-CONFIG = Config(steps=10, loss={"kl": 1.0}, dtype="float32", lr=1e-3)
 
 
 def test_products_and_attention_are_counted() -> None:

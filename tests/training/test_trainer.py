@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from outrider.checkpoint import manifest_of
 from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
-from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.draft_model import Batch
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses, trainer
 from outrider.training.config import Config
@@ -89,36 +88,34 @@ def step_of(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders of trainings that nothing stopped, by kind and settings."""
-    made: dict[tuple[str, str], Path] = {}
+    """Folders of trainings that nothing stopped, by settings."""
+    made: dict[str, Path] = {}
 
-    def find(kind: str, **settings: str) -> Path:
-        key = kind, json.dumps(settings)
+    def find(**settings: Any) -> Path:
+        key = json.dumps(settings)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("whole")
-            fit(made[key], talker, kind, **settings)
+            fit(made[key], talker, **settings)
         return made[key]
 
     return find
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "number"), [("dflash", 1, signal.SIGINT), ("vanilla", 3, signal.SIGTERM), ("rnn", 5, signal.SIGINT)]
-)
-def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(kind, at, number, talker, whole, tmp_path) -> None:
+@pytest.mark.parametrize(("at", "number"), [(1, signal.SIGINT), (3, signal.SIGTERM)])
+def test_a_training_stopped_by_a_signal_goes_on_bit_for_bit(at, number, talker, whole, tmp_path) -> None:
     """Catches a moment, a random state, a step or a line of metrics that is lost."""
     before = signal.getsignal(number)
-    stopped(tmp_path, talker, at, functools.partial(interrupt, number), kind=kind)
+    stopped(tmp_path, talker, at, functools.partial(interrupt, number))
     assert signal.getsignal(number) is before
     assert step_of(tmp_path) == at
     torch.manual_seed(99)
     seen: list[int] = []
-    fit(tmp_path, talker, kind, seed=99, on_step=lambda step, _: seen.append(step))
+    fit(tmp_path, talker, seed=99, on_step=lambda step, _: seen.append(step))
     assert seen == list(range(at + 1, 7))
-    same_training(tmp_path, whole(kind))
+    same_training(tmp_path, whole())
 
 
-@pytest.mark.parametrize("at", [2, 3, 4])
+@pytest.mark.parametrize("at", [2, 3])
 def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(at, talker, whole, tmp_path) -> None:
     """Catches steps that are logged twice, or skipped, where the crash came between two saves or right before one."""
     with pytest.raises(Stop):
@@ -126,18 +123,15 @@ def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(at
     saved = at - 1 if at % 2 else at - 2
     assert (step_of(tmp_path) if saved else 0) == saved
     fit(tmp_path, talker, seed=99 if saved else 1)
-    same_training(tmp_path, whole("vanilla"))
+    same_training(tmp_path, whole())
 
 
-OTHERS = [{"dtype": "bfloat16"}, {"optimizer": "muon"}, {"loss": {"lk_lambda": 1.0}}]
-
-
-@pytest.mark.parametrize("settings", OTHERS, ids=["bfloat16", "muon", "lk_lambda"])
-def test_other_arithmetic_goes_on_bit_for_bit_too(settings, talker, whole, tmp_path) -> None:
-    """Catches weights that are saved in the precision of the passes."""
+def test_other_arithmetic_goes_on_bit_for_bit_too(talker, whole, tmp_path) -> None:
+    """Catches weights that are saved in the precision of the passes, and state of Muon or of the loss that is lost."""
+    settings = {"dtype": "bfloat16", "optimizer": "muon", "loss": {"lk_lambda": 1.0}}
     stopped(tmp_path, talker, **settings)
     fit(tmp_path, talker, seed=99, **settings)
-    same_training(tmp_path, whole("vanilla", **settings))
+    same_training(tmp_path, whole(**settings))
 
 
 def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(talker, whole, tmp_path, monkeypatch) -> None:
@@ -147,7 +141,7 @@ def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(talker, whole,
     stopped(tmp_path, talker, dtype="auto")
     monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "bfloat16")
     fit(tmp_path, talker, seed=99, dtype="auto")
-    same_training(tmp_path, whole("vanilla"))
+    same_training(tmp_path, whole())
     assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "float32"
 
 
@@ -233,7 +227,7 @@ def test_lines_of_metrics_wait_for_room(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == whole
 
 
-@pytest.mark.parametrize("damage", [b"{}", b"{5}", b"[1]", b"\xff}", b"null", b'{"step": "a"}'], ids=str)
+@pytest.mark.parametrize("damage", [b"{}", b"{5}", b"\xff}", b'{"step": "a"}'], ids=str)
 def test_a_damaged_line_of_metrics_is_left_out_and_said(damage, tmp_path, caplog) -> None:
     """Catches a run that can't go on for one bad line of what nothing reads."""
     good = [json.dumps({"step": step, "loss": 0.5}).encode() for step in (1, 2)]
@@ -251,8 +245,7 @@ def test_a_run_folder_that_is_a_file_is_refused(talker: TransformersTarget, tmp_
             fit(folder, talker)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_other_answers_are_not_other_steps(accumulate, talker, tmp_path) -> None:
+def test_other_answers_are_not_other_steps(talker, tmp_path) -> None:
     """Catches a loop that looks at more of its source than `batch(step)`, and a batch that comes in two steps."""
     asked: list[int] = []
     source = make_source(talker)
@@ -264,7 +257,7 @@ def test_other_answers_are_not_other_steps(accumulate, talker, tmp_path) -> None
             asked.append(step)
             return source.batch(step)
 
-    fit(tmp_path, talker, source=Counted(), steps=6 // accumulate, accumulate=accumulate)
+    fit(tmp_path, talker, source=Counted(), steps=3, accumulate=2)
     assert asked == list(range(6))
 
 
@@ -284,13 +277,12 @@ class Planted:
         return dataclasses.replace(batch, **{self.name: bad})
 
 
-@pytest.mark.parametrize(("name", "value"), [("taps", float("nan")), ("hidden", float("inf"))])
-def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(name, value, talker, tmp_path) -> None:
+def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(talker, tmp_path) -> None:
     """Catches a NaN that is trained on, blamed on another tensor, or saved over the last good weights."""
     stopped(tmp_path, talker, skip=0)
     before = written(tmp_path)
-    with pytest.raises(TrainingError, match=rf"^step 4: .*first bad tensor: batch\.{name} \(\d, .*train\.lr"):
-        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3), skip=0)
+    with pytest.raises(TrainingError, match=r"^step 4: .*first bad tensor: batch\.hidden \(\d, .*train\.lr"):
+        fit(tmp_path, talker, source=Planted(make_source(talker), "hidden", float("inf"), 3), skip=0)
     assert written(tmp_path) == before
 
 
@@ -346,32 +338,27 @@ def test_what_a_crash_left_beside_a_whole_checkpoint_is_deleted(talker: Transfor
     assert step_of(tmp_path) == 6
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"lr": 2e-2}, "train.lr was 0.01, is 0.02"), ({"clip": 2.0}, "train.clip was 1.0, is 2.0"),
-        ({"loss": {"kl": 1.0}}, "train.loss was {'ce': 0.1, 'tv': 1.8}, is {'kl': 1.0}"),
-        ({"dtype": "bfloat16", "batch": 3}, "train.batch was 2, is 3; train.dtype was float32, is bfloat16"),
-        ({"extra": {"confidence": 0.0}}, "train.extra was {}, is {'confidence': 0.0}"),
-    ],
-)  # fmt: skip
-def test_other_settings_do_not_resume(change, named, talker, tmp_path) -> None:
+def test_other_settings_do_not_resume(talker, tmp_path) -> None:
     """Catches a checkpoint that is half one training and half another; the message names every key that differs."""
     stopped(tmp_path, talker, 1)
     before = written(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        fit(tmp_path, talker, **change)
-    assert f"other settings: {named}; set them back, give the run another name, or" in str(caught.value)
-    assert written(tmp_path) == before
+    for kind, change, named in (
+        ("vanilla", {"lr": 2e-2}, "train.lr was 0.01, is 0.02"), ("rnn", {}, "drafter.markov was vanilla, is rnn"),
+        ("vanilla", {"loss": {"kl": 1.0}}, "train.loss was {'ce': 0.1, 'tv': 1.8}, is {'kl': 1.0}"),
+        ("vanilla", {"dtype": "bfloat16", "batch": 3},
+         "train.batch was 2, is 3; train.dtype was float32, is bfloat16"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            fit(tmp_path, talker, kind, **change)
+        assert f"other settings: {named}; set them back, give the run another name, or" in str(caught.value)
+        assert written(tmp_path) == before
 
 
-@pytest.mark.parametrize("at", [3, 6])
-def test_a_training_goes_on_where_its_steps_are_raised(at: int, talker: TransformersTarget, tmp_path: Path) -> None:
+def test_a_training_goes_on_where_its_steps_are_raised(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a longer training that is refused, that begins again, or whose rate jumps."""
-    stop = stopper(at, interrupt) if at < 6 else None
+    at = 6
     for place in (tmp_path / "once", tmp_path / "twice"):
-        with suppress(KeyboardInterrupt):
-            fit(place, talker, warmup=0.25, on_step=stop)
+        fit(place, talker, warmup=0.25)
         assert step_of(place) == at
     fit(tmp_path / "once", talker, steps=12, warmup=0.25)
     stopped(tmp_path / "twice", talker, at + 1, steps=12, warmup=0.25)
@@ -410,18 +397,6 @@ def test_epochs_are_passes_over_the_texts(talker: TransformersTarget, tmp_path: 
             Config(**(SETTINGS | wrong))
 
 
-def test_another_drafter_does_not_resume(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches weights of one shape or kind being loaded into another."""
-    stopped(tmp_path, talker, 1)
-    for kind, settings, named in (
-        ("vanilla", {"block": 2}, "drafter.block"),
-        ("rnn", {}, "drafter.markov"),
-        ("dflash", {}, "drafter.kind"),
-    ):
-        with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
-            train(make_model(talker, kind, **settings), make_source(talker), Config(**SETTINGS), tmp_path)
-
-
 def test_the_rate_rises_and_falls() -> None:
     """Catches a first step at rate 0, a peak that is missed, and a rate that rises again at the end."""
     config = Config(steps=100, warmup=0.1)
@@ -455,14 +430,3 @@ def test_what_a_drafter_has_not_is_refused(talker, tmp_path) -> None:
     model = module.Model(module.Config(heads=2, nodes=4), talker)
     with pytest.raises(ConfigError, match=r"drafter 'medusa' has none of its own; leave it out"):
         train(model, make_source(talker), Config(steps=1, recompute=True), tmp_path)
-
-
-def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches `extra` being read and not used."""
-    heads: list[DraftModel] = [
-        fit(tmp_path / name, talker, extra=extra, steps=2)
-        for name, extra in (("with", {}), ("without", {"confidence": 0.0}))
-    ]  # fmt: skip
-    start = make_model(talker).confidence_head.proj.weight
-    assert not torch.equal(heads[0].confidence_head.proj.weight, start)
-    assert torch.equal(heads[1].confidence_head.proj.weight, start)

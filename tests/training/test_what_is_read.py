@@ -10,7 +10,7 @@ from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.transformers import TransformersTarget
 
-TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains], ids=str)
+TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains and not case.is_variant], ids=str)
 
 
 def texts() -> tuple[torch.Tensor, torch.Tensor]:
