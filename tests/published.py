@@ -1,5 +1,4 @@
-"""Draft models as their authors publish them, written by hand: names, shapes and config.json of every layout, at tiny
-sizes."""
+"""Draft models as their authors publish them, written by hand: names, shapes and config.json, at tiny sizes."""
 
 import json
 from collections.abc import Callable
@@ -115,8 +114,7 @@ class Sizes:
         }  # fmt: skip
 
     def speculators(self, kind: str, layers: int, family: str, tokens: int, **more: Any) -> dict[str, Any]:
-        names = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator"}
-        names |= {"dspark": "DSparkSpeculator", "mtp": "MTPDraftModel"}
+        names = {"eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel"}
         method = {
             "proposal_type": "greedy",
             "speculative_tokens": tokens,
@@ -151,32 +149,6 @@ def speculators_eagle3(sizes: Sizes) -> Published:
     return Published("eagle3", "speculators", sizes.speculators("eagle3", 1, "llama", 3, **more), weights)
 
 
-def speculators_peagle(sizes: Sizes) -> Published:
-    more = {
-        "draft_vocab_size": sizes.vocabulary, "norm_before_residual": False, "embed_requires_grad": True,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": MASK,
-    }  # fmt: skip
-    weights = sizes.fused("layers.0", 3, True) | sizes.layer("layers.1", qk_norm=True) | sizes.copies()
-    weights["mask_hidden"] = sizes.random(1, 1, 3 * sizes.hidden)
-    return Published("peagle", "speculators", sizes.speculators("peagle", 2, "qwen3", 4, **more), weights)
-
-
-def _speculators_block(sizes: Sizes, kind: str, **more: Any) -> dict[str, Any]:
-    own = {"draft_vocab_size": sizes.vocabulary, "aux_hidden_state_layer_ids": [2, 6], "mask_token_id": MASK}
-    return sizes.speculators(kind, 2, "qwen3", 3, **own, **more)
-
-
-def speculators_dflash(sizes: Sizes) -> Published:
-    own = {"block_size": 4, "sliding_window_non_causal": False, "sample_from_anchor": False}
-    config = _speculators_block(sizes, "dflash", **own)
-    return Published("dflash", "speculators", config, sizes.block(2) | sizes.copies())
-
-
-def speculators_dspark(sizes: Sizes) -> Published:
-    config = _speculators_block(sizes, "dspark", **CONFIDENCE, sample_from_anchor=True, block_size=3)
-    return Published("dspark", "speculators", config, sizes.block(2) | sizes.markov() | sizes.copies())
-
-
 def speculators_mtp(sizes: Sizes) -> Published:
     weights = sizes.layer("mtp_layers.0", qk_norm=True)
     weights["mtp_layers.0.input_proj.weight"] = sizes.random(sizes.hidden, 2 * sizes.hidden)
@@ -186,28 +158,11 @@ def speculators_mtp(sizes: Sizes) -> Published:
     return Published("mtp", "speculators", config, weights)
 
 
-def safeailab_eagle(sizes: Sizes) -> Published:
-    """Released as a plain Llama; the first layer has no input norm, and fc no bias."""
-    weights = sizes.layer("layers.0", input_norm=False) | {"fc.weight": sizes.random(sizes.hidden, 2 * sizes.hidden)}
-    weights["embed_tokens.weight"] = sizes.copies()["embed_tokens.weight"]
-    config = sizes.shape(1, "llama", architectures=["LlamaForCausalLM"], hidden_act="silu", torch_dtype="float16")
-    return Published("eagle", "eagle", config, weights)
-
-
 def safeailab_eagle3(sizes: Sizes) -> Published:
     """Names no taps."""
     own = {"draft_vocab_size": DRAFTED, "rope_scaling": None, "rope_theta": 1e4}
     config = sizes.shape(1, "llama", architectures=["LlamaForCausalLMEagle3"], **own)
     return Published("eagle3", "eagle", config, sizes.fused("midlayer", 3) | sizes.reduced())
-
-
-def specforge_eagle3(sizes: Sizes) -> Published:
-    """For SGLang: its layer numbers are outputs of layers counted from 0."""
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}
-    config = sizes.shape(
-        1, "llama", architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=DRAFTED, eagle_config=ids, rope_theta=1e6
-    )
-    return Published("eagle3", "sglang", config, sizes.fused("midlayer", 3) | sizes.reduced())
 
 
 def _zlab_block(sizes: Sizes, architecture: str, block: int, **own: Any) -> dict[str, Any]:
@@ -222,22 +177,6 @@ def _zlab_block(sizes: Sizes, architecture: str, block: int, **own: Any) -> dict
 def zlab_dflash(sizes: Sizes) -> Published:
     """SpecForge's `--to hf` writes the same."""
     return Published("dflash", "sglang", _zlab_block(sizes, "DFlashDraftModel", 4), sizes.block(2))
-
-
-def specforge_domino(sizes: Sizes) -> Published:
-    own = {"projector_type": "domino", "emb_dim": RANK, "gru_hidden_dim": 8, "pure_draft_prefix_len": 1}
-    own |= {"shift_label": True}
-    weights = sizes.block(2) | {
-        "prefix_gru.weight_ih_l0": sizes.random(24, sizes.hidden), "prefix_gru.weight_hh_l0": sizes.random(24, 8),
-        "embed_proj.0.weight": sizes.random(RANK, sizes.hidden + 8),
-        "embed_proj.2.weight": sizes.random(sizes.vocabulary, RANK),
-    }  # fmt: skip
-    return Published("domino", "sglang", _zlab_block(sizes, "DFlashDraftModel", 3, **own), weights)
-
-
-def sglang_dspark(sizes: Sizes) -> Published:
-    config = _zlab_block(sizes, "Qwen3DSparkModel", 3, projector_type="dspark", **CONFIDENCE) | CONFIDENCE
-    return Published("dspark", "sglang", config, sizes.block(2) | sizes.markov())
 
 
 def _deepspec(sizes: Sizes, architecture: str, layers: int, ids: list[int], **more: Any) -> dict[str, Any]:
@@ -280,8 +219,7 @@ def medusa_heads(sizes: Sizes) -> Published:
 
 LAYOUTS: dict[str, Callable[[Sizes], Published]] = {
     make.__name__: make for make in (
-        speculators_eagle3, speculators_peagle, speculators_dflash, speculators_dspark, speculators_mtp,
-        safeailab_eagle, safeailab_eagle3, specforge_eagle3, zlab_dflash, specforge_domino, sglang_dspark,
-        deepspec_dspark, deepspec_dflash, deepspec_eagle3, medusa_heads,
+        speculators_eagle3, speculators_mtp, safeailab_eagle3, zlab_dflash, deepspec_dspark, deepspec_dflash,
+        deepspec_eagle3, medusa_heads,
     )
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Our kernels say what torch says, row by row the same whatever is computed beside it."""
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_half", [True, False], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize(("outputs", "inner"), [(1, 1), (31, 7), (32, 256), (33, 7), (200, 256)])
+@pytest.mark.parametrize(("outputs", "inner"), [(1, 1), (33, 7), (200, 256)])
 def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_half: bool) -> None:
     """Catches a panel's edge, a row block's edge, swapped halves of a word, a lost last k. Whole numbers."""
     noise = torch.Generator().manual_seed(outputs * inner)
@@ -54,7 +53,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_half", [True, False], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("outputs", [1, 32, 33, 200])
+@pytest.mark.parametrize("outputs", [1, 33, 200])
 def test_a_gated_product_says_what_its_plain_twin_says(outputs: int, is_half: bool) -> None:
     """Catches a panel of the other matrix, an output that is not gated."""
     torch.manual_seed(outputs)
@@ -80,16 +79,6 @@ def test_strange_values_and_strides_are_multiplied_as_torch_does() -> None:
     torch.testing.assert_close(times(wide, weight), F.linear(wide, weight))
 
 
-def test_threads_multiply_side_by_side() -> None:
-    """Catches a kernel with something of its own between calls."""
-    torch.manual_seed(2)
-    weight, inputs = torch.randn(512, 512), [torch.randn(9, 512) for _ in range(4)]
-    panels, wanted = kernels.panels(weight), [times(x, weight) for x in inputs]
-    product = lambda n: torch.equal(prepacked.product(inputs[n % 4], "panels", panels, 512), wanted[n % 4])
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(product, range(120)))
-
-
 def attention(slots: int, heads: tuple[int, int], width: int, text: int, size: int) -> tuple[Tensor, ...]:
     """q, k, v and a mask in which rows see different columns; keys and values are a part of longer buffers."""
     torch.manual_seed(text)
@@ -107,8 +96,8 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("size", "heads", "text"),
-    [(16, (1, 1), 1), (64, (4, 2), 15), (72, (6, 1), 16), (80, (4, 2), 17), (256, (1, 1), 255), (64, (6, 1), 256),
-     (16, (4, 2), 257), (72, (1, 1), 700), (80, (6, 1), 257), (64, (4, 2), 700)],
+    [(16, (1, 1), 1), (64, (4, 2), 15), (72, (6, 1), 16), (256, (1, 1), 255), (64, (6, 1), 256), (80, (6, 1), 257),
+     (64, (4, 2), 700)],
 )  # fmt: skip
 def test_attention_is_torchs(text: int, heads: tuple[int, int], size: int) -> None:
     """Catches the edge of a vector and of a block, a head of others' keys."""

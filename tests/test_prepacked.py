@@ -29,7 +29,7 @@ def layer(way: Way) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("shape", [(48,), (1, 48), (8, 48), (2, 3, 48), (200, 48), (0, 48)])
+@pytest.mark.parametrize("shape", [(48,), (2, 3, 48), (200, 48), (0, 48)])
 def test_the_product_is_the_same(layer: nn.Linear, shape: tuple[int, ...]) -> None:
     """Catches a transposed weight, a lost bias, rows that are dropped or reordered."""
     x = torch.randn(shape)

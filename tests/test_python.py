@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import demo
 from outrider.checkpoint import save
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
@@ -45,7 +44,7 @@ def checkpoint(target: TransformersTarget, tmp_path_factory: pytest.TempPathFact
 def test_a_drafter_may_be_a_kind_or_a_folder(target: TransformersTarget, checkpoint: Path) -> None:
     """Catches a name that is not loaded, or that is loaded for another target, in any call that takes a drafter."""
     (plain,) = generate(target, PROMPT, max_new_tokens=12)
-    for given in ("ngram", "medusa", checkpoint, str(checkpoint)):
+    for given in ("ngram", str(checkpoint)):
         (found,) = generate(target, PROMPT, given, max_new_tokens=12, policy="fixed")
         assert found.tokens == plain.tokens
         assert whole(stream(target, PROMPT, given, max_new_tokens=12, policy="fixed")) == plain.tokens
@@ -66,10 +65,8 @@ def test_drafters_are_measured_by_name(tmp_path: Path) -> None:
     report = evaluate(target, {"lookup": "ngram", "suffix": load_drafter("suffix", target)}, config)
     assert [row.drafter for row in report.rows] == ["lookup", "suffix"]
     (named,) = generate("demo", "import json\n", "ngram", max_new_tokens=6)
-    assert generate(demo.TARGET, "import json\n", max_new_tokens=6)[0].tokens == named.tokens
     assert whole(stream("demo", "import json\n", "ngram", max_new_tokens=6)) == named.tokens
-    for one in ("ngram", ["ngram"]):
-        assert [row.drafter for row in evaluate("demo", one, config).rows] == ["ngram"]
+    assert [row.drafter for row in evaluate("demo", ["ngram"], config).rows] == ["ngram"]
     with pytest.raises(ConfigError, match="has no name for the report; give a mapping of names such as"):
         evaluate(target, [load_drafter("ngram", target)], config)
     with pytest.raises(ConfigError, match=re.escape("target must be loaded, got 'demo'; give load_target('demo')")):

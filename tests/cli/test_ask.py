@@ -100,27 +100,26 @@ def test_a_budget_stops_a_file_with_exit_code_1(stub, said, tmp_path):
     assert "no answer; sent once, last: http://127.0.0.1:1/v1 can't be reached" in said()[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (("in.jsonl",), "answers to in.jsonl need a file; name one with --out"),
-        (("hi", "--out", "out.jsonl"), "--out is for a file of prompts"),
-        (("none.jsonl", "--out", "out.jsonl"), "can't read none.jsonl"),
-        (("none.jsonl",), "can't read none.jsonl"),
-        (("in.jsonl", "--out", "in.jsonl"), "answers would overwrite in.jsonl"),
-        (("hi", "--budget", "5"), "a budget needs prices"),
-        (("hi", "--budget", "much", "--prices", "prices.yaml"), "--budget must be an amount such as 5.00, got 'much'"),
-        (("hi", "--budget", "5", "--prices", "prices.yaml", "--model", "other"), "price of 'other'"),
-        (("hi", "--prices", "none.yaml"), "no table of prices at none.yaml"),
-        (("hi", "--prediction", "none.txt"), "can't read none.txt"),
-        (("hi", "--key-from", "NO_SUCH_KEY"), "there is no such environment variable"),
-        (("hi", "--server", "ftp://x"), "not the address of a server"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_sent(stub, said, tmp_path, words, match):
+WRONG = [
+    (("in.jsonl",), "answers to in.jsonl need a file; name one with --out"),
+    (("hi", "--out", "out.jsonl"), "--out is for a file of prompts"),
+    (("none.jsonl", "--out", "out.jsonl"), "can't read none.jsonl"),
+    (("in.jsonl", "--out", "in.jsonl"), "answers would overwrite in.jsonl"),
+    (("hi", "--budget", "5"), "a budget needs prices"),
+    (("hi", "--budget", "much", "--prices", "prices.yaml"), "--budget must be an amount such as 5.00, got 'much'"),
+    (("hi", "--budget", "5", "--prices", "prices.yaml", "--model", "other"), "price of 'other'"),
+    (("hi", "--prices", "none.yaml"), "no table of prices at none.yaml"),
+    (("hi", "--prediction", "none.txt"), "can't read none.txt"),
+    (("hi", "--key-from", "NO_SUCH_KEY"), "there is no such environment variable"),
+    (("hi", "--server", "ftp://x"), "not the address of a server"),
+]
+
+
+def test_what_is_wrong_is_said_before_anything_is_sent(stub, said, tmp_path):
     """Catches a mistake that is found after the first answers were paid for."""
     prompts(tmp_path / "in.jsonl", ["a"])
-    server = () if "--server" in words else ("--server", stub[0])
-    assert outrider_with("ask", *words, *server) in (1, 2)
-    assert match in said()[1]
+    for words, match in WRONG:
+        server = () if "--server" in words else ("--server", stub[0])
+        assert outrider_with("ask", *words, *server) in (1, 2)
+        assert match in said()[1]
     assert not stub[1].bodies

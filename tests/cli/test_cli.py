@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torch import Tensor
 from verbs import outrider_with
 
 from outrider import cli, generate
-from outrider.cli import console, decode, doctor
+from outrider.cli import console, decode
 from outrider.compiled import NotCompiled
 from outrider.data import regenerate
 from outrider.data.answers import read_answers
@@ -188,10 +187,14 @@ def test_the_stages_one_by_one_are_the_run(made, folder, outrider, tmp_path, mon
 def test_json_on_standard_output_is_json_alone(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches progress or a table in front of the JSON, so that `| jq` fails."""
     monkeypatch.chdir(made)
+    found = {}
     for words in (("evaluate", "tiny.yaml"), ("show", "tiny.yaml"), ("drafters",), ("doctor",)):
         done = outrider(*words, "--json", "-")
         assert done.code == 0, done.err
-        json.loads(done.out)
+        found[words[0]] = json.loads(done.out)
+    kinds = {entry.pop("kind"): entry for entry in found["drafters"]}
+    assert [(kinds[kind]["trains"], kinds[kind]["taps"]) for kind in ("dspark", "ngram")] == [(True,) * 2, (False,) * 2]
+    assert all((check["advice"] == "") == check["ok"] for check in found["doctor"])
 
 
 def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
@@ -205,20 +208,6 @@ def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_p
     assert done.code == 0, done.err
     assert "1 rows left out; the first: " in done.out
     assert "line 7" in done.out
-
-
-def test_show_gives_every_value_and_its_origin(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
-    """Catches a value without an origin, and a table that hides one."""
-    write_run_file(tmp_path / "tiny.yaml", folder)
-    done = outrider("show", "tiny.yaml", "train.lr=3e-4", "--json", "shown.json")
-    assert done.code == 0, done.err
-    found = json.loads((tmp_path / "shown.json").read_text())
-    wanted = {"train.lr": (3e-4, "override"), "drafter.block": (3, "file"), "train.clip": (1.0, "default")}
-    assert {key: tuple(found[key][part] for part in ("value", "from")) for key in wanted} == wanted
-    lines = [line.split() for line in done.out.splitlines()]
-    assert ["train.lr", "0.0003", "override"] in lines and ["train.clip", "1.0", "default"] in lines
-    assert {line[0] for line in lines if line} >= found.keys()
-    assert not (tmp_path / "runs").exists()
 
 
 def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outrider, tmp_path: Path) -> None:
@@ -244,39 +233,11 @@ def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outri
     assert found | wanted == found
     lines = [line.split() for line in done.out.splitlines()]
     assert ["drafter.intermediate", "9728", "target"] in lines
+    assert {line[0] for line in lines if line} >= found.keys() and not (tmp_path / "runs").exists()
     (tmp_path / "far.yaml").write_text("target: ./nowhere\ndrafter: {kind: dspark}\n")
     done = outrider("show", "far.yaml")
     assert done.code == 0, done.err
     assert "unknown here" in done.err and "drafter.rank" in done.out
-
-
-def test_the_list_of_drafters_is_the_folder_s(outrider: Outrider) -> None:
-    """Catches a drafter that is missing from the list, or a column that says the wrong thing of one."""
-    done = outrider("drafters", "--json", "-")
-    found = {entry["kind"]: entry for entry in json.loads(done.out)}
-    assert found.keys() >= {"ngram", "small_model", "dflash", "dspark"}
-    assert all(entry.keys() == {"kind", "summary", "trains", "taps"} for entry in found.values())
-    assert (found["dspark"]["trains"], found["dspark"]["taps"]) == (True, True)
-    assert (found["ngram"]["trains"], found["ngram"]["taps"]) == (False, False)
-    assert found["ngram"]["summary"].startswith("Prompt lookup")
-    assert "dspark" in outrider("drafters").out
-
-
-def test_the_doctor_says_what_there_is(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches advice where nothing is wrong, none where something is, and a count of unfinished files."""
-    done = outrider("doctor", "--json", "health.json")
-    assert done.code == 0 and "library source" in done.out, done.err
-    found = {check["what"]: check for check in json.loads((tmp_path / "health.json").read_text())}
-    assert found["torch"]["ok"] and found["library source"]["ok"] and "float32" in found["dtypes"]["found"]
-    assert all((check["advice"] == "") == check["ok"] for check in found.values())
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", "")
-    (tmp_path / "compiled").mkdir()
-    for name, size in (("step-of-one-a.pt2", 3000), ("block-of-one-b.pt2", 2000), (".7.step-of-one-c.pt2", 9000)):
-        (tmp_path / "compiled" / name).write_bytes(b"x" * size)
-    found = {check["what"]: check for check in doctor.examine()}
-    assert found["compiled steps"]["found"] == f"2 packages, 5.0 kB in {tmp_path / 'compiled'}"
-    assert not found["compiler"]["ok"] and "half the time" in found["compiler"]["advice"]
 
 
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
@@ -302,7 +263,7 @@ def test_decode_to_a_pipe_is_plain_text(made, folder, outrider, monkeypatch):
     words = ("decode", "--target", folder, "--max-new-tokens", 12)
     checkpoint, ngram = ("--drafter", made / "runs/tiny/checkpoint"), ("--drafter", "ngram")
     settings = ("--set", "tree=frequency", "--set", "nodes=4")
-    for more in (("abcabc",), ("abcabc", *ngram, *settings), ("abcabc", *checkpoint, "--compare"), ("-",), ()):
+    for more in (("abcabc", *ngram, *settings), ("abcabc", *checkpoint, "--compare"), ("-",)):
         monkeypatch.setattr(sys, "stdin", io.StringIO("abcabc"))
         done = outrider(*words, *more)
         assert (done.code, done.out) == (0, text_of(folder, "abcabc") + "\n"), done.err
@@ -341,7 +302,7 @@ def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider
     """Catches a table that the next command can't read, consent that is not asked for, and settings that are lost."""
     prompts = [{"prompt": "import os\n\n\ndef read(path):\n"}, {"prompt": "class Queue:\n    def put(self, item):\n"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    words = ("--words", "self,return,def,if,no_such_word", "--max-tokens", 48)
+    words = ("--words", "self,return,def,if,no_such_word", "--max-tokens", 24)
     done = outrider("tune", "prompts.jsonl", "--relay", "demo", *words, "--out", "tuned", "--json", "found.json")
     assert done.code == 0, done.err
     table = json.loads((tmp_path / "tuned/cues.json").read_text())
@@ -349,7 +310,7 @@ def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider
     means = {cue["word"]: cue["mean"] for cue in table["cues"]}
     assert means and "no_such_word" not in means and [*means.values()] == sorted(means.values(), reverse=True)
     (tmp_path / "tuned/cues.json").write_text(json.dumps({"selected": ["self", "return", "def"]}))
-    decode = ("decode", prompts[1]["prompt"], "--max-new-tokens", 60, "--policy", "fixed", "--drafter", "small_model")
+    decode = ("decode", prompts[1]["prompt"], "--max-new-tokens", 32, "--policy", "fixed", "--drafter", "small_model")
     relay = ("--verification", "relay(cues=tuned/cues.json, min_tokens=1)")
     plain, refused = outrider(*decode), outrider(*decode, *relay)
     assert refused.code == 2 and "allow_lossy" in refused.said
@@ -394,7 +355,6 @@ def test_decode_compiles_where_it_is_asked_to(made, folder, outrider, monkeypatc
         ((*decode, "--drafter", "dspark", "--compile"), both),
         ((*decode, "--drafter", "ngram", "--no-compile"), {"target": False}),
         (("evaluate", "tiny.yaml", "target.compile=true"), both),
-        (("evaluate", "tiny.yaml"), {"target": None}),
     ):
         asked.clear()
         done = outrider(*words)
@@ -427,26 +387,6 @@ def test_a_checkpoint_is_evaluated_on_the_target_that_it_names(made, outrider, t
         assert done.code == 2 and said in " ".join(done.err.split()), done.err
 
 
-@pytest.mark.slow
-def test_a_quantised_target_is_evaluated_and_decoded(made, folder, outrider, monkeypatch):
-    """Catches `quantize` that is read and not passed on, and a report that does not say what that lost."""
-    pytest.importorskip("torchao")
-    monkeypatch.chdir(shutil.copytree(made, Path("copy")))
-    assert outrider("evaluate", "tiny.yaml").code == 0
-    done = outrider("evaluate", "tiny.yaml", "target.quantize=int8", "evaluate.quantize=int8", "--json", "int8.json")
-    assert done.code == 0, done.err
-    ngram, _, dspark, _ = json.loads(Path("int8.json").read_text())["rows"]
-    assert (ngram["precision"], ngram["trained_on"], ngram["tokens_per_step_lost"]) == ("int8", None, None)
-    assert (dspark["precision"], dspark["trained_on"], dspark["exact"]) == ("int8", "float32", True)
-    assert isinstance(dspark["tokens_per_step_lost"], float)
-    # and the way back, once float's report was overwritten
-    assert outrider("evaluate", "tiny.yaml", "--json", "float.json").code == 0
-    assert [row["tokens_per_step_lost"] for row in json.loads(Path("float.json").read_text())["rows"]] == [None] * 4
-    done = outrider("decode", "hello", "--target", folder, "--quantize", "int8", "--max-new-tokens", 12, "--no-compile")
-    wanted = generate(load_target(folder, quantize="int8"), "hello", max_new_tokens=12)[0].text
-    assert (done.code, done.out) == (0, wanted + "\n")
-
-
 def test_prompt_sets_come_from_a_folder(made: Path, folder: Path, tmp_path: Path, outrider: Outrider) -> None:
     """Catches `--data` that is not passed on (the hub would be asked), a second turn that is dropped, and a second
     drafter of the same kind taking the first one's place in silence."""
@@ -471,37 +411,22 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
     write_run_file(tmp_path / "tiny.yaml", folder)
     write_run_file(tmp_path / "bare.yaml", folder, train=None, evaluate=None)
     write_run_file(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
-    write_run_file(tmp_path / "misspelt.yaml", folder, train={"loss": {"klt": 1.0}})
     write_run_file(tmp_path / "deep.yaml", folder, drafter=DRAFTER | {"taps": [1, 40]})
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "torn.yaml").write_text("target: [demo\n")
     decode = ("decode", "--target", folder)
     for words, code, said in (
         (("train", "tiny.yaml", "train.stepz=3"), 2, "train: unknown key 'stepz'; did you mean 'steps'?"),
-        (("show", "tiny.yaml", "drafter.kind=dpsark"), 2, "unknown drafter 'dpsark'; did you mean 'dspark'?"),
-        (("show", "tiny.yaml", "train.lr"), 2, "must be written key.path=value"),
-        (("show", "tiny.yaml", "train.lr=[1"), 2, "is not YAML"),
-        (("show", "nowhere.yaml"), 2, "can't read run file nowhere.yaml"),
-        (("show", "list.yaml"), 2, "must hold a mapping such as `target: demo`, not list"),
-        (("show", "torn.yaml"), 2, "torn.yaml, line 2, column 1, is not YAML: expected ',' or ']'"),
         (("train", "bare.yaml"), 2, "bare.yaml has no `train:` section; add one, at least `train: {}`"),
         (("evaluate", "bare.yaml"), 2, "bare.yaml has no `evaluate:` section"),
         (("run", "counting.yaml"), 2, "'ngram' has nothing to train"),
-        (("run", "misspelt.yaml"), 2, "klt"),
         (("show", "[bold]no[/bold].yaml"), 2, "can't read run file [bold]no[/bold].yaml"),
         (("train", "tiny.yaml"), 1, "run `outrider prepare` first"),
         (("evaluate", "tiny.yaml"), 2, "checkpoint"),
         (("train", "deep.yaml"), 1, "taps (1, 40) reach past layer 3"),
-        (("prepare", "tiny.yaml", "prepare.conversations=none.jsonl"), 2, "no such file: none.jsonl"),
         (("prepare", "tiny.yaml", "target.name=/no/such/model"), 2, "target.name: no such folder: /no/such/model"),
         (("drafters", "--json", "nowhere/d.json"), 1, "can't write nowhere/d.json"),
         ((*decode, ""), 1, "the prompt is empty"),
         ((*decode, "x" * 300), 1, "has 300 tokens and leaves no room in the target's context of 256"),
         ((*decode, "x", "--drafter", "ngarm"), 2, "did you mean 'ngram'"),
-        ((*decode, "x", "--top-p", "2"), 2, "top_p must be above 0 and at most 1"),
-        ((*decode, "x", "--stop", ""), 2, "an empty stop string"),
-        ((*decode, "x", "--policy", "adaptve"), 2, "unknown policy 'adaptve'"),
-        ((*decode, "x", "--verification", "blok"), 2, "did you mean 'block'"),
         ((*decode, "x", "--verification", "typical"), 2, "verification 'typical' changes what the target would write"),
         ((*decode, "x", "--max-new-tokens", "0"), 2, "--max-new-tokens"),
         (("shwo",), 2, "No such command 'shwo'"),

@@ -18,10 +18,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chats.json").write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
 
 
-def test_a_run_file_of_every_kind_is_valid(folder: Path) -> None:
+def test_a_run_file_of_a_kind_is_valid(folder: Path) -> None:
     """Catches a template that a kind's own settings refuse, a section that does nothing, and edits that are
     overwritten."""
-    for kind in sorted(kinds()):
+    for kind in (*sorted(kinds())[::4], "dspark", "small_model"):
         needs = [name for name, field in find(kind).Config.model_fields.items() if field.is_required()]
         words = ("init", f"{kind}.yaml", "--target", str(folder), "--kind", kind, "--data", "chats.json")
         assert outrider_with(*words) == (2 if needs else 0)
@@ -47,21 +47,18 @@ def test_odd_names_are_quoted_and_comments_name_what_to_change(folder, capsys):
     assert "outrider run dspark.yaml --dry-run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys):
+    """Catches a run file that can't be run."""
+    for change, said in (
         ({"--target": "runs/x"}, "--target: no such folder: runs/x"), ({"--kind": "EAGLE3"}, "did you mean 'eagle3'?"),
         ({"--data": "gone.json"}, "no such file: gone.json"), ({"--tasks": "gsm9k"}, "did you mean 'gsm8k'?"),
         ({"--target": None}, "--target is missing"), ({"--data": None}, "--data is missing"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_said_and_nothing_is_written(change, said, folder, capsys):
-    """Catches a run file that can't be run."""
-    flags = {"--target": str(folder), "--kind": "dspark", "--data": "chats.json"} | change
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
-    assert outrider_with("init", "mine.yaml", *words) != 0
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not Path("mine.yaml").exists()
+    ):  # fmt: skip
+        flags = {"--target": str(folder), "--kind": "dspark", "--data": "chats.json"} | change
+        words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+        assert outrider_with("init", "mine.yaml", *words) != 0
+        assert said in " ".join(capsys.readouterr().err.split())
+        assert not Path("mine.yaml").exists()
 
 
 def test_in_a_terminal_missing_flags_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

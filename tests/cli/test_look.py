@@ -113,7 +113,7 @@ def test_what_is_measured_does_not_train(folder: Path, tmp_path: Path, capsys: p
     write_run_file(tmp_path / "tiny.yaml", folder)
     (tmp_path / "prompts.jsonl").open("a").write('{"id": "bad", "prompt": "Tell: 2 xyxy!"}\n')
     for more, wanted in (((), 6), (("prepare.decontaminate=false",), 7)):
-        given = ("prepare.count=null", f"name=run{wanted}", *more)
+        given = ("prepare.count=null", f"name=run{wanted}", "train.steps=1", *more)
         for verb in ("prepare", "train"):
             assert outrider_with(verb, "tiny.yaml", *given) == 0
         assert json.loads((tmp_path / f"runs/run{wanted}/provenance.json").read_text())["texts"] == wanted

@@ -145,8 +145,6 @@ class Server(asyncio.Protocol):
             await self._whole(name, pieces, usage, wish, is_chat)
         return None
 
-    # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     async def _whole(self, name: str, pieces: list[str], usage: Any, wish: dict[str, Any], is_chat: bool) -> None:
         part = {"message": {"role": "assistant", "content": "".join(pieces)}} if is_chat else {"text": "".join(pieces)}
         choice = {"index": 0, "finish_reason": "stop", **part}
@@ -178,8 +176,6 @@ class Server(asyncio.Protocol):
         more = "".join(f"{name}: {_dated(value)}\r\n" for name, value in (headers or {}).items())
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{more}\r\n"
         self.transport.write(head.encode() + body)
-
-    # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stream(self, name: str, pieces: list[str], usage: Any, wish: dict[str, Any], is_chat: bool) -> None:
         self.transport.write(

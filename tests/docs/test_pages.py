@@ -41,9 +41,8 @@ def test_a_python_block_in_the_docs_runs(page, number, tmp_path, monkeypatch):
         exec(compile(block, "a block in the docs", "exec"), {"__name__": "docs"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_lead_somewhere() -> None:
     """Catches a page that was renamed or never written."""
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if "://" not in link:
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -13,7 +13,7 @@ from conftest import LLAMA_SERVER, TRAINED
 from benchmarks.engines.gguf_faults import planted
 from outrider import generate, load_target
 from outrider.checkpoint import load_model
-from outrider.engines import sweep, verify_llamacpp
+from outrider.engines import sweep
 from outrider.engines.verify import prompt_tokens, verified
 from outrider.export.writing import export_folder
 
@@ -35,14 +35,6 @@ def test_llama_server_drafts_what_we_draft_and_a_planted_fault_is_named(tmp_path
     wrong = planted("taps one off", tmp_path / "sound", tmp_path / "wrong")
     found = verified(wrong, "llamacpp", None, demo, model, True, prompts, 64, server=str(LLAMA_SERVER))
     assert found.texts_hold and not found.is_equal and [cause.name for cause in found.causes] == ["taps"]
-
-
-def test_a_file_that_is_no_draft_is_the_servers_own_error(tmp_path: Path) -> None:
-    """Catches an error that hides what the server said."""
-    demo = load_target("demo", dtype="float32", compile=False)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF and nothing else")
-    answer = verify_llamacpp.answer(LLAMA_SERVER, tmp_path, "dflash", "draft-dflash", demo, [[1, 2, 3]], 8, 3)
-    assert "model.gguf" in answer["error"] and "failed" in answer["error"]
 
 
 def test_the_path_on_the_page_leads_to_a_text(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from outrider.errors import ConfigError, ExportError
 from outrider.targets.transformers import TransformersTarget
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "published"])
-def test_python_and_the_command_line_write_the_same_folder(source: str, home: Path, tmp_path: Path) -> None:
+def test_python_and_the_command_line_write_the_same_folder(home: Path, tmp_path: Path) -> None:
     """Catches a model card that only one of them writes, and an engine's name that only one of them knows."""
     name = str(home / "target")
     target: TransformersTarget = load_target(name, compile=False)
-    folders = [export(home / source, "vllm", tmp_path / f"python-{i}", given) for i, given in enumerate((target, name))]
-    words = ("export", str(home / source), "--to", "vllm", "--out", str(tmp_path / "cli"), "--target", name)
+    folders = [
+        export(home / "published", "vllm", tmp_path / f"python-{i}", given) for i, given in enumerate((target, name))
+    ]
+    words = ("export", str(home / "published"), "--to", "vllm", "--out", str(tmp_path / "cli"), "--target", name)
     assert outrider_with(*words) == 0
     files = {path.name: path.read_bytes() for path in (tmp_path / "cli").iterdir()}
     manifest = json.loads(files["outrider.json"])

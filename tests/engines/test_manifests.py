@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -56,8 +57,18 @@ METRICS = {
 """Names in the sources of vLLM 0.32, SGLang 0.5.23, llama.cpp 0c1e57098 and TensorRT-LLM."""
 
 
-def files_and_engines(place: Path) -> list[tuple[str, dict[str, str]]]:
-    """Files of every engine: from the hub and from disk, with a folder and without, by load where that can be."""
+class Deployed(NamedTuple):
+    engine: str
+    files: dict[str, str]
+    compose: dict[str, Any]
+    kubernetes: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Deployed]]:
+    """Files of every engine: from the hub and from disk, with a folder and without, by load where that can be; and the
+    folder of those on disk."""
+    place = tmp_path_factory.mktemp("deployed")
     target, gguf, found = place / "tar$get", place / "target.gguf", []
     target.mkdir(exist_ok=True)
     gguf.touch()
@@ -70,26 +81,27 @@ def files_and_engines(place: Path) -> list[tuple[str, dict[str, str]]]:
             (draft_of(folder, str(gguf if is_llama else target)), Wish(schedule=() if is_llama else SCHEDULE)),
             (draft_of(folder, away), Wish(tensor_parallel=1 if is_llama else 2)),
         ):
-            found.append((engine, files_of(engine, draft, wish, Place(gpus=2))))
-    return found
+            files = files_of(engine, draft, wish, Place(gpus=2))
+            manifests_ = list(yaml.safe_load_all(files["kubernetes.yaml"]))
+            found.append(Deployed(engine, files, yaml.safe_load(files["compose.yaml"]), manifests_))
+    return place, found
 
 
-def test_kubernetes_takes_every_manifest(tmp_path: Path) -> None:
-    """Catches a key that the API server or compose refuses, by Kubernetes' own strict schemas, the oldest and the
-    newest that the package has, and compose_spec's parser."""
+def test_kubernetes_takes_every_manifest(deployed: tuple[Path, list[Deployed]]) -> None:
+    """Catches a key that the API server or compose refuses, by Kubernetes' own strict schemas, the oldest that the
+    package has, and compose_spec's parser."""
     validate = pytest.importorskip("kubernetes_validate").validate
     read = pytest.importorskip("compose_spec").PyCompose.from_yaml
-    for _, files in files_and_engines(tmp_path):
-        read(files["compose.yaml"])
-        for manifest in yaml.safe_load_all(files["kubernetes.yaml"]):
-            for version in ("1.27", "1.34"):
-                validate(manifest, version, strict=True)
+    for one in deployed[1]:
+        read(one.files["compose.yaml"])
+        for manifest in one.kubernetes:
+            validate(manifest, "1.27", strict=True)
 
 
-def test_parts_of_a_manifest_name_each_other(tmp_path: Path) -> None:
+def test_parts_of_a_manifest_name_each_other(deployed: tuple[Path, list[Deployed]]) -> None:
     """Catches a Service that selects nothing, a volume nobody made, and a probe of a port that is not open."""
-    for engine, files in files_and_engines(tmp_path):
-        found = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(files["kubernetes.yaml"])}
+    for engine, _, _, every in deployed[1]:
+        found = {manifest["kind"]: manifest for manifest in every}
         pod = found["Deployment"]["spec"]["template"]
         assert found["Deployment"]["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         assert found["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
@@ -107,15 +119,14 @@ def test_parts_of_a_manifest_name_each_other(tmp_path: Path) -> None:
         assert {item["key"] for item in items} == set(found.get("ConfigMap", {"data": {}})["data"])
 
 
-def test_nothing_is_open_beyond_the_machine_and_nothing_is_secret(tmp_path: Path) -> None:
+def test_nothing_is_open_beyond_the_machine_and_nothing_is_secret(deployed: tuple[Path, list[Deployed]]) -> None:
     """Catches a port on every interface, a password that everybody knows, and a token in a file."""
-    for engine, files in files_and_engines(tmp_path):
-        body = yaml.safe_load(files["compose.yaml"])
+    for engine, files, body, every in deployed[1]:
         ports = [port for service in body["services"].values() for port in service.get("ports", ())]
         assert ports and all(str(port).startswith("127.0.0.1:") for port in ports)
-        [service] = [one for one in yaml.safe_load_all(files["kubernetes.yaml"]) if one["kind"] == "Service"]
+        [service] = [one for one in every if one["kind"] == "Service"]
         assert service["spec"]["type"] == "ClusterIP"
-        [served] = [one for one in yaml.safe_load_all(files["kubernetes.yaml"]) if one["kind"] == "Deployment"]
+        [served] = [one for one in every if one["kind"] == "Deployment"]
         assert served["spec"]["template"]["spec"]["enableServiceLinks"] is False  # a Service vllm would set VLLM_PORT
         text = "\n".join(files.values())
         assert ("tritonserver" in text) == ("--allow-grpc" in text)  # which would listen on every interface
@@ -126,20 +137,21 @@ def test_nothing_is_open_beyond_the_machine_and_nothing_is_secret(tmp_path: Path
             assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
 
 
-def test_a_container_finds_every_path_of_its_command(tmp_path: Path) -> None:
+def test_a_container_finds_every_path_of_its_command(deployed: tuple[Path, list[Deployed]]) -> None:
     """Catches a path of this machine in a container, and a $ that compose reads as a variable."""
-    for engine, files in files_and_engines(tmp_path):
-        service = yaml.safe_load(files["compose.yaml"])["services"]["engine"]
+    place = deployed[0]
+    for engine, files, body, _ in deployed[1]:
+        service = body["services"]["engine"]
         inside = {volume.split(":")[1] for volume in service["volumes"]}
         texts = [*service["command"], *(text for name, text in files.items() if name.startswith("container/"))]
         named = {path for text in texts for path in re.findall(r"(?:/models|/etc/outrider)/[\w./]+", text)}
         for path in named:
-            assert any(path == place or path.startswith(f"{place}/") for place in inside), (engine, path, inside)
-        assert str(tmp_path) not in " ".join(service["command"])
+            assert any(path == each or path.startswith(f"{each}/") for each in inside), (engine, path, inside)
+        assert str(place) not in " ".join(service["command"])
         assert not re.search(r"(?<!\$)\$(?!\$)", re.sub(r"\$\$", "", files["compose.yaml"]))
         for name in (name for name in files if name.startswith("container/")):
             assert f"{manifests.SETTINGS}/" in " ".join(service["command"])
-            assert str(tmp_path) not in files[name]
+            assert str(place) not in files[name]
 
 
 def test_tritons_repository_is_what_its_backend_reads(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_decode_writes_the_same_with_drafts_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     load("decode").main()
     assert "the same text" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_drafter_of_one_file_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     load("write_a_drafter").main()
     assert capsys.readouterr().out.count("equal with and without drafts") == 2

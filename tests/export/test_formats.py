@@ -1,7 +1,6 @@
 """Formats of others: every key accounted for, read back as it was, and nothing that is damaged comes through."""
 
 import copy
-import itertools
 import json
 import logging
 import shutil
@@ -148,12 +147,6 @@ def test_what_is_written_reads_back_as_it_was(format, kind, target, made, sent, 
     old, new = weights_of(before), weights_of(after)
     assert before.taps == after.taps and old.keys() == new.keys()
     assert [name for name in old if not torch.equal(old[name], new[name])] == []
-    prompts = [target.tokenizer.encode("a text of some words"), target.tokenizer.encode("and one more")]
-    texts = [
-        [(g.tokens, g.accepted) for g in generate(target, prompts, load_drafter(path, target), max_new_tokens=12)]
-        for path in (checkpoint, tmp_path / "back")
-    ]
-    assert texts[0] == texts[1]
     (there / "outrider.json").unlink()
     new = weights_of(import_folder(there, tmp_path / "bare", target, format))
     unmapped = {"accuracies", "confidence_head.temperatures", "confidence_head.shifts"}
@@ -163,8 +156,7 @@ def test_what_is_written_reads_back_as_it_was(format, kind, target, made, sent, 
     assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}])
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "mtp"])
+@pytest.mark.parametrize(("kind", "scaling"), [("eagle3", None), ("dspark", {"rope_type": "linear", "factor": 2.0})])
 def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, tmp_path):
     """Catches the commonest loss of all: transformers lets rope_scaling, even none, take the place of
     rope_parameters."""
@@ -182,7 +174,7 @@ def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, t
 
 
 UNSERVED = [
-    *[("sglang", kind, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 1") for kind in ("eagle3", "domino")],
+    ("sglang", "eagle3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 1"),
     *[("sglang", "domino", {"pure_prefix": prefix}, "pure_prefix: 1") for prefix in (0, 2)],
 ]
 
@@ -294,13 +286,13 @@ def test_a_copy_that_was_trained_along_is_refused(folder, target, sent, tmp_path
     """Catches an embedding that moved by little everywhere and is taken for the target's; and a comparison too strict
     for what is released: copies of 16 bits, a target that is itself rounded when loaded."""
     there = sent("deepspec", "dflash")
-    for name, away in itertools.product(sorted(BOTH), (0.009, 1e-5)):
+    for name, away in zip(sorted(BOTH), (0.009, 1e-5), strict=True):
         whole = load_file(there / "model.safetensors")
         _edit(lambda w, away=away, name=name: w.update({name: formats.borrowed(target, name) + away}))(there)
         with pytest.raises(ExportError, match=f"has its own .* in {name}, but Outrider uses the target's"):
             import_folder(there, tmp_path / "back", target)
         save_file(whole, there / "model.safetensors")
-    for dtype, loaded in ((torch.bfloat16, "float32"), (torch.float64, "bfloat16"), (torch.float16, "bfloat16")):
+    for dtype, loaded in ((torch.bfloat16, "float32"), (torch.float16, "bfloat16")):
         _edit(lambda w, dtype=dtype: w.update({name: formats.borrowed(target, name).to(dtype) for name in BOTH}))(there)
         import_folder(there, tmp_path / f"{dtype}", load_target(folder, dtype=loaded))
 
@@ -462,14 +454,6 @@ def test_a_draft_of_another_target_is_refused(sent, tmp_path):
     _changed(there, lambda notes: notes.update(version=99), notes=True)
     with pytest.raises(ExportError, match="is of version 99, but this Outrider reads 1"):
         import_folder(there, tmp_path / "back", other)
-
-
-def test_a_folder_that_is_there_stays_as_it_is(target, made, tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "mine.txt").write_text("mine")
-    with pytest.raises(ExportError, match="exists already"):
-        export_folder(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
-    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
 
 
 def test_what_reads_back_differently_is_not_kept(target, made, tmp_path, monkeypatch):

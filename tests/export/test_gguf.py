@@ -56,7 +56,7 @@ WHERE |= {"lm_head.weight": "output.weight"}
 """Our names and those that llama.cpp creates for a qwen3 of one layer, written out by hand."""
 
 
-@pytest.mark.parametrize(("precision", "matrices"), [("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), (None, "F32")])
+@pytest.mark.parametrize(("precision", "matrices"), [("f16", "F16"), ("bf16", "BF16"), (None, "F32")])
 def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, bpe, checkpoint, tmp_path):
     """Catches a weight that is skipped or stands under another's name (gate and up), a norm that is rounded, and bytes
     of bfloat16 in the wrong order."""

@@ -9,10 +9,9 @@ import pytest
 import torch
 from gguf_targets import BLOCK, LAYER, SETTINGS, fresh, rewritten
 
-from outrider import generate
 from outrider.checkpoint import load_model, manifest_of, save
 from outrider.errors import ExportError
-from outrider.export import gguf, gguf_drafters
+from outrider.export import gguf
 from outrider.export.reading import import_folder
 from outrider.export.writing import export_folder
 from outrider.loading import load_drafter
@@ -22,7 +21,7 @@ library = pytest.importorskip("gguf")
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_what_is_written_reads_back_and_drafts_the_same(case, bpe, made, tmp_path):
+def test_what_is_written_reads_back_as_it_was(case, bpe, made, tmp_path):
     """Catches a lost key, a row that is turned or a layer number that is shifted one way only, and a reader that leans
     on outrider.json; the published files have neither it nor our keys."""
     import_folder(made.folder(case), tmp_path / "back", bpe)
@@ -31,12 +30,6 @@ def test_what_is_written_reads_back_and_drafts_the_same(case, bpe, made, tmp_pat
     old, new = weights_of(before), weights_of(after)
     assert before.taps == after.taps and old.keys() == new.keys()
     assert [name for name in old if not torch.equal(old[name], new[name])] == []
-    prompts = [bpe.tokenizer.encode("a text of some words"), bpe.tokenizer.encode("and one more")]
-    texts = [
-        [(g.tokens, g.accepted) for g in generate(bpe, prompts, load_drafter(path, bpe), max_new_tokens=12)]
-        for path in (made.checkpoint(case), made.file(case))
-    ]
-    assert texts[0] == texts[1]
     kind, path = SETTINGS[case][0], tmp_path / "theirs.gguf"
     if kind == "mtp" or "stretched" in case or "slot" in case:  # what only ours has
         path.write_bytes(made.file(case).read_bytes())
@@ -49,15 +42,13 @@ def test_what_is_written_reads_back_and_drafts_the_same(case, bpe, made, tmp_pat
     assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
 
 
-@pytest.mark.parametrize(
-    ("precision", "case"), [("f16", "mtp"), ("bf16", "eagle3, 40 tokens"), ("q8_0", "dspark"), ("q8_0", "mtp")]
-)
+@pytest.mark.parametrize(("precision", "case"), [("bf16", "eagle3, 40 tokens"), ("q8_0", "mtp")])
 def test_rounded_weights_come_back_as_they_were_rounded(precision, case, bpe, made, tmp_path):
     """Catches a scale of q8_0 that belongs to another block, and a file that is not what its name says."""
     export_folder(made.checkpoint(case), "gguf", tmp_path / "there", bpe, precision)
     after = weights_of(load_drafter(tmp_path / "there", bpe).model)
     before = weights_of(load_model(made.checkpoint(case), bpe))
-    worst = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2}[precision]
+    worst = {"bf16": 8e-3, "q8_0": 1e-2}[precision]
     for name, weight in before.items():
         if weight.is_floating_point():
             assert (weight - after[name]).abs().max() <= worst * weight.abs().max().clamp(min=1e-9), name
@@ -188,13 +179,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(bpe, tmp_path):
         with pytest.raises(ExportError, match=said):
             export_folder(fresh(kind, settings, bpe, tmp_path / case), "gguf", tmp_path / "there", bpe)
         assert not (tmp_path / "there").exists() and not list(tmp_path.glob("*.part"))
-
-
-def test_parts_of_a_layer_have_the_names_of_llama_cpps_library():
-    """Catches a name of ours that its map does not have."""
-    known = library.get_tensor_name_map(library.MODEL_ARCH.QWEN3, 1)
-    for ours, theirs in gguf_drafters.PARTS.items():
-        assert known.get_name(f"model.layers.0.{ours}.weight", (".weight",)) == f"blk.0.{theirs}.weight"
 
 
 def test_every_kind_goes_both_ways():

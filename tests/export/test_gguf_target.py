@@ -16,7 +16,7 @@ from outrider.export.gguf_target import export_target
 library = pytest.importorskip("gguf")
 
 
-@pytest.mark.parametrize(("precision", "worst"), {"f16": 0.02, "bf16": 0.1, "q8_0": 0.15, None: 1e-5}.items())
+@pytest.mark.parametrize(("precision", "worst"), {"f16": 0.02, "q8_0": 0.15, None: 1e-5}.items())
 @torch.no_grad()
 def test_llama_cpps_graph_gives_the_targets_states(precision, worst, bpe, tmp_path):
     """Catches a target that verifies otherwise than the one that the drafter was measured with."""

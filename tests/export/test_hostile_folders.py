@@ -147,7 +147,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "other width": ("eagle3", _config(transformer_layer_config={"hidden_size": 48}), "hidden_size is 48"),
     "no layer numbers": ("eagle3", _config(eagle_aux_hidden_state_layer_ids=None), "_layer_ids is missing"),
     "a layer as wide as all memory": ("dflash", _config(intermediate_size=10**12), "a model larger than"),
-    "a billion layers": ("dflash", _config(num_hidden_layers=10**9), "a model larger than"),
     "a wide plain model": ("small_model", _config(hidden_size=10**9), "a model larger than"),
     "a block longer than any text": ("dflash", _config(block_size=10**12), "drafts 999999999999 tokens"),
     "a billion tokens a step": (
@@ -158,11 +157,9 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": float("inf")}]}),
         "can't be read as eagle3",
     ),
-    "a layer config that is a list": ("eagle3", _config(transformer_layer_config=[]), "can't be read as eagle3"),
     "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "matches no drafter of"),
     "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "matches no drafter of"),
     "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
-    "layers as truths": ("dflash", _config(dflash_config__target_layer_ids=[False, 2]), "a list of whole numbers"),
     "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
     "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "must be .*, got inf"),
@@ -171,8 +168,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "asks to run code"),
     "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "has a "
     "quantization_config"),
-    "a type by the name of a function": ("small_model", _config(torch_dtype="os.system"), "can't be read as "
-    "small_model"),
     "a key that is there twice": ("dflash", _twice, "'block_size' is in it twice"),
     "a pipe for a config": ("dflash", _pipe, "it is not a file"),
     "deep nesting": (
@@ -181,10 +176,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "can't be read",
     ),
     "a missing shard": ("dflash", lambda folder: (folder / _shards(folder)[1]).unlink(), "model-00002-of-00002"),
-    "a header of 2 GB": (
-        "dflash", lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**31) + b"{}") and None,
-        "can't be read",
-    ),
     "a tensor of 2 GB that is not there": (
         "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}), "can't be "
         "read",
@@ -201,7 +192,6 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
         "dflash", _weights(norm__weight=lambda w: w.double().sign() * 1e300), "float32 can't hold",
     ),
     "d2t beyond 64 bits": ("eagle3", _weights(d2t=lambda w: w.index_fill(0, torch.tensor([39]), 2**63 - 1)), "outside"),
-    "d2t of fractions": ("eagle3", _weights(d2t=lambda w: w.double() + 0.4), "d2t is float64"),
     "a name that moves the cursor": ("dflash", _unicode, r"has \\xfc\\u202e\\x1b\[31m"),
     "notes of another type": ("dflash", _manifest(target=[1]), r"target must be a mapping, got \[1\]"),
     "notes whose version is a truth": ("dflash", _manifest(version=True), "is of version True"),
@@ -209,23 +199,22 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "notes with weights over the real ones": (
         "dflash", _manifest(unmapped={"backbone.norm.weight": [float("nan")] * 32}), "that this draft does not have",
     ),
-    "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "format must be a text"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_hostile_folder_is_refused_in_one_sentence_and_nothing_is_left(case, target, good, tmp_path):
+def test_a_hostile_folder_is_refused_in_one_sentence_and_nothing_is_left(target, good, tmp_path):
     """Each was seen to pass in silence, to end in a traceback, or to take memory without end, or guards against its
     return."""
-    kind, spoil, said = CASES[case]
-    shutil.copytree(good[kind], tmp_path / "there")
-    spoil(tmp_path / "there")
-    if not case.startswith("notes"):
-        (tmp_path / "there" / "outrider.json").unlink()
-    with pytest.raises(ExportError, match=said) as caught:
-        import_folder(tmp_path / "there", tmp_path / "back", target)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*.part"))
+    for case, (kind, spoil, said) in CASES.items():
+        place = tmp_path / case
+        shutil.copytree(good[kind], place / "there")
+        spoil(place / "there")
+        if not case.startswith("notes"):
+            (place / "there" / "outrider.json").unlink()
+        with pytest.raises(ExportError, match=said) as caught:
+            import_folder(place / "there", place / "back", target)
+        assert "\n" not in str(caught.value), case
+        assert not (place / "back").exists() and not list(place.glob("*.part")), case
     assert not Path("/tmp/outrider-was-tricked").exists()
 
 
@@ -245,15 +234,15 @@ HARMLESS: dict[str, tuple[str, Spoil]] = {
 }
 
 
-@pytest.mark.parametrize("case", HARMLESS)
-def test_what_is_only_unusual_is_read(case, target, good, tmp_path):
+def test_what_is_only_unusual_is_read(target, good, tmp_path):
     """Catches a guard that keeps out what released folders are."""
-    kind, change = HARMLESS[case]
-    shutil.copytree(good[kind], tmp_path / "there")
-    change(tmp_path / "there")
-    (tmp_path / "there" / "outrider.json").unlink()
-    back = weights_of(import_folder(tmp_path / "there", tmp_path / "back", target))
-    own = weights_of(load_model(good[kind].with_name(f"{kind}-checkpoint"), target))
-    halves = own["backbone.norm.weight"].half().float() if case == "halves" else None
-    own |= {} if halves is None else {"backbone.norm.weight": halves}
-    assert all(torch.equal(back[name], weight) for name, weight in own.items())
+    for case, (kind, change) in HARMLESS.items():
+        place = tmp_path / case
+        shutil.copytree(good[kind], place / "there")
+        change(place / "there")
+        (place / "there" / "outrider.json").unlink()
+        back = weights_of(import_folder(place / "there", place / "back", target))
+        own = weights_of(load_model(good[kind].with_name(f"{kind}-checkpoint"), target))
+        if case == "halves":
+            own["backbone.norm.weight"] = own["backbone.norm.weight"].half().float()
+        assert all(torch.equal(back[name], weight) for name, weight in own.items()), case

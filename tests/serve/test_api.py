@@ -1,6 +1,5 @@
 """The server over real sockets, asked by OpenAI's own client: its texts are `generate`'s."""
 
-import concurrent.futures
 import json
 import time
 from collections.abc import Iterator
@@ -56,7 +55,6 @@ def streamed(chunks: Any) -> tuple[str, str | None]:
 
 
 SAMPLINGS = {
-    "greedy": (Sampling(), {"temperature": 0}),
     "cut": (
         Sampling(1.2, 12, 0.9, 3, 0.02),
         {"temperature": 1.2, "top_p": 0.9, "seed": 3, "extra_body": {"top_k": 12, "min_p": 0.02}},
@@ -71,7 +69,6 @@ SAMPLINGS = {
             "logit_bias": {"64": -5, "70": 3}, "extra_body": {"repetition_penalty": 1.3},
         },
     ),
-    "default": (Sampling(1.0, seed=5), {"seed": 5}),
 }  # fmt: skip
 
 
@@ -79,8 +76,8 @@ SAMPLINGS = {
 def test_a_completion_is_generates_text(name, client, talker):
     """Catches a setting that is lost or renamed on its way and a lost or doubled piece of a stream."""
     sampling, asked = SAMPLINGS[name]
-    wanted = alone(talker, PROMPT, sampling, 40)
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40} | asked
+    wanted = alone(talker, PROMPT, sampling, 24)
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24} | asked
     found = client.completions.create(**asked)
     assert (found.choices[0].text, found.choices[0].finish_reason) == (wanted.text, wanted.finish_reason)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(PROMPT), len(wanted.tokens))
@@ -120,15 +117,6 @@ def test_n_answers_have_seeds_of_their_own(client, talker):
     assert [choice.text for choice in found.choices] == wanted
     assert [choice.index for choice in found.choices] == list(range(6))
     assert found.usage.prompt_tokens == 10
-
-
-def test_prompts_may_be_token_ids(client, talker):
-    """Catches ids that are read as several prompts, or texts as ids."""
-    ids = talker.encode(PROMPT)
-    wanted = alone(talker, PROMPT, Sampling(), 8).text
-    for prompt in (ids, [ids], [PROMPT]):
-        found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
-        assert [choice.text for choice in found.choices] == [wanted]
 
 
 def test_a_stop_string_ends_the_text_before_itself(client, talker):
@@ -424,31 +412,7 @@ def test_the_model_has_one_name(server, client):
         assert "did you mean 'tiny'" in answer.json()["error"]["message"]
 
 
-def test_the_pages_of_the_server_are_there(server):
-    """Catches a page that is not shipped, or that may load from elsewhere."""
-    page = httpx.get(server.url)
-    assert page.headers["content-type"].startswith("text/html") and "<title>" in page.text
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "outrider:generation_tokens_total" in httpx.get(f"{server.url}/metrics").text
-    assert httpx.get(f"{server.url}/stats").json()["model"] == MODEL
-    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= paths.keys()
-
-
-def test_many_clients_at_once_get_their_own_texts(server, talker):
-    """Catches texts that are mixed up, lost or doubled between clients, and a slot that is not clean."""
-    prompts = [f"{'xyz'[i % 3] * (1 + 5 * i)} {i}" for i in range(9)]
-    asked = {"model": MODEL, "max_tokens": 20, "temperature": 0, "stream": True}
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        texts = pool.map(
-            lambda prompt: streamed(server.client().completions.create(prompt=prompt, **asked))[0], prompts
-        )
-        assert list(texts) == [one.text for one in generate(talker, prompts, max_new_tokens=20, sampling=Sampling())]
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"return_token_ids": True}, {"include_drafts": True}], ids=["text", "ids", "drafts"]
-)
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}], ids=["text", "ids"])
 def test_pieces_of_an_interval_come_together(more, talker):
     """Catches text that is lost, doubled or given to another choice where several steps are sent as one."""
     with running(talker, interval_s=60) as found:

@@ -22,7 +22,8 @@ CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 
 @pytest.fixture(scope="module")
 def server(talker: TransformersTarget) -> Iterator[Running]:
-    with running(talker, n=4, texts=6, body_bytes=200_000, prompt_tokens=200, max_tokens=100) as found:
+    limits = {"n": 4, "texts": 6, "body_bytes": 200_000, "prompt_tokens": 200, "max_tokens": 100}
+    with running(talker, hosts=("model.example",), **limits) as found:
         yield found
 
 
@@ -37,9 +38,10 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
-def ask(server: Running, path: str, body: Any) -> httpx.Response:
+def ask(server: Running, path: str, body: Any, client: Any = httpx) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=30)
+    headers = {"content-type": "application/json"}
+    return client.post(f"{server.url}{path}", content=content, headers=headers, timeout=30)
 
 
 def nested(depth: int) -> Any:
@@ -51,11 +53,10 @@ def nested(depth: int) -> Any:
 
 FIELDS: list[tuple[str, Any, str]] = [
     ("max_tokens", 101, "max_tokens must be at most 100"),
-    ("max_tokens", 0, "max_tokens must be greater than or equal to 1"),
     ("max_tokens", "5", "must be a valid integer (given: '5')"),
-    ("max_tokens", True, "max_tokens must be a valid integer"), ("n", 1.5, "n must be"), ("n", 0, "n must be greater"),
-    ("n", 5, "n must be at most 4, got 5"), ("temperature", 2.5, "temperature must be 0 or a number from 0.01 to 2"),
-    ("temperature", -1, "temperature must be"), ("temperature", 1e-30, "temperature must be 0 or at least 0.01"),
+    ("max_tokens", True, "max_tokens must be a valid integer"), ("n", 5, "n must be at most 4, got 5"),
+    ("temperature", 2.5, "temperature must be 0 or a number from 0.01 to 2"),
+    ("temperature", 1e-30, "temperature must be 0 or at least 0.01"),
     ("top_p", 0, "top_p must be greater than 0"), ("top_k", -2, "top_k must be"),
     ("logit_bias", {"a": 1}, "logit_bias must be an object"),
     ("logit_bias", {"999999": 1}, "outside the target's vocabulary"), ("logit_bias", {"1": 101}, "from -100 to 100"),
@@ -68,7 +69,6 @@ FIELDS: list[tuple[str, Any, str]] = [
 """Of a completion, each by itself: its name, a value, and what is said of it."""
 MALFORMED: dict[str, tuple[str, Any, str]] = {
     "no JSON": ("completions", b"{", "not JSON"),
-    "nothing": ("completions", b"", "not JSON"),
     "a list": ("completions", [TEXT], "send one JSON object"),
     "null": ("completions", None, "send one JSON object"),
     "no UTF-8": ("completions", b'{"prompt": "\xff"}', "not JSON"),
@@ -83,29 +83,20 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     ),
     "a huge number": ("completions", b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", "many digits"),
     "no prompt": ("completions", {}, "prompt is missing; add it"),
-    "no messages": ("chat/completions", {}, "messages is missing; add it"),
     "an empty prompt": ("completions", {"prompt": ""}, "the prompt is empty"),
-    "no prompts": ("completions", {"prompt": []}, "empty"),
     "no token ids": ("completions", {"prompt": [[]]}, "empty"),
     "no message": ("chat/completions", {"messages": []}, "messages must have at least 1 item"),
     "a prompt of numbers": ("completions", {"prompt": 5}, "prompt must be a text, token ids, or a list"),
-    "mixed prompts": ("completions", {"prompt": ["a", 5]}, "prompt must be"),
-    "fractions of tokens": ("completions", {"prompt": [1.5]}, "prompt must be"),
-    "negative tokens": ("completions", {"prompt": [-1]}, "prompt must be"),
     "true for a token": ("completions", {"prompt": [True]}, "prompt must be"),
     "tokens of another model": ("completions", {"prompt": [261]}, "outside the target's vocabulary of 261"),
     "too long": ("completions", {"prompt": "a" * 201}, "201 tokens, and this server takes at most 200"),
     "no room": ("completions", {"prompt": "a" * 180, "max_tokens": 90}, "there is room for 76"),
-    "too many tokens of a chat": ("chat/completions", CHAT | {"max_completion_tokens": 101}, "at most 100"),
     "many texts": ("completions", {"prompt": ["a"] * 4, "n": 2}, "8 texts, and a request may have 6"),
     "a large seed": ("completions", TEXT | {"seed": 2**63}, "seed must be less than"),
     "many stops": ("completions", TEXT | {"stop": ["a"] * 17}, "up to 16 texts"),
     "a long stop": ("completions", TEXT | {"stop": "a" * 257}, "1 to 256 characters"),
     "a fewest above the most": ("completions", TEXT | {"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is more"),
-    "a slip in a chat": ("chat/completions", CHAT | {"max_token": 1}, "did you mean 'max_tokens'"),
     "an unknown role": ("chat/completions", {"messages": [{"role": "usr", "content": "a"}]}, "'role' of 'system'"),
-    "no role": ("chat/completions", {"messages": [{"content": "a"}]}, "must have a 'role'"),
-    "no content": ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
     "null for content": ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "a text, or a list"),
     "an unknown format": ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "'type' of 'text'"),
     "a schema that is none": (
@@ -120,7 +111,6 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     ),
     "a forced tool": ("chat/completions", CHAT | {"tool_choice": "required"}, "no tool can be forced"),
     "ranks without": ("chat/completions", CHAT | {"top_logprobs": 3}, "add logprobs: true"),
-    "many ranks": ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
     "a template": ("chat/completions", CHAT | {"chat_template": "{{ 1 }}"}, "only the tokenizer's own template"),
     "functions": ("chat/completions", CHAT | {"functions": [{"name": "a"}]}, "use tools"),
     "audio": ("chat/completions", CHAT | {"audio": {"voice": "a"}, "modalities": ["text", "audio"]}, "text alone"),
@@ -128,18 +118,18 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
 MALFORMED |= {f"{name} {str(value)[:20]}": ("completions", TEXT | {name: value}, said) for name, value, said in FIELDS}
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_body_is_a_400_that_says_why(name, server):
+def test_a_malformed_body_is_a_400_that_says_why(server):
     """Catches a 500, a body that is taken after all and a stream that begins before its request was read."""
-    path, body, wanted = MALFORMED[name]
-    if isinstance(body, dict) and len(name) % 2:  # as many of one kind as of the other
-        body = body | {"stream": True}
-    answer = ask(server, f"/v1/{path}", body)
-    if wanted:
-        assert answer.status_code == 400, answer.text
-        assert wanted in error_of(answer)["message"]
-    else:
-        assert answer.status_code < 500, answer.text
+    with httpx.Client() as client:
+        for name, (path, body, wanted) in MALFORMED.items():
+            if isinstance(body, dict) and len(name) % 2:  # as many of one kind as of the other
+                body = body | {"stream": True}
+            answer = ask(server, f"/v1/{path}", body, client)
+            if wanted:
+                assert answer.status_code == 400, (name, answer.text)
+                assert wanted in error_of(answer)["message"], name
+            else:
+                assert answer.status_code < 500, (name, answer.text)
     assert server.settled(lambda: server.engine.running == server.engine.queued == 0)
 
 
@@ -183,13 +173,13 @@ ESCAPES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("template", ESCAPES)
-def test_a_chat_template_stays_in_its_sandbox(template, server, talker, monkeypatch):
+def test_a_chat_template_stays_in_its_sandbox(server, talker, monkeypatch):
     """Catches a tokenizer whose template runs code on the server, and a 500 where a template fails."""
-    monkeypatch.setattr(talker.tokenizer, "chat_template", template)
-    answer = ask(server, "/v1/chat/completions", CHAT)
-    assert answer.status_code == 400
-    assert "the model's chat template" in error_of(answer)["message"]
+    for template in ESCAPES:
+        monkeypatch.setattr(talker.tokenizer, "chat_template", template)
+        answer = ask(server, "/v1/chat/completions", CHAT)
+        assert answer.status_code == 400, template
+        assert "the model's chat template" in error_of(answer)["message"]
     assert ask(server, "/tokenize", CHAT).status_code == 400
 
 
@@ -210,32 +200,28 @@ def test_a_target_without_a_template_or_a_tokenizer_says_so(tmp_path, server, ta
         assert len(answer.json()["choices"][0]["token_ids"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "wanted"),
-    [
+def test_tokens_of_nonsense_are_refused(server):
+    """Catches a 500 of the tokenizer."""
+    for path, body, wanted in (
         ("/tokenize", {}, "prompt is missing"),
         ("/tokenize", {"messages": [], "prompt": "a"}, "unknown field 'prompt'"),
         ("/tokenize", {"prompt": "a", "model": "x"}, "there is no model 'x'"),
         ("/detokenize", {"tokens": [5000]}, "outside the model's vocabulary; ids go to 260"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0 must be"),
-    ],
-)
-def test_tokens_of_nonsense_are_refused(path, body, wanted, server):
-    """Catches a 500 of the tokenizer."""
-    answer = ask(server, path, body)
-    assert answer.status_code in (400, 404)
-    assert wanted in error_of(answer)["message"]
+    ):
+        answer = ask(server, path, body)
+        assert answer.status_code in (400, 404)
+        assert wanted in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize("kind", ["length", "chunks"])
-def test_a_body_that_is_too_large_is_413(kind, server):
+def test_a_body_that_is_too_large_is_413(server):
     """Catches memory that a client fills, also without saying beforehand how much it sends."""
     body = json.dumps(TEXT | {"user": "x" * 300_000}).encode()
-    content = body if kind == "length" else iter([body[:1000], body[1000:250_000], body[250_000:]])
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
-    assert answer.status_code == 413
-    assert "larger than 200000 bytes" in error_of(answer)["message"]
+    for content in (body, iter([body[:1000], body[1000:250_000], body[250_000:]])):
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 413
+        assert "larger than 200000 bytes" in error_of(answer)["message"]
 
 
 def test_a_body_must_say_that_it_is_json(server):
@@ -248,9 +234,9 @@ def test_a_body_must_say_that_it_is_json(server):
 
 
 def test_other_sites_are_not_let_in(server):
-    """Catches an open CORS policy, and a name of another site that leads to this machine."""
+    """Catches an open CORS policy, a name of another site that leads to this machine, and one that can't be let in."""
     asks = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    for path in ("/v1/completions", "/stats", "/metrics", "/"):
+    for path in ("/v1/completions", "/"):
         for answer in (
             httpx.options(f"{server.url}{path}", headers=asks | {"access-control-request-headers": "content-type"}),
             httpx.get(f"{server.url}{path}", headers=asks),
@@ -260,15 +246,16 @@ def test_other_sites_are_not_let_in(server):
         answer = httpx.get(f"{server.url}{path}", headers={"host": "evil.example:8000"})
         assert answer.status_code == 403
         assert "serve.hosts=evil.example" in error_of(answer)["message"]
-    for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "api.localhost", "10.0.0.7"):
+    for name in (
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:1",
+        "[::1]:8000",
+        "api.localhost",
+        "10.0.0.7",
+        "model.example",
+    ):
         assert httpx.get(f"{server.url}/v1/models", headers={"host": name}).status_code == 200, name
-
-
-def test_a_name_can_be_let_in(talker):
-    """Catches a proxy in front that can't be used."""
-    with running(talker, hosts=("model.example",)) as found:
-        answer = httpx.get(f"{found.url}/v1/models", headers={"host": "model.example"})
-        assert answer.status_code == 200
 
 
 def test_paths_and_methods_that_there_are_not(server):
@@ -367,23 +354,13 @@ def test_a_key_has_so_many_requests_at_once(talker, tmp_path):
         assert client.post(url, json=TEXT | {"max_tokens": 1}, headers=headers).status_code == 200
 
 
-def test_the_document_has_this_servers_limits(server):
-    """Catches a client that is told it may ask for what is refused."""
-    found = httpx.get(f"{server.url}/openapi.json").json()
-    fields = found["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert fields["model"]["enum"] == [MODEL, None]
-    assert fields["n"]["anyOf"][0]["maximum"] == 4
-    assert fields["max_tokens"]["anyOf"][0]["maximum"] == 100
-    assert not found["components"].get("securitySchemes")
-
-
 def test_the_documents_schemas_are_the_checks(server):
     """Catches a schema that is laxer or stricter than the server."""
     found = httpx.get(f"{server.url}/openapi.json").json()
     semantic = {
         "temperature 1e-30", "a fewest above the most", "stop <|end|>", "logit_bias {'999999': 1}", "deep schema",
         "a large schema", "tokens of another model", "a schema that is none", "ranks without", "many texts", "no room",
-        "too long", "speculative {'depth': 2}", "an empty prompt", "no prompts", "no token ids",
+        "too long", "speculative {'depth': 2}", "an empty prompt", "no token ids",
     }  # fmt: skip
     for name, (path, body, _) in MALFORMED.items():
         if not isinstance(body, dict) or name in semantic:

@@ -77,24 +77,24 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, service):
     assert to.read_text() == after
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("{\n", "line 2 is not JSON"),
-        ("[]\n", "line 2 must be an object with custom_id"),
-        (json.dumps({"custom_id": "b", "method": "POST", "url": "/v1/completions"}), "and body, an object"),
-        (json.dumps({"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}), "custom_id, a text"),
-        (row("b", {"prompt": "a"}, "/v1/embeddings"), "wanted POST and /v1/completions or /v1/chat/completions"),
-        (row("a", {"prompt": "a"}), "custom_id 'a' was there before"),
-        ('{"custom_id": "\\ud800"}', "line 2 is not JSON"),
-    ],
-)
-def test_a_line_that_is_no_request_is_named_before_anything_loads(tmp_path, text, wanted):
+WRONG = [
+    ("{\n", "line 2 is not JSON"),
+    ("[]\n", "line 2 must be an object with custom_id"),
+    (json.dumps({"custom_id": "b", "method": "POST", "url": "/v1/completions"}), "and body, an object"),
+    (json.dumps({"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}), "custom_id, a text"),
+    (row("b", {"prompt": "a"}, "/v1/embeddings"), "wanted POST and /v1/completions or /v1/chat/completions"),
+    (row("a", {"prompt": "a"}), "custom_id 'a' was there before"),
+    ('{"custom_id": "\\ud800"}', "line 2 is not JSON"),
+]
+
+
+def test_a_line_that_is_no_request_is_named_before_anything_loads(tmp_path):
     """Catches hours of work that end at a line that could have been read first."""
     given = tmp_path / "in.jsonl"
-    given.write_text(row("a", {"prompt": "a"}) + text)
-    with pytest.raises(DataError, match=wanted):
-        batch.check(given, tmp_path / "out.jsonl")
+    for text, wanted in WRONG:
+        given.write_text(row("a", {"prompt": "a"}) + text)
+        with pytest.raises(DataError, match=wanted):
+            batch.check(given, tmp_path / "out.jsonl")
 
 
 def test_files_that_can_not_be_used_are_refused(tmp_path):

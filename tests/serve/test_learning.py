@@ -115,9 +115,9 @@ def test_tokens_per_draft_do_not_depend_on_how_deep_a_policy_drafts():
     shares, draw = [0.8, 0.6, 0.5, 0.4], random.Random(1)
     wanted = 1 + sum(np.cumprod(shares))
     for shallow in (0.0, 0.5, 0.9):
-        own = drawn(draw, shares, 4000, shallow)
+        own = drawn(draw, shares, 1000, shallow)
         whole = Counts(sum(one.tried for one in own), sum(one.accepted for one in own))
-        assert float(tokens_per_draft(whole)) == pytest.approx(wanted, rel=0.04)  # 5 standard errors at least
+        assert float(tokens_per_draft(whole)) == pytest.approx(wanted, rel=0.08)  # 5 standard errors at least
 
 
 def test_the_last_step_of_a_text_does_not_count():
@@ -130,19 +130,18 @@ def test_a_drop_is_found_and_noise_is_not():
     """Both directions of error: false alarms at their rate, and a loss of a quarter always found."""
     draw, good, bad = random.Random(2), [0.7, 0.6, 0.5, 0.4], [0.5, 0.4, 0.3, 0.2]
     tail = 0.05
-    alarms = sum(change(drawn(draw, good, 30), drawn(draw, good, 60), tail).is_drop for _ in range(100))
-    assert alarms <= 14  # of 100 with a chance of 1 in 20 each: more with 0.1 %
-    assert all(change(drawn(draw, bad, 30), drawn(draw, good, 60), 0.001).is_drop for _ in range(20))
-    assert not any(change(drawn(draw, good, 30), drawn(draw, bad, 60), 0.001).is_drop for _ in range(20))
+    alarms = sum(change(drawn(draw, good, 30), drawn(draw, good, 60), tail).is_drop for _ in range(40))
+    assert alarms <= 8  # of 40 with a chance of 1 in 20 each: more with 0.1 %
+    assert all(change(drawn(draw, bad, 30), drawn(draw, good, 60), 0.001).is_drop for _ in range(10))
+    assert not any(change(drawn(draw, good, 30), drawn(draw, bad, 60), 0.001).is_drop for _ in range(10))
     never = drawn(draw, [0.0] * 4, 16)
     assert change(never, drawn(draw, good, 16), 0.001).is_drop and not change(never, never, 0.001).is_drop
 
 
-@pytest.mark.parametrize("kind", ["dspark", "mtp"])
-def test_a_swap_in_the_middle_of_texts_changes_none(target, prompts, drafter_of, workshop, kind):
+def test_a_swap_in_the_middle_of_texts_changes_none(target, prompts, drafter_of, workshop):
     """Catches a drafter that draws from what the one before it has stored, as if it were the target's."""
-    asked, drafters = mixed(prompts, 12), [workshop.build(Case(kind), target), drafter_of(Case(kind))]
-    with Engine(target, drafter_of(Case(kind)), slots=4, length=128) as engine:
+    asked, drafters = mixed(prompts, 8), [workshop.build(Case("dspark"), target), drafter_of(Case("dspark"))]
+    with Engine(target, drafter_of(Case("dspark")), slots=4, length=128) as engine:
         callers = [Caller.of(each) for each in asked]
         callers[3].on_output = lambda output: engine.replace(drafters[len(callers[3].outputs) % 2])
         for caller in callers:
@@ -164,7 +163,7 @@ def test_a_drafter_of_another_shape_is_refused(target, drafter_of):
 
 def test_the_listener_is_told_of_every_step_of_texts_that_ended(target, prompts, drafter_of):
     """Catches steps that do not add up to the text, and a server that is called busy while it sleeps."""
-    asked, listened = mixed(prompts, 12), Listened()
+    asked, listened = mixed(prompts, 6), Listened()
     engine = Engine(target, drafter_of(Case("dspark")), slots=4, length=128)
     engine.listener = listened
     with engine:

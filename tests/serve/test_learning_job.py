@@ -26,7 +26,7 @@ from outrider.serve.learning.buffer import Text
 from outrider.serve.learning.config import Learning
 from outrider.serve.learning.folder import Folder, opened
 from outrider.serve.learning.job import hash_of, make_version
-from outrider.serve.learning.learner import BEFORE, FEWEST, Job, Learner
+from outrider.serve.learning.learner import FEWEST, Job, Learner
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
@@ -142,6 +142,7 @@ def until(is_so: Callable[[], bool], seconds: float = 30.0) -> bool:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learners, "LOOK_S", 0.05)
+    monkeypatch.setattr(learners, "BEFORE", 32)
 
 
 def names(there: Folder) -> list[str]:
@@ -158,7 +159,7 @@ def test_a_version_that_is_worse_is_rolled_back_and_not_taken_again(quick, tmp_p
         serve(4)
         time.sleep(0.3)
         assert learner.state.version == 1  # there is nothing to compare it with yet
-        serve(BEFORE + 4)
+        serve(36)
         assert until(lambda: there.state().version == 2)
         began = time.monotonic()
         while there.state().version == 2 and time.monotonic() < began + 30:
@@ -207,7 +208,7 @@ def test_the_training_stands_still_while_requests_are_there(tmp_path, learned, f
         is_still = lambda: stat.read_text().rpartition(")")[2].split()[0] == "T"
         assert until(lambda: not is_still(), 5)
         during = []
-        for _ in range(3):
+        for _ in range(2):
             caller = Caller.of(request([40, 41], 40))
             # a signal takes a moment
             caller.on_output = lambda output: during.append(is_still() if while_busy else until(is_still, 5))

@@ -361,24 +361,6 @@ def test_a_block_that_was_removed_while_its_prompt_was_read_ends_the_storing():
     assert len(store) == 3 and bench.read([2] * 13, row=2) == 12
 
 
-def test_a_slot_finds_what_another_has_read_in_the_meantime():
-    """Catches equal prompts that come together and are all read."""
-    bench, prompt = Bench(PrefixStore(2**30, block=4)), [0, 1, 2, 2, 1] * 5
-    store, state = bench.store, bench.state
-    take = lambda row, most=None: store.take(TABLE, bench.drafter, bench.cache, None, state, row, most)
-    for row in range(3):
-        state.admit(row, Request(prompt, 1, Sampling()), is_live=False)
-        assert take(row) == 0
-    read_on(bench, 0, 12)
-    assert [take(1, 9), take(1, 3), take(1), take(1)] == [8, 0, 4, 0]
-    read_on(bench, 1, 5)  # ends in the middle of a block
-    assert take(1) == 0 and (state.prefilled[1], bench.cache.lengths[1]) == (17, 17)
-    assert take(0) == 4 and len(store) == 4
-    read_on(bench, 0, 8)
-    assert take(2) == 24 and state.unread(2) == 0 and take(2) == 0
-    assert len(store) == 6 and not store._reading.keys() - {1}
-
-
 def test_another_drafter_or_cache_begins_anew():
     """Catches taps of one drafter given to another, and columns of other layers."""
     bench = Bench(PrefixStore(2**30, block=4))

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from outrider.serve.request_log import Ended, RequestLog
 from outrider.traffic.plan import Plan
 from outrider.traffic.replay import replay
 from outrider.traffic.traces import read
+from outrider.traffic.watch import glance
 from tests.serve.running import running
 
 SECRET = "the cormorant dives at noon"
@@ -46,7 +46,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_log_of_a_server_can_be_sent_to_it_again(talker, tmp_path):
-    """Catches a row that replay can't read, a time that is not the arrival's, and texts that came back changed."""
+    """Catches a row that replay can't read, a time that is not the arrival's, texts that came back changed,
+    and names that `watch`, `replay` and the server do not share."""
     path = tmp_path / "requests.jsonl"
     with (
         RequestLog(path, log_prompts=True) as log,
@@ -57,7 +58,7 @@ def test_a_log_of_a_server_can_be_sent_to_it_again(talker, tmp_path):
         for n in range(3):
             asked = [{"role": "user", "content": f"héron {n}"}]
             client.chat.completions.create(model="tiny", messages=asked, max_tokens=9 + n, temperature=0)
-        client.completions.create(model="tiny", prompt="an egret", max_tokens=5, temperature=0)
+        client.completions.create(model="tiny", prompt="abcabcabcabc", max_tokens=40, temperature=0)
         assert there.settled(lambda: path.exists() and len(rows(path)) == 4)
         trace = read(path)
         assert (trace.format, trace.size, trace.has_times, trace.num_synthetic) == ("outrider", 4, True, 0)
@@ -65,12 +66,16 @@ def test_a_log_of_a_server_can_be_sent_to_it_again(talker, tmp_path):
         assert [call.body.get("messages", [{}])[0].get("content") for call in calls[:3]] == [
             f"héron {n}" for n in range(3)
         ]
-        assert calls[3].body["prompt"] == "an egret" and calls[3].expected_tokens == 5
-        assert [call.body["max_tokens"] for call in calls] == [9, 10, 11, 5]
+        assert calls[3].body["prompt"] == "abcabcabcabc" and calls[3].expected_tokens == 40
+        assert [call.body["max_tokens"] for call in calls] == [9, 10, 11, 40]
         assert began - 1 < trace.start_s < time.time()
         assert [call.at_s for call in calls] == sorted(call.at_s for call in calls)
         again = replay(trace, [there.url], Plan(speed=10))
-        assert again.endpoints[0].answered == 4
+        [endpoint] = again.endpoints
+        assert endpoint.answered == 4 and endpoint.acceptance["generated"] == endpoint.tokens
+        counters, window = glance(there.url)
+        assert counters.server == "Outrider" and window.found.generated == 2 * endpoint.tokens
+        assert window.found.by_position[0] > 0 and 0 < counters.age_s(time.time()) < 60
         [same] = again.log_answers.values()
         assert (same.equal, same.compared) == (4, 4)  # greedy answers are the log's own
     row = rows(path)[0]["meta"]
@@ -220,22 +225,6 @@ def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path, caplog):
     assert found == [str(n) for n in range(len(found))] and 2 < len(found) < 30
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "File too large" in record.message and "no longer logged" in record.message
-
-
-def test_a_folder_that_is_removed_costs_the_log_and_nothing_else(tmp_path, caplog):
-    """Catches rows that go on into a file without a name, so that nobody learns that they are lost."""
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    with RequestLog(folder / "log") as log:
-        log.add(ended("a"))
-        while not (folder / "log").stat().st_size:
-            time.sleep(0.001)
-        shutil.rmtree(folder)
-        for n in range(5):
-            log.add(ended(str(n)))
-    assert log.is_off and not folder.exists()
-    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "No such file" in record.message
 
 
 def test_a_file_that_was_moved_is_begun_anew(tmp_path):

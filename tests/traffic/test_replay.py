@@ -3,7 +3,6 @@ servers."""
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -27,16 +26,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from outrider.cli.replay import replay as verb
-from outrider.client.events import Events
 from outrider.errors import ConfigError, DataError
 from outrider.traffic import latencies, replay, traces
 from outrider.traffic.address import address_of
 from outrider.traffic.answer import Answer
 from outrider.traffic.calls import Call
-from outrider.traffic.compared import Compared, first_difference
+from outrider.traffic.compared import first_difference
 from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Endpoint, Gaps
-from outrider.traffic.plan import Plan, dues, limits, prepared
+from outrider.traffic.plan import Plan, dues, prepared
 from outrider.traffic.replayed import Replayed
 from outrider.traffic.servers import Server, server_at
 
@@ -52,14 +50,8 @@ class Stub:
         self.start()
 
     def start(self) -> None:
-        command = [
-            sys.executable,
-            str(ROOT / "benchmarks" / "stub_server.py"),
-            "--port",
-            str(self.port),
-            *FAST,
-            *self.options,
-        ]
+        script = str(ROOT / "benchmarks" / "stub_server.py")
+        command = [sys.executable, script, "--port", str(self.port), *FAST, *self.options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.port = int(self.process.stdout.readline())
 
@@ -265,11 +257,10 @@ def misplaced(result: Replayed, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("plan", [Plan(greedy=True), Plan(greedy=True, concurrency=4)], ids=["clock", "callers"])
-def test_each_of_several_servers_is_compared_with_the_first(plain, other, twin, plan, tmp_path):
+def test_each_of_several_servers_is_compared_with_the_first(plain, other, twin, tmp_path):
     """Catches neighbours compared with one another and a third server that is left out."""
     urls = [plain.url, other.url, twin.url]
-    result = replay.replay(log(tmp_path, 21), urls, plan, folder=tmp_path / "out")
+    result = replay.replay(log(tmp_path, 21), urls, Plan(greedy=True), folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
     assert [(one.url, one.answers and (one.answers.compared, one.answers.equal)) for one in result.comparisons] == [
         (other.url, (21, 0)), (twin.url, (21, 21)),
@@ -296,21 +287,6 @@ def test_split_keeps_a_session_with_one_server(plain, other, tmp_path):
     for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
         places.setdefault(line["call"] % 5, set()).update(line["servers"])
     assert all(len(urls) == 1 for urls in places.values())
-
-
-def test_answers_are_compared_with_the_logs_own(plain, tmp_path):
-    said = httpx.post(
-        plain.url + "/v1/completions", json={"model": "stub", "prompt": "p", "stub": {"whole": True}}
-    ).json()
-    text = said["choices"][0]["text"]
-    rows = [
-        {"t": 0.0, "body": {"prompt": "p"}, "meta": {"answer": answer, "id": name}}
-        for name, answer in (("same", text), ("not", text[:5] + "#"))
-    ]
-    path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = replay.replay(traces.read(path), [plain.url])
-    assert result.log_answers[plain.url] == Compared(2, 1, (("not", 5),))
 
 
 @given(st.text(max_size=8), st.text(max_size=8))
@@ -399,21 +375,6 @@ def test_a_call_is_sent_as_the_plan_says():
     assert call.body["messages"] == said and "stream" not in call.body
 
 
-EVENTS = (
-    b'\xef\xbb\xbf: hello\n\ndata: {"a":1}\r\n\r\nevent: x\rdata:two\rdata: lines\r\r\n\ndata: x\r\ndata: y\r\n\r\n'
-    b"id: 3\n\ndata\n\ndata: [DONE]\n\n"
-)
-
-
-@given(st.lists(st.integers(0, len(EVENTS))))
-def test_events_are_the_same_however_the_bytes_are_cut(cuts):
-    """Catches an event lost between two reads, a carriage return parted from its newline, a comment taken for data."""
-    events = Events()
-    places = [0, *sorted(cuts), len(EVENTS)]
-    found = [event for start, end in itertools.pairwise(places) for event in events.feed(EVENTS[start:end])]
-    assert found + list(events.end()) == ['{"a":1}', "two\nlines", "x\ny", "", "[DONE]"]
-
-
 @contextmanager
 def speaking(data: bytes, pieces: int = 1, close: bool = True, heard: list[bytes] | None = None) -> Iterator[str]:
     """A server that says `data` to whoever connects and sends something; what it heard goes to `heard`."""
@@ -460,7 +421,6 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
     ("said", "failure"),
     [
         (OK + b"\r\n" + EVENT, None), (OK + b"Connection: close\r\n\r\n" + EVENT + b"data: [DONE]\n\n", None),
-        (OK + b"Content-Length: %d\r\n\r\n" % len(EVENT) + EVENT, None),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n%x;a=b\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(EVENT), EVENT), None),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"\r\n" + EVENT, None),
         (OK + b"Content-Length: 999\r\n\r\n" + EVENT, "connection closed"), (OK + b"\r\ndata: {\n\n", "not understood"),
@@ -505,20 +465,13 @@ def test_a_key_goes_along_and_no_name_ends_a_header():
     with speaking(OK + b"\r\n" + EVENT, heard=heard) as url:
         asked(url, key="k1")
         asked(url.replace("//", "//me:pw%3A1@"), name="a\r\nX-Evil: 1")
-    assert b"\r\nAuthorization: Bearer k1\r\n" in heard[0] and heard[0].startswith(
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127"
-    )
+    assert b"\r\nAuthorization: Bearer k1\r\n" in heard[0]
     assert b"\r\nAuthorization: Basic bWU6cHc6MQ==\r\n" in heard[1]
     assert b"\r\nX-Request-Id: a__X-Evil:_1\r\n" in heard[1]
 
 
 def test_addresses_are_understood_and_passwords_not_shown():
-    for url in (
-        "127.0.0.1:80/v1",
-        "http://127.0.0.1/",
-        "http://127.0.0.1/v1/chat/completions",
-        "http://me:pw@127.0.0.1/v1/",
-    ):
+    for url in ("127.0.0.1:80/v1", "http://127.0.0.1/v1/chat/completions", "http://me:pw@127.0.0.1/v1/"):
         assert address_of(url).shown == "http://127.0.0.1:80"
     assert address_of("https://host/team/v1").shown == "https://host:443/team"
     for url in ("ftp://x", "http://", "http://x:99999", "http://x/a b"):
@@ -596,20 +549,6 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_verb_prints_a_table_and_writes_what_it_says(plain, other, tmp_path):
-    trace, out, kept = log(tmp_path, 12), tmp_path / "out", tmp_path / "kept.json"
-    more = ("--slo", "ttft=500,tpot=50", "--out", out, "--json", kept)
-    done = run(trace.path, "--against", f"{plain.url},{other.url}", *more)
-    assert done.exit_code == 0, done.output
-    for word in ("12 calls over 0 s (raw)", "TTFT ms, mean", "second / first", "0 of 12 equal", "within ttft 500"):
-        assert word in done.output
-    value = json.loads(kept.read_text())
-    assert value == json.loads((out / "replay.json").read_text())
-    assert value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
-    again = run(trace.path, "--against", plain.url, *more)
-    assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
-
-
 def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain, tmp_path):
     """Catches a replay that ends well though nothing was answered, and a log's model that is changed in silence."""
     rows = [{"prompt": "x", "model": "gpt-4", "timestamp": 0, "stub": {"status": 400}}]
@@ -624,19 +563,15 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain, 
     ("arguments", "kind", "said"),
     [
         ((), ConfigError, "nothing to do"),
-        (("--against", "URL", "--rate", "0"), ConfigError, "above 0"),
         (("--against", "URL", "--rate", "1", "--concurrency", "1"), ConfigError, "choose one"),
-        (("--against", "URL", "--slo", "ttft"), ConfigError, "milliseconds"),
         (("--against", "URL", "--slo", "mood=1"), ConfigError, "no limit 'mood'"),
         (("--against", "URL", "--key-from", "ABSENT_KEY"), ConfigError, "no such environment variable"),
         (("--against", "URL", "--slo", "ttft=nan,tpot=5"), ConfigError, "--slo ttft must be above 0 ms, got nan"),
-        (("--against", "URL", "--calls", "-3"), ConfigError, "--calls must be above 0, got -3"),
         (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout must be above 0, got 0"),
         (("--against", "URL", "--retries", "-1"), ConfigError, "at least 0, got 0 and -1"),
         (("--against", "URL,URL/v1", "--save", "SAVED"), ConfigError, "URL is named twice, and its counters"),
         (("--against", "URL", "--rate", "0", "--save", "SAVED"), ConfigError, "above 0"),
         (("--against", "URL", "--json", "LOG"), ConfigError, "--json would overwrite LOG, the log"),
-        (("--against", "127.0.0.1:9"), DataError, "start it"),
         (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
     ],
 )
@@ -664,12 +599,11 @@ def test_a_file_that_is_there_is_written_over_only_with_over(plain, tmp_path):
     assert isinstance(done.exception, ConfigError) and traces.read(path).size == 3
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "link.jsonl", "twin.jsonl", "part"])
+@pytest.mark.parametrize("name", ["link.jsonl", "part"])
 def test_the_log_that_is_read_is_never_written_onto(name, tmp_path):
     """Catches a log that its own copy replaces, redacted and cut to one call."""
     path = log(tmp_path, 3).path
     (tmp_path / "link.jsonl").symlink_to(path)
-    os.link(path, tmp_path / "twin.jsonl")
     if name == "part":  # what is written stands there until it is whole
         path = path.rename(tmp_path / "part.part")
     before = path.read_bytes()
@@ -695,21 +629,6 @@ def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path):
     assert run(path, "--save", saved, "--redact", "--format", "raw", "--skip-bad").exit_code == 0
 
 
-def test_a_log_that_changes_while_it_is_saved_leaves_nothing(tmp_path, monkeypatch):
-    """Catches half a copy that looks whole."""
-    path, saved, real = log(tmp_path, 3).path, tmp_path / "saved.jsonl", traces.read
-
-    def read_then_cut(*rest):
-        trace = real(*rest)
-        os.truncate(path, 10)
-        return trace
-
-    monkeypatch.setattr(traces, "read", read_then_cut)
-    done = run(path, "--save", saved)
-    assert isinstance(done.exception, DataError) and f"{path}:1: " in str(done.exception)
-    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
-
-
 def test_a_log_without_times_wants_a_rate(plain, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps({"prompt": "x"}) + "\n")
@@ -718,17 +637,22 @@ def test_a_log_without_times_wants_a_rate(plain, tmp_path):
 
 
 def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain, other, tmp_path):
-    """Catches text that goes into a line, an error's words or an example, and ids, which may be addresses of people."""
-    trace = log(tmp_path, 6, wishes={3: {"status": 400}})
+    """Catches text that goes into a line, an error's words or an example, and ids, which may be addresses of people;
+    and a table that does not say what was found, or what is there written over unasked."""
+    trace, out, kept = log(tmp_path, 6, wishes={3: {"status": 400}}), tmp_path / "out", tmp_path / "kept.json"
+    both = f"{plain.url},{other.url}"
     for redact in (True, False):
         saved = tmp_path / "saved.jsonl"
-        arguments = ("--against", f"{plain.url},{other.url}", "--out", tmp_path / "out", "--over", "--save", saved)
-        assert run(trace.path, *arguments, *(["--redact"] if redact else [])).exit_code == 0
+        arguments = ("--against", both, "--out", out, "--save", saved, "--slo", "ttft=500, tpot=50ms", "--json", kept)
+        done = run(trace.path, *arguments, *(["--redact"] if redact else ["--over"]))
+        assert done.exit_code == 0, done.output
+        for word in ("6 calls over 0 s (raw)", "TTFT ms, mean", "second / first", "0 of 5 equal", "within ttft 500"):
+            assert word in done.output
+        value = json.loads(kept.read_text())
+        assert value == json.loads((out / "replay.json").read_text())
+        assert value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
+        again = run(trace.path, *arguments)
+        assert isinstance(again.exception, DataError) and "--over" in str(again.exception)
         texts = "\n".join(path.read_text() for path in (*(tmp_path / "out").iterdir(), saved))
         for word in ("secret", "told to", " 1 ", "call1"):
             assert (word in texts) != redact, word
-
-
-def test_limits_are_in_milliseconds():
-    assert limits("ttft=500, tpot=50ms") == {"ttft": 0.5, "tpot": 0.05}
-    assert limits(None) == {}

