@@ -158,29 +158,6 @@ def test_worthless_drafts_cost_less_than_a_twentieth(clock, chance, slots, make)
     assert world.rate(600) >= 0.95 * world.fixed(0)
 
 
-class Late(Clock):
-    """A drafter that reads what it missed, at a fifth of a plain step a token."""
-
-    missed, lost = 0, 0.0
-
-    def timing(self, rows: int, depth: int) -> Timing:
-        late = 0.2 * min(self.missed, 25) if depth else 0.0
-        self.missed = 0 if depth else self.missed + 1
-        self.lost += late
-        timing = super().timing(rows, depth)
-        timing.draft += late
-        return timing
-
-
-def test_reading_what_was_missed_is_paid_for():
-    """Catches probes whose first step, which reads all that was missed in the pause, is taken for free."""
-    clock, policy = Late(64, 0.01, 0.1), Adaptive(LIMIT)
-    world = World(1, clock, alike(0.0)).play(policy, 100)
-    clock.lost = 0.0
-    world.play(policy, 1000)
-    assert clock.lost <= 0.03 * 1000
-
-
 @pytest.mark.parametrize(("clock", "slots"), [("dear drafts", 1), ("dear rows", 16)])
 def test_it_comes_back_when_acceptance_returns(clock, slots):
     """Catches a policy that never tries again, or believes its old counts for too long."""

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policies.test_adaptive import CHANCES, CLOCKS, LIMIT, Clock, World, alike, verdict
 
-from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.errors import ConfigError
@@ -151,18 +150,6 @@ def settled(limit: int = LIMIT, rates: StepRates | None = JAGGED, live: int = 1,
     return policy
 
 
-def test_drafting_stops_and_resumes_at_different_rates(monkeypatch):
-    """Catches a threshold at which every second decision changes all: between the two, what is on stays on, and what
-    is off stays off."""
-    policy, state, is_on = settled(), state_of(1), []
-    for rate in (1.5, 1.01, 0.99, 1.01, 1.05):
-        monkeypatch.setattr(policy, "rates", lambda room, rate=rate: {0: 1.0, LIMIT: rate})
-        policy.decided, policy.probes.credit, policy.probes.left = policy.decided - policy.REST, -100.0, 0
-        policy.depth = LIMIT
-        is_on.append(int(policy.budget(state)[0]) > 0)
-    assert is_on == [True, True, False, False, True]
-
-
 def test_a_slot_that_may_not_be_drafted_for_gets_none():
     """Catches a request's max_draft that the policy forgets, and slots beside it that lose theirs."""
     for policy in (settled(live=3), ByBatch({1: 8})):
@@ -198,10 +185,10 @@ def test_a_table_by_batch_is_read_at_the_live_slots():
         ByLoad(3, delay=-1)
 
 
-def table(clock: Clock, factor: Callable[[], float] = lambda: 1.0) -> StepRates:
-    """The clock's seconds times a factor for each size, as measured at the start."""
+def table(clock: Clock) -> StepRates:
+    """The clock's seconds, as measured at the start."""
     sizes = [(2**power, n) for power in range(7) for n in range(1, LIMIT + 2)]
-    return StepRates({(slots, n): clock.seconds(slots * n, 0)[1] * factor() for slots, n in sizes})
+    return StepRates({(slots, n): clock.seconds(slots * n, 0)[1] for slots, n in sizes})
 
 
 class Confident(World):
@@ -253,22 +240,6 @@ def test_without_confidences_it_comes_within_a_twentieth_of_the_best_depth(clock
     """Catches acceptance by depth that is not used, or is used twice."""
     world = World(slots, clock(), CHANCES[chances]).play(ByLoad(LIMIT, None if learns else table(clock())), 700)
     assert world.rate(500) >= 0.95 * world.best()
-
-
-def test_a_tree_is_asked_for_as_a_whole():
-    """Catches confidences of a tree read as a chain's: node 0 is always wrong, and node 1, its sibling, always
-    right."""
-    policy, state, budgets = ByLoad(LIMIT, StepRates.by_tokens({1: 1.0, 9: 0.8})), state_of(1), list[int]()
-    for _ in range(200):
-        size = policy.budget(state)
-        if int(size):
-            size = policy.keep(state, size, torch.tensor([[0.01, 0.9, *[0.01] * 6]])[:, : int(size)])
-        nodes = int(size)
-        state.reached = [min(nodes, 1)]
-        said = Accepted([[1] if nodes > 1 else []], [0], [0])
-        policy.observe(state, size, said, Timing(draft=0.1 * nodes, verify=1.0))
-        budgets.append(nodes)
-    assert budgets[-100:].count(2) > 80
 
 
 def test_drafting_resumes_in_the_step_in_which_the_batch_empties():

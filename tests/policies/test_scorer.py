@@ -13,7 +13,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
-from outrider.generation import generate, serve
+from outrider.generation import generate
 from outrider.policies.lossy import LossyJudge, Verified
 from outrider.policies.scorer import Block, ScoredBlocks, scorer
 from outrider.sampling.settings import Sampling
@@ -106,14 +106,6 @@ def test_a_higher_tau_accepts_no_more(block, aggregate) -> None:
     assert differs > 1
 
 
-def test_the_minimum_is_stricter_than_the_mean() -> None:
-    """Catches an aggregate that has no effect."""
-    mean, least = (
-        [first_step(-2.0, n, 1, block=3, aggregate=how).drafted_tokens for n in range(40)] for how in ("mean", "min")
-    )
-    assert all(a >= b for a, b in zip(mean, least, strict=True)) and sum(mean) > sum(least)
-
-
 def test_a_block_is_scored_by_the_targets_log_probabilities() -> None:
     """Catches scores of another row, or at the request's temperature, where they are 0 or -infinity."""
     target, blocks = random_words(4), list[Block]()
@@ -187,15 +179,3 @@ def test_the_distance_is_exact_for_a_deterministic_draft_and_never_too_small(par
     found = distances(begun(rejected, [0], THREE), [-1, 0], 0, measure)
     assert found == pytest.approx((0.0, 0.0, 0.0), abs=1e-12), "a rejected token must say nothing"
     assert charged > 0.01 or settings["tau"] > -1.6
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"tau": math.nan}, {"tau": 0, "aggregate": "max"}, {"tau": 0, "block": 0}, {"tau": 0, "block": "word"},
-     {"tau": 0, "force_reject_first": -1}],
-)  # fmt: skip
-def test_settings_without_meaning_are_refused(wrong, target, prompts) -> None:
-    with pytest.raises(ConfigError, match="scorer: "):
-        scorer(**wrong)
-    with pytest.raises(ConfigError, match="scorer reads the text"):
-        next(iter(serve(target, [Request(prompts[0], 3, Sampling())], judge=LossyJudge(scorer(0.0)))))

@@ -109,17 +109,6 @@ def test_every_size_is_timed_in_turn_and_outliers_do_not_count(timed):
     assert timed.read == [[32] * 12]
 
 
-def test_a_slow_target_is_timed_in_fewer_rounds(timed):
-    """Catches a start that takes many minutes, and a table of warm-ups alone."""
-    timed.takes(lambda slots, width: 1.0, outliers=0.0)
-    measured(timed, drafter(3), 4, repeats=50, most_s=60.0)
-    rounds = len(timed.passes) / 12
-    assert rounds == 5
-    timed.passes.clear()
-    measured(timed, drafter(3), 4, most_s=0.0)
-    assert len(timed.passes) / 12 == 2
-
-
 def test_a_target_that_verifies_nothing_has_plain_passes_timed(timed):
     """Catches drafts given to a target that can't read them."""
     object.__setattr__(timed.spec, "mode", "off")
@@ -159,25 +148,3 @@ def test_a_size_that_the_table_has_wrong_is_corrected_alone():
     assert [known.verify(2, tokens, 1) for tokens in (6, 10)] == pytest.approx([1.4, 1.8])
     assert known.verify(2, 2, 0) == pytest.approx(1.0)
     assert known.verify(16, 48, 1) == pytest.approx(2 * rates.seconds(16, 48))  # the nearest number of slots
-
-
-def test_without_a_table_seconds_are_learnt_by_slots():
-    """Catches seconds of sixteen slots that are taken for those of one, once those are known."""
-    known = StepSeconds(4, None)
-    assert known.verify(1, 5, 1) < 1e-6
-    known.add(StepSize(16, 4, 80, 1), [(0.5, 8.0)] * 4, step=8)
-    assert known.verify(1, 5, 1) == pytest.approx(8.0)
-    known.add(StepSize(1, 4, 5, 1), [(0.1, 2.0)] * 4, step=8)
-    assert (known.verify(1, 5, 1), known.draft(1, 4)) == (pytest.approx(2.0), pytest.approx(0.1))
-    assert (known.verify(16, 80, 1), known.draft(16, 4)) == (pytest.approx(8.0), pytest.approx(0.5))
-
-
-def test_a_size_that_was_timed_once_does_not_count_yet():
-    """Catches one outlier that turns a policy away from a size for good."""
-    known = StepSeconds(4, None)
-    for nodes in (0, 4):
-        known.add(StepSize(1, nodes, 1 + nodes, min(nodes, 1)), [(0.1, 1.0 + nodes)] * 2, step=8)
-    known.add(StepSize(1, 4, 4, 1), [(0.1, 60.0)], step=9)
-    assert known.verify(1, 4, 1) == pytest.approx(4.0)
-    known.add(StepSize(1, 4, 4, 1), [(0.1, 3.5)], step=10)
-    assert known.verify(1, 4, 1) == pytest.approx(3.5)

@@ -21,7 +21,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.retrieval import corpora, corpus_build, corpus_files, corpus_texts
 from outrider.retrieval.corpus_build import build
 from outrider.retrieval.corpus_files import verify
-from outrider.retrieval.proposal import Found, Proposal, Trust, merged
+from outrider.retrieval.proposal import Found, Proposal, merged
 from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=6)
@@ -158,18 +158,6 @@ def test_a_merge_is_the_best_tree_over_all_sources() -> None:
     certain = Proposal([4, 5], [-1, 0], [0.5, 0.5])  # a child as likely as its parent
     assert merged([Found("one", 3, certain), Found("other", 3, certain)], 1)[:2] == ([4], [-1])
     assert merged([], 8) == Proposal([], [], [])
-
-
-def test_a_source_that_was_wrong_is_trusted_less_and_one_that_was_right_more() -> None:
-    """Catches counts of another source, and a source that is judged by what others said."""
-    trust, sure = Trust(), Proposal([4], [-1], [0.9])
-    found = [Found("right", 6, sure), Found("wrong", 6, Proposal([5], [-1], [0.9])), Found("new", 6, sure)]
-    for _ in range(20):
-        trust.learn(found[:2], 4)
-    assert trust.of(found[0]) > 1 > trust.of(found[2]) > 0.5 > 0.1 > trust.of(found[1])
-    assert merged(found[:2], 1, trust).tokens == [4]
-    # of another length it has not been seen: as any that is new
-    assert trust.of(Found("wrong", 2, sure)) == Trust().of(Found("wrong", 2, sure))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError
 from outrider.generation import generate, serve
 from outrider.loading import load_drafter
-from outrider.sampling import grammar as grammars
 from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import Prefix, pruned
@@ -235,14 +233,6 @@ def test_a_target_that_knows_no_text_is_refused(target, monkeypatch):
         generate(target, [1], max_new_tokens=4, sampling=sampling)
     with pytest.raises(ConfigError, match="compiled"):
         list(serve(target, [Request([1], 4, sampling)]))
-
-
-def test_a_missing_extra_is_named(monkeypatch):
-    """Catches an ImportError where a line of advice belongs."""
-    grammars._source.cache_clear()
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[grammar\]'"):
-        Grammar.regex("a")
 
 
 def test_a_grammar_that_leaves_no_token_is_an_error(demo):

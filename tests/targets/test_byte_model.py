@@ -61,27 +61,6 @@ def test_no_byte_sees_a_later_one(own):
     assert float(difference[0, -1].abs().max()) > 1e-6
 
 
-def test_the_global_model_runs_where_a_patch_ends_and_only_there(own):
-    """Catches a whole pass for every byte, which is what patches are there to save."""
-    text = list(TEXT)
-    cache, runs = own.allocate(1, 200), []
-    own.prefill(cache, [0], torch.tensor([text[:20]]), [20])
-    rows: list[int] = []
-    hooks = [
-        own.model.model.global_model.layers[0].register_forward_hook(lambda *_: runs.append(1)),
-        own.model.model.global_model.enter.register_forward_hook(lambda _m, _i, out: rows.append(out.shape[1])),
-    ]
-    wanted = ends_of(text, 4)
-    for at in range(20, 50):
-        before = len(runs)
-        own.verify(cache, [0], torch.tensor([text[at]]), Draft.empty(1))
-        cache.keep([[]])
-        assert len(runs) - before == wanted[at]
-    for hook in hooks:
-        hook.remove()
-    assert rows == [1] * sum(wanted[20:50])
-
-
 def test_held_rows_end_no_patch_and_change_nothing_that_stays(own):
     """Catches a global model that runs while latents are stale, and a draft that the next pass still sees."""
     text = list(TEXT)

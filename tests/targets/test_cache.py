@@ -213,14 +213,3 @@ def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatc
         small.laid_out([stacks.Buffer(0, holds, 1, SIZE, torch.float32, small.device) for holds in ("keys", "values")])
         small.open([0], 9)
     small.update(*torch.ones(2, 1, 1, 9, SIZE), 0)
-
-
-def test_steps_over_a_slot_that_is_used_again_copy_nothing() -> None:
-    """Catches steps that copy all keys and values of a batch, since a slot that is used again is last of it."""
-    cache, rows = filled(4, [5, 3, 7, 4], seed=0), [0, 3, 2, 1]
-    before = {row: held(cache, row) for row in rows}
-    cache.open(rows, 5)
-    keys, _ = cache.update(*torch.zeros(2, 4, HEADS, 5, SIZE), layer_idx=0)
-    assert keys.untyped_storage().data_ptr() == cache._layers[0][0].untyped_storage().data_ptr()
-    cache.append([0] * 4)
-    assert all(equal(held(cache, row), before[row]) for row in rows)

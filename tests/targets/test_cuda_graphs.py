@@ -10,13 +10,12 @@ from conftest import DEVICE, Case
 from targets.test_step import Guesses, agree, written
 from tiny import tiny_model
 
-from outrider.compiled import NotCompiled
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
 from outrider.targets import cuda_graphs, stacks
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
-from outrider.targets.step import CompiledStep, TracedPass
+from outrider.targets.step import TracedPass
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -152,18 +151,6 @@ def test_graphs_of_a_gpu_say_what_plain_passes_say(dtype):
     fast.compile()
     agree(fast, slow)
     assert fast.step.graph.captures
-
-
-def test_nothing_is_captured_unasked(slow, monkeypatch):
-    """Catches a target on a GPU that is captured because packages of a CPU lie on disk."""
-    step = CompiledStep(slow)
-    with pytest.raises(NotCompiled, match="CUDA"):
-        step.cuda_graphs()
-    monkeypatch.setattr(step, "model", lambda: torch.nn.Linear(2, 2, device="meta"))
-    with pytest.raises(NotCompiled, match="where the target is loaded"):
-        step.get(build=False)
-    with pytest.raises(NotCompiled, match="CUDA"):
-        step.get(build=True)
 
 
 @pytest.mark.parametrize(("name", "heat"), [("dspark", 0.8), ("small_model", 0.0)])

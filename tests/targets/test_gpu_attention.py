@@ -45,14 +45,6 @@ def test_it_is_what_transformers_computes(width, groups, masked, monkeypatch):
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_nothing_is_copied_for_a_verified_draft(monkeypatch):
-    """Catches the way of before: keys that are copied to every query head."""
-    monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", None)
-    gpu_attention.attend(*given(8, 4, 1))
-    with pytest.raises(TypeError):
-        sdpa_attention_forward(*given(8, 4, 1))
-
-
 def test_texts_are_equal(monkeypatch):
     """Catches drafts that are accepted by other logits than the model's own."""
     target = load_target(tiny_model(num_key_value_heads=1), compile=False)
@@ -67,22 +59,6 @@ def test_texts_are_equal(monkeypatch):
         monkeypatch.setattr(gpu_attention, "FEW_HEADS", most)
         assert written(target, Guesses(V, True), 1) == written(target, Oracle(known, V), 3) == said
         assert calls
-
-
-def test_cudnn_attends_only_where_sizes_are_few():
-    """Catches plans for every length of a text, and a switch that is left on."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    gpu_attention.install()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-    def failing() -> None:
-        with gpu_attention.sizes_are_few():
-            assert torch.backends.cuda.cudnn_sdp_enabled()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_single_rows_of_a_capture_ask_for_shared_keys(monkeypatch):

@@ -20,7 +20,6 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 from outrider.targets.ngram_embedding import (
-    NgramEmbedding,
     NgramEmbeddingConfig,
     NgramHashes,
     grown,
@@ -29,7 +28,6 @@ from outrider.targets.ngram_embedding import (
     stopped,
 )  # fmt: skip
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.optimizers import Optimizers
 
 ENDS = (9, 3)
 """Where the sum stops; both stand in prompts and in what is written."""
@@ -216,13 +214,6 @@ def test_a_folder_is_loaded_by_its_config(tmp_path, ngram_target, prompts, texts
     assert [prompt + one.tokens for prompt, one in zip(prompts, found, strict=True)] == texts
 
 
-def test_sizes_are_the_papers_unless_named():
-    """Catches defaults that are the demo's."""
-    config = NgramEmbeddingConfig({"model_type": "qwen3", "vocab_size": 500, "hidden_size": 96, "eos_token_id": 7})
-    assert config.hashes == NgramHashes(500, 4, 4, 78 * 500)
-    assert (config.ngram_dim, config.boundary_token_ids) == (8, [7])
-
-
 def test_what_it_can_not_do_is_refused(ngram_target):
     """Catches embeddings that are taken for tokens, and n-grams that look beyond a window."""
     with pytest.raises(TargetError, match="reads token ids"):
@@ -231,13 +222,3 @@ def test_what_it_can_not_do_is_refused(ngram_target):
         NgramEmbeddingConfig({"model_type": "mistral", "sliding_window": 3})
     with pytest.raises(ConfigError, match="order of 2 or more"):
         NgramHashes(64, 1, 2, 100)
-
-
-def test_rows_that_are_looked_up_are_not_made_orthogonal():
-    """Catches Muon on the tables, of whose rows a batch looks up a few."""
-    module = NgramEmbedding(NgramHashes(64, 3, 2, 100), 32, 8)
-    optimizer = Optimizers(module, "muon", 64, 0.0)
-    module(torch.zeros(5, 32), torch.randint(64, (5, 3))).sum().backward()
-    optimizer.step(1e-3)
-    assert "momentum_buffer" in optimizer.state_of(module.projection.weight)
-    assert "exp_avg" in optimizer.state_of(module.ngram_table.weight)

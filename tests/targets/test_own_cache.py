@@ -11,10 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import CAUSAL, NESTED, built, continued
 from benchmarks.replay import Replay
-from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
-from outrider.drafters import layer_skip
-from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.targets import own_cache
 from outrider.targets.load import load_target
@@ -85,13 +82,3 @@ def test_a_slot_is_cut_and_used_again():
     cache.free([1])
     target.prefill(cache, [1], torch.tensor([PROMPTS[0][:-1]]), [9])
     assert torch.equal(logits(target, cache, 1, [4, 5, 6]), wanted)
-
-
-def test_it_says_that_it_is_slow_and_what_it_can_not(caplog):
-    caplog.set_level("WARNING")
-    target = load_target(model_of("rwkv"))
-    with pytest.raises(NotCompiled, match="a cache of its own"):
-        target.compile()
-    assert "every pass copies its own cache" in caplog.text
-    with pytest.raises(DrafterError, match="none of its sublayers can be left out"):
-        layer_skip.build(layer_skip.Config(), target)

@@ -1,6 +1,8 @@
-"""Every odd input is taken as what it is, or refused in a sentence; nothing is answered as something else."""
+"""Every odd input is taken as what it is, or refused in a sentence; nothing is answered as something else.  What is no
+target is refused by its name."""
 
 import itertools
+import logging
 import math
 
 import numpy as np
@@ -10,7 +12,7 @@ from conftest import tiny_model
 from contracts.parties import TableTarget
 from transformers import BatchEncoding
 
-from outrider.errors import ConfigError, DataError, OutriderError, TargetError
+from outrider.errors import ConfigError, DataError, TargetError
 from outrider.generation import generate, stream
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
@@ -79,15 +81,6 @@ def test_a_count_that_is_no_whole_number_is_refused_by_name():
     assert len(generate(TABLE, [1], max_new_tokens=np.int64(3), slots=np.int32(2))[0].tokens) == 3
 
 
-def test_an_argument_of_another_type_is_refused_by_name():
-    """Catches an AttributeError of whoever uses it first."""
-    for name, value in (
-        ("stop", 5), ("stop", [5]), ("stop", None), ("sampling", 0.7), ("sampling", {"top_k": 3}), ("drafter", 5),
-    ):  # fmt: skip
-        with pytest.raises(OutriderError, match=name):
-            generate(TABLE, [1], **{"max_new_tokens": 3, name: value})
-
-
 def test_a_setting_that_float32_cant_hold_is_refused_by_name():
     """Catches a temperature that becomes infinity in float32, and a text or a bool in place of a number."""
     wrong = ("0.7", True, None, [0.7], torch.tensor(0.7), 1e39, 1e300, 10**400)
@@ -144,13 +137,6 @@ def test_logits_that_are_no_numbers_are_an_error_that_names_them(sampling):
             generate(TableTarget(table), [1, 2], max_new_tokens=3, sampling=sampling)
 
 
-def test_a_setting_that_makes_logits_infinite_is_named():
-    """Catches a target that is blamed for its user's bias."""
-    table = TableTarget(TABLE.table.float())
-    with pytest.raises(ConfigError, match="processor"):
-        generate(table, [1], max_new_tokens=3, sampling=Sampling(repetition_penalty=1.2e-38, logit_bias={1: 3e5}))
-
-
 def test_a_model_with_weights_that_are_not_finite_is_refused():
     """Catches a text of token 0 from a damaged checkpoint."""
     model = tiny_model(num_hidden_layers=1)
@@ -158,3 +144,41 @@ def test_a_model_with_weights_that_are_not_finite_is_refused():
         model.lm_head.weight[3, 2] = float("nan")
     with pytest.raises(TargetError):
         generate(load_target(model), [1, 2], max_new_tokens=3)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    """Catches a traceback of another library where a name was mistyped, or a JSON error without the target's name."""
+    for name, config in (("nowhere", None), ("empty", ""), ("broken", "{"), ("odd", '{"model_type": "no_such_one"}')):
+        if config is not None:
+            (tmp_path / name).mkdir()
+        if config:
+            (tmp_path / name / "config.json").write_text(config)
+        with pytest.raises(TargetError, match=name):
+            load_target(tmp_path / name)
+
+
+def test_a_dtype_that_is_none_is_refused(tmp_path):
+    """Catches an attribute error of torch."""
+    tiny_model().save_pretrained(path := tmp_path)
+    for dtype in ("float12", "int64", "nn"):
+        with pytest.raises(TargetError, match="dtype"):
+            load_target(path, dtype=dtype)
+    assert load_target(path, dtype="float64").spec.dtype == "float64"
+    assert load_target(path, dtype=torch.bfloat16).spec.dtype == "bfloat16"
+
+
+def test_a_folder_without_a_tokenizer_is_served_with_ids(tmp_path, caplog):
+    """Catches a target that can't be used, or that says nothing of what it lacks."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        target = load_target(tmp_path, dtype="float64")
+    assert "token ids" in caplog.text
+    assert target.tokenizer is None
+    assert target.spec.tokenizer_hash is None
+    assert target.decode([1, 2]) == ""
+    assert target.encode([1, 2]) == [1, 2]
+    direct = load_target(model)
+    assert target.spec.weights_hash == direct.spec.weights_hash
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(target.read(tokens)[0], direct.read(tokens)[0])

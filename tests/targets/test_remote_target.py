@@ -304,16 +304,6 @@ def test_an_answer_that_can_not_be_used_is_refused() -> None:
             emitted(rows, Drafter(), 1)
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for wrong, reason in (({"method": "guess"}, "'probes' or 'logprobs'"), ({"logprobs": 0}, "at least 1")):
-        with pytest.raises(ConfigError, match=reason):
-            RemoteTarget("http://127.0.0.1:9/v1", **wrong)
-    with pytest.raises(ConfigError, match="give vocabulary"):
-        RemoteTarget("http://127.0.0.1:9/v1")
-    with pytest.raises(TargetError, match="can't load the tokenizer"):
-        RemoteTarget("http://127.0.0.1:9/v1", "/nowhere/at/all")
-
-
 def test_the_note_says_when_drafts_were_slower() -> None:
     def texts(tokens: int, seconds: float, rounds: int) -> RemoteTexts:
         return RemoteTexts([RemoteText([1] * tokens)], Traffic(rounds, rounds, 9, tokens, rounds, seconds))

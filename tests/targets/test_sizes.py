@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,16 @@ import pytest
 import torch
 from conftest import tiny_model
 from tiny import make_folder
-from transformers import Gemma4TextConfig
 
 from outrider.checkpoint import load_model, save
 from outrider.drafters import find
-from outrider.errors import DrafterError, TargetError
+from outrider.errors import DrafterError
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import SIZES, LayerConfig, resolved
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import on_paper
 from outrider.targets.load import load_target
-from outrider.targets.sizes import layer_sizes, unused_row
+from outrider.targets.sizes import unused_row
 from outrider.targets.sketch import Sketch, sketch
 
 LLAMA3 = {
@@ -160,36 +158,6 @@ def test_a_size_that_is_named_is_kept_and_a_stretch_goes_with_its_base():
     assert resolved(named, silent)[0] == named == resolved(named, target.spec)[0]
     with pytest.raises(DrafterError, match="heads, kv_heads, .* are not set, and the config of Qwen3ForCausalLM does"):
         resolved(LayerConfig(), silent)
-
-
-def test_layers_that_differ_give_the_sizes_of_the_last_that_sees_all(tmp_path):
-    """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's
-    too)."""
-    config = Gemma4TextConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8,
-        global_head_dim=16, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0, vocab_size=64, vocab_size_per_layer_input=64,
-    )  # fmt: skip
-    sizes = layer_sizes(config)
-    assert (sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate) == (4, 2, 16, 48)
-    assert sizes.rope_theta == config.rope_parameters["full_attention"]["rope_theta"]
-    assert sizes.partial_rotary_factor == 1.0
-
-
-def test_what_is_not_known_of_a_target_is_said(tmp_path, caplog):
-    """Catches a drafter that turns otherwise than its target, in silence, and `show` that makes sizes up."""
-    path = folder_of(tmp_path / "phi", REAL["Phi-4-mini"][0])
-    with caplog.at_level(logging.INFO):
-        paper = on_paper(RunConfig(name="x", target={"name": path}, drafter={"kind": "dspark"}))
-    assert "longrope" in caplog.text
-    assert [note for note in paper.notes if "uses longrope rotary scaling" in note]
-    nowhere = str(tmp_path / "nowhere")
-    with pytest.raises(TargetError, match="the config of target .*nowhere.* can't be read"):
-        sketch(nowhere)
-    paper = on_paper(RunConfig(name="x", target={"name": nowhere}, drafter={"kind": "dspark"}))
-    assert (paper.values, paper.parameters) == ({}, None)
-    assert "unknown here" in paper.notes[0]
 
 
 def test_the_count_on_paper_is_the_models(target, tmp_path):

@@ -2,19 +2,16 @@
 
 import copy
 import shutil
-import weakref
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
-from torch import nn
 
 from benchmarks.families import tiny
 from outrider import compiled, machine, prepacked
@@ -30,7 +27,6 @@ from outrider.targets import chunks
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
-TEMPLATES = compiled.build.BUILDS["templates"]
 V = 64
 COUNTS = (30, 17, 23, 9, 30)
 
@@ -250,21 +246,6 @@ def test_torchs_own_call_of_a_package_is_the_same(fast, slow, monkeypatch, caplo
 
 
 @pytest.mark.slow
-def test_a_package_lets_its_weights_go(tmp_path):
-    """Catches a tensor that torch holds as long as the process lives, as it does what a package is given."""
-    assert package_module.operators() is not None  # else it is torch's own call
-    layer, x = nn.Linear(3, 4), torch.randn(2, 3)
-    outside = {"freezing": False, compiled.build.HOLDS_WEIGHTS: False}
-    compiled.build_package(tmp_path / "layer.pt2", layer, (x,), None, outside)
-    graph = compiled.Graph(tmp_path / "layer.pt2", layer)
-    torch.testing.assert_close(graph.forward(x), [layer(x)])
-    held = [weakref.ref(weight) for weight in graph.weights.values()]
-    assert held
-    del graph
-    assert not any(weight() is not None for weight in held)
-
-
-@pytest.mark.slow
 def test_a_package_without_weights_serves_every_model_of_its_shape_by_our_kernels(monkeypatch, tmp_path):
     """Catches a graph that holds the plain products, products that are others than those outside."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -328,33 +309,6 @@ def test_a_damaged_package_is_refused(damage, package):
     assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
 
 
-@pytest.mark.slow
-def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_it_alone(slow, monkeypatch, tmp_path):
-    """Catches ways that are never compared, a loser that is kept, a comparison for every model again."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine, "_memory", {})
-    monkeypatch.setattr(machine, "is_busy", lambda: False)
-    monkeypatch.setattr(compiled.build, "BUILDS", {"libraries": {}, "templates": TEMPLATES})
-    built: list[dict[str, Any]] = []
-    real = compiled.build_package
-    monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
-    monkeypatch.setattr(
-        machine, "_best_times", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()}
-    )
-    load_target(model_of().float()).compile()
-    assert built == [{}, TEMPLATES]
-    load_target(model_of(initializer_range=0.2).float()).compile()
-    # `templates` and `libraries` are equally long words: the usual way wins a tie
-    assert built == [{}, TEMPLATES, {}]
-    assert len(list(compiled.folder().glob("*"))) == 2
-    # inductor has no templates of float64: a way that can't be built is left out
-    exact = load_target(model_of())
-    exact.compile()
-    assert built[3:] == [{}, TEMPLATES]
-    assert len(list(compiled.folder().glob("*"))) == 3
-    agree(exact, slow)
-
-
 @pytest.mark.parametrize("quicker", ["compiled", "plain"])
 def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, monkeypatch):
     """Catches a compiled step that is taken for the faster one on a machine where it is not."""
@@ -397,14 +351,6 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
     assert len(generate(target, [3, 4], max_new_tokens=5)[0].tokens) == 5
 
 
-def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
-    """Catches a disk that is filled with copies."""
-    monkeypatch.setattr(compiled.build, "MOST_BYTES", 1000)
-    monkeypatch.setattr(prepacked, "way_of", lambda model: "plain")
-    with pytest.raises(NotCompiled, match="GiB"):
-        slow.compile()
-
-
 def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypatch):
     """A planted fault: a package under this model's key that says something else."""
     monkeypatch.setattr(compiled, "values_of", lambda _: fast.step.path.stem.split("-")[-1])
@@ -439,11 +385,11 @@ def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package):
     assert calls
 
 
-def model_like(family: str, experts: str = "batched_mm"):
-    """A tiny model whose experts are computed as named; transformers' default knows no float64."""
+def model_like(family: str):
+    """A tiny model whose experts are computed in one call; transformers' default knows no float64."""
     model = tiny(family, "eager" if family == "gpt-oss" else "sdpa")
-    if family in ("qwen3-moe", "gpt-oss"):
-        model.set_experts_implementation(experts)
+    if family == "gpt-oss":
+        model.set_experts_implementation("batched_mm")
     return model
 
 
@@ -457,15 +403,3 @@ def test_a_family_is_compiled_and_equal(family):
     for rows in ([0], [1, 2]):
         # all of gpt2 is float64
         close(fast, slow, rows, 1e-9 if family == "gpt2" else 1e-5)
-
-
-@pytest.mark.slow
-def test_what_cannot_be_traced_says_why_and_stays_plain(capfd, monkeypatch, tmp_path):
-    """Catches a failure of the compiler that reaches the user: an error of torch's, or a graph on the screen."""
-    # the package of the same weights with experts in one call would serve as well
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    target = load_target(model_like("qwen3-moe", "eager"))
-    with pytest.raises(NotCompiled, match="can't be compiled: "):
-        target.compile()
-    assert "def forward" not in "".join(capfd.readouterr())
-    assert len(generate(target, [3, 4], max_new_tokens=5)[0].tokens) == 5
