@@ -52,15 +52,6 @@ def test_a_row_that_is_too_long_is_named_and_not_held(name, tmp_path, monkeypatc
     assert len(skipped.reasons) == 1
 
 
-def test_a_long_entry_of_a_list_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a list whose end is missing that is read on and on."""
-    monkeypatch.setattr(readers, "ROW_BYTES", 100)
-    monkeypatch.setattr(readers, "PIECE", 64)
-    (tmp_path / "a.json").write_text('["a", "' + "x" * 10_000)
-    with pytest.raises(DataError, match=r"a\.json\[1\] is longer than"):
-        read(tmp_path / "a.json")
-
-
 def test_a_line_that_is_not_utf_8_is_named_or_counted(tmp_path: Path) -> None:
     """Catches one wrong byte that costs the whole file."""
     for name, ok, bad in (("a.txt", b"a\n", b"\xff\n"), ("a.jsonl", b'{"prompt": "a"}\n', b'{"prompt": "\xff"}\n')):

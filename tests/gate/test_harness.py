@@ -262,13 +262,6 @@ def test_code_that_is_allowed_runs_in_a_process_of_its_own(tasks: Path, folder: 
     assert "HF_ALLOW_CODE_EVAL" not in os.environ
 
 
-def test_what_can_not_be_run_is_said_in_one_sentence(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback of lm-eval's."""
-    assert outrider_with("lm-eval", "tiny_answers", "--include-path", str(tasks / "nowhere")) == 2
-    assert outrider_with("lm-eval", ",") == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_it_is_known_to_lm_eval_by_name(folder: Path) -> None:
     """Catches a model that `--model outrider` does not find."""
     assert get_model("outrider") is OutriderLM

@@ -219,22 +219,6 @@ def test_settings_that_measure_nothing_are_refused(values: dict[str, Any], said:
         configs.build(Config, {"tasks": ("gsm8k", "x/quiz.jsonl")} | values, "evaluate")
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"tasks": ("gsm8k",), "revisions": {"alpaca": "0" * 40}}, "evaluate.revisions: alpaca has no effect"),
-        ({"tasks": ("gsm8k",), "revisions": {"gsm8k": "0" * 40}}, ""),
-        ({"allow_lossy": True}, "allow_lossy has no effect"),
-        ({"allow_code_execution": True}, "allow_code_execution has no effect without evaluate.score"),
-        ({"allow_code_execution": True, "score": True}, ""),
-    ],
-)
-def test_consent_to_nothing_is_told(values: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a setting without effect that is ignored in silence."""
-    Config(**values)
-    assert said in caplog.text and bool(said) == bool(caplog.text)
-
-
 def test_an_evaluation_of_no_drafter_is_refused(talker: Target, drafters: Drafters, task: str) -> None:
     """Catches a division by zero, a report without numbers, and `generate` running beyond the context: a false alarm of
     inexactness."""

@@ -14,7 +14,6 @@ from outrider.plan.asked import Asked
 from outrider.plan.hardware import place
 from outrider.plan.schema import Plan
 from outrider.plan.subject import subject
-from outrider.targets.transformers import TransformersTarget
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -77,17 +76,6 @@ def test_kernels_side_by_side_are_counted_once() -> None:
 )
 def test_a_step_is_bound_by_what_takes_most_of_it(shares: tuple[float, float, float], said: str) -> None:
     assert profile.bound(*shares) == said
-
-
-def test_a_cpu_has_no_profile(target: TransformersTarget) -> None:
-    """Catches shares of a device that is not there."""
-    assert profile.profile(target, subject("demo", ["ngram"]).model, 1, 32) is None
-
-
-def test_steps_are_timed_one_by_one(target: TransformersTarget) -> None:
-    """Catches a run that ends before the profile does, and steps in which nothing was timed."""
-    times = list(profile._run(target, 2, 16))
-    assert len(times) >= 1 + 2 * profile.STEPS and all(0 < each < 10 for each in times)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ from verbs import outrider_with
 from benchmarks import plan as benchmark
 from outrider import machine
 from outrider.drafters import find
-from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import batch
 from outrider.plan import timings
 from outrider.plan.predict import StepCost
@@ -114,10 +113,8 @@ LLAMA = {
         (("--price-per-gb-month", "nan", "--train-answers", "5"), "--price-per-gb-month must be above 0, got nan"),
         (("--price-per-hour", "3"), "--price-per-hour has no effect without --rate, a --log or --train-answers"),
         (("--train-answers", "5", "--epochs", "0"), "--epochs must be above 0, got 0"),
-        (("--epochs", "3"), "--epochs has no effect without --train-answers"),
         (("--slo", "speed=3"), "--slo speed is no limit that a plan can judge; give tpot, in ms"),
         (("--slo", "tpot=-3"), "--slo tpot must be above 0 ms, got -3"),
-        (("--draft-model", "demo"), "--draft-model has no effect without --method small_model"),
     ],
 )
 def test_numbers_that_are_none_are_refused(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,17 +203,6 @@ def test_drafts_are_timed_beside_plain_steps(target: Target, monkeypatch: pytest
     for cells in found.drafts.values():
         assert cells[1, 2, 16].seconds == pytest.approx(1.5 * plain) and cells[1, 2, 16].spread < 1e-6
     assert len(found.drafts) == 3  # random chains beside them
-
-
-def test_a_drafter_of_few_tokens_is_not_timed_again(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches every plan that times a drafter anew, since a depth is missing that it can't draft."""
-    monkeypatch.setattr(timings, "ROWS", (1,))
-    load = lambda name: SmallModel(target, Config(length=2))
-    found = timings.measure(target, ["small_model"], [1], [1, 4], 16, Timings(), load)
-    key = timings.identity_of("small_model")
-    assert found.drafts[key][1, 4, 16] == found.drafts[key][1, 1, 16]
-    monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
-    timings.measure(target, ["small_model"], [1], [1, 4], 16, found, load)
 
 
 def test_texts_of_a_batch_are_of_unequal_lengths() -> None:

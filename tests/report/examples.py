@@ -1,4 +1,4 @@
-"""Reports to look at and to test with: one with every field filled, one all null, one that is large, one hostile."""
+"""Reports to look at and to test with: one with every field filled, one all null, one hostile."""
 
 import math
 import random
@@ -168,17 +168,6 @@ def null_report() -> Report:
     ]  # fmt: skip
     empty: dict[str, Any] = {"drafter": "ngram", "task": "", "prompts": 0, "temperature": 0.0} | dict.fromkeys(needed)
     return Report.model_validate({"schema": 1, "target": "tiny", "rows": [empty], "training": {"ngram": {}}})
-
-
-def large_report(tasks: int = 9) -> Report:
-    """Nine tasks, or so many, five drafters, eighty prompts."""
-    rows = []
-    likes = {"dspark": "dspark", "eagle3": "eagle3", "suffix": "suffix", "medusa": "eagle3", "mtp": "dspark"}
-    for number in range(tasks):
-        for drafter, like in likes.items():
-            task = list(TEXTS)[number % 3]
-            rows.append(row(like, task, 80, 3) | {"drafter": drafter, "task": f"{task}-{number}"})
-    return full_report(rows=rows)
 
 
 HOSTILE = "\"'></script><script>alert(1)</script><img src=x onerror=alert(1)>$title {x} 🧨 \u202eשלום\u2066 עולם"

@@ -16,11 +16,11 @@ import typer
 from outrider.cli.report import report as verb
 from outrider.errors import DataError
 from outrider.report.bootstrap import MIN_PROMPTS
-from outrider.report.compare import Comparison, names
+from outrider.report.compare import Comparison
 from outrider.report.page import render, render_comparison
-from outrider.report.page.cost import cost_lines, costs, duration, money, texts
+from outrider.report.page.cost import cost_lines, costs, texts
 from outrider.report.schema import Report
-from tests.report.examples import HOSTILE, Parsed, full_report, hostile_report, large_report, null_report, row
+from tests.report.examples import HOSTILE, Parsed, full_report, hostile_report, null_report, row
 
 FIGURES = {
     "speedup", "acceptance", "predicted", "text", "rejections", "patterns", "histogram", "latency", "time", "prompts",
@@ -95,14 +95,6 @@ def test_strings_that_would_be_markup_are_shown_as_they_are():
     assert "img" not in Parsed(render_comparison(compared)).tags
 
 
-def test_a_page_of_five_drafters_and_eighty_prompts_is_small():
-    """A page that grows with its data by the tip ends as an attachment nobody can send: nine tasks stay below a
-    megabyte, two below 600 KB."""
-    html = render(large_report(tasks=2))
-    assert len(html.encode()) < 600_000
-    assert "more texts in report.json" in html
-
-
 def test_the_text_reads_as_it_was_written():
     """Catches a token that is dropped, doubled or trimmed: the text of the page is the text of the output; accepted,
     rejected and not drafted are three things, and sum to all tokens."""
@@ -155,13 +147,6 @@ def test_a_drafter_without_training_costs_nothing_to_build():
     assert lines["suffix · chat · T 0"]["payback"] == "at once"
     assert lines["eagle3 · chat · T 0"]["built"] == "not measured"
     assert 'id="training"' not in render(found)
-
-
-def test_times_are_said_in_words():
-    """An infinite pay-back printed as `inf days`."""
-    assert (duration(None), duration(math.inf), duration(0)) == ("not measured", "never", "at once")
-    assert (duration(1), duration(9000)) == ("24.0 hours", "over 10 years")
-    assert (money(-3.5), money(12345.6), money(0.0123)) == ("−$3.50", "$12,346", "$0.0123")
 
 
 def changed(factor: float, noise: float = 0.02) -> Report:
@@ -305,14 +290,6 @@ def test_a_place_that_can_not_be_written_is_said_before_the_work(command, tmp_pa
     for words in (["run", "--out", "no/where.html"], ["run", "--json", "no/where.json"], ["nothing"]):
         with pytest.raises(DataError):
             command(*words)
-
-
-def test_reports_are_named_by_what_tells_them_apart(tmp_path):
-    """Two folders that are both called `report`, or the same report given twice."""
-    a, b = tmp_path / "x" / "demo" / "report.json", tmp_path / "y" / "demo" / "report.json"
-    assert names([a, b]) == ["x/demo", "y/demo"]
-    assert names([tmp_path / "a.json", tmp_path / "b.json"]) == ["a", "b"]
-    assert len(set(names([a, a]))) == 2
 
 
 def test_a_text_that_differs_alarms_in_a_comparison_too():

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from outrider.errors import DataError
 from outrider.report.compare import with_losses
-from outrider.report.page import charts, render, save
+from outrider.report.page import render, save
 from outrider.report.schema import Report
 from outrider.report.summary import alarms, headline, skews
 from outrider.report.tables import SummaryTable, markdown
@@ -215,18 +214,6 @@ def test_a_faster_text_that_differs_does_not_lead():
     assert headline(found).startswith("On chat at temperature 0, dspark")
 
 
-@pytest.mark.parametrize("width", [30, 80, 200])
-def test_no_word_of_the_table_is_broken_whatever_the_width(width):
-    """Catches a name cut in its middle, and a figure that a narrow terminal loses."""
-    name = "qwen3-4b-dspark-of-tuesday"
-    lines = printed(report(row(drafter=name), row(task="code", drafter=name)), width)
-    body = "\n".join(lines)
-    assert max(len(line.rstrip()) for line in lines[1:]) <= max(width, len(f"{name} · code · T 0"))
-    for text in (name, "2.61", "1.72× (1.60–1.84)", "24.0", "41.3"):
-        assert body.count(text) >= 2
-    assert "…" not in body.replace("1, 2, …", "")
-
-
 def test_a_speedup_under_load_is_marked_wherever_it_is_shown():
     """Catches a figure of a noisy moment that a table, a README or a manager takes for good."""
     reason = "3.1× is more than 2.45 tokens per step and its pass times allow"
@@ -283,23 +270,6 @@ def test_markdown_names_the_task_only_where_there_are_several():
     assert several[2].endswith("| yes |")
 
 
-def test_ticks_are_few_and_inside():
-    """A step rounded to 0 loops for ever or fills the axis."""
-    for low, high in ((0, 1), (0, 0), (0.93, 1.07), (0, 1e7), (-3, 12), (0, 1e-6)):
-        ticks = charts.round_ticks(low, high)
-        assert 1 <= len(ticks) <= 12
-        assert ticks == sorted(set(ticks))
-        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
-
-
-def test_names_at_line_ends_keep_their_distance():
-    """Two drafters of like acceptance would write over one another."""
-    places = charts.spaced([10, 11, 12, 90, 99], 15, 100)
-    assert places == sorted(places)
-    assert all(b - a >= 15 for a, b in pairwise(places))
-    assert places[-1] <= 100
-
-
 def skewed(**changes: Any) -> dict[str, Any]:
     """1,000 drafts of two tokens: 600 keep the first, 450 both; training expected 80 and 50 percent."""
     counts = [[0], [0, 0], [400, 150, 450]]
@@ -335,19 +305,6 @@ def test_less_than_training_expected_is_said_at_its_worst_depth():
 def test_no_skew_is_said_without_ground(changes):
     """An alarm from noise, from more than was expected, or from what nobody predicted, is one that nobody reads."""
     assert skews(report(skewed(**changes))) == []
-
-
-def test_a_place_without_a_proposal_takes_little_room_and_comes_back_as_it_was(tmp_path):
-    """Thousands of judged places, each with seven nulls, would make a report that no editor opens."""
-    places = [
-        {"text": "a", "entropy": 0.5},
-        {"text": "b", "drafted": "c", "accepted": False, "depth": 1, "p": 0.0, "later": 1},
-    ]
-    found = report(row(traced=[{"id": "x", "tokens": places}]))
-    folder = found.save(tmp_path)
-    assert Report.load(folder) == found
-    written = json.loads((folder / "report.json").read_text())["rows"][0]["traced"][0]["tokens"]
-    assert written == [{"text": "a", "accepted": False, "entropy": 0.5}, {"accepted": False, **places[1]}]
 
 
 def test_what_a_precision_lost_is_counted_turn_by_turn() -> None:

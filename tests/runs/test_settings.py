@@ -13,13 +13,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from verbs import outrider_with
 
 from outrider import drafters
-from outrider.cli import app
 from outrider.cli.show import page
 from outrider.drafters import find, own
-from outrider.errors import ConfigError
 from outrider.runs import settings
 from outrider.runs.schema import FROM_TARGET, make
 
@@ -134,30 +131,6 @@ def test_a_drafter_of_another_distribution_has_its_settings_too(tmp_path, monkey
         settings.schema.cache_clear()
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    monkeypatch.setenv("COLUMNS", "80")
-    app(list(words), standalone_mode=False)
-    return capsys.readouterr().out
-
-
-def test_show_prints_a_section_a_kind_or_all(monkeypatch, capsys):
-    """Catches names that the option does not take."""
-    train = run(monkeypatch, capsys, "show", "--help-settings", "train")
-    assert "save_every" in train
-    assert "block" not in train.split()
-    assert "dspark" in run(monkeypatch, capsys, "show", "--help-settings", "drafter", "dspark")
-    whole = run(monkeypatch, capsys, "show", "--help-settings")
-    assert all(
-        f"{name}: " in whole for name in ("run file", "target", "evaluate", *(f"drafter {kind}" for kind in own()))
-    )
-    assert run(monkeypatch, capsys, "show", "--help-settings", "all", "--markdown") == page(settings.sections())
-    assert json.loads(run(monkeypatch, capsys, "show", "--json-schema")) == settings.schema()
-    with pytest.raises(ConfigError, match="did you mean 'train'"):
-        run(monkeypatch, capsys, "show", "--help-settings", "trian")
-    with pytest.raises(ConfigError, match="show needs a run file"):
-        run(monkeypatch, capsys, "show")
-
-
 QUICK = """
 import sys
 from outrider.cli import app, complete
@@ -176,19 +149,3 @@ def test_settings_completion_reports_and_the_gate_need_no_torch(tmp_path):
     """Catches seconds of waiting for what is a page of text, and a dashboard's machine that needs torch."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     subprocess.run([sys.executable, "-c", QUICK, str(tmp_path)], env=environment, check=True)
-
-
-def test_the_shell_completes_verbs_kinds_tasks_and_formats(monkeypatch, capsys):
-    """Catches a completion that offers nothing."""
-    for words, completed in (
-        ("dr", "drafters"), ("drafters eagle", "eagle eagle3"), ("decode --target demo --drafter ds", "dspark"),
-        ("evaluate x --tasks gsm8k,math", "gsm8k,math500"), ("export x --to spec", "speculators"),
-        ("deploy --to vl", "vllm"),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setenv("COMP_WORDS", f"outrider {words}")
-            patch.setenv("COMP_CWORD", str(len(words.split())))
-            patch.setenv("_OUTRIDER_COMPLETE", "complete_bash")
-            patch.setattr(sys.modules["__main__"], "__package__", None)
-            assert outrider_with() == 0
-        assert capsys.readouterr().out.split() == completed.split()

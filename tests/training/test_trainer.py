@@ -28,7 +28,7 @@ from outrider.training import losses, trainer
 from outrider.training.config import Config
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers
-from outrider.training.step import Joined, first_bad, rate
+from outrider.training.step import Joined, rate
 from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source
 
@@ -237,14 +237,6 @@ def test_a_damaged_line_of_metrics_is_left_out_and_said(damage, tmp_path, caplog
     assert "line 2 can't be read" in caplog.text
 
 
-def test_a_run_folder_that_is_a_file_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches a FileExistsError that reaches the user."""
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(TrainingError, match="another name"):
-            fit(folder, talker)
-
-
 def test_other_answers_are_not_other_steps(talker, tmp_path) -> None:
     """Catches a loop that looks at more of its source than `batch(step)`, and a batch that comes in two steps."""
     asked: list[int] = []
@@ -310,20 +302,6 @@ def test_weights_that_went_bad_are_taken_from_the_last_checkpoint(talker, tmp_pa
     spoilt += range(4, 99)
     with pytest.raises(TrainingError, match=r"^step 9: .*weight backbone.fc.weight .*The last checkpoint is intact"):
         train(model := make_model(talker), make_source(talker), settings, tmp_path / "ever", on_step=spoil)
-
-
-def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> None:
-    """Catches blame on a gradient where an input was bad, and silence where all are fine."""
-    model, batch = make_model(talker), make_source(talker).batch(0)
-    assert first_bad(model, batch).startswith("none of inputs, weights and gradients")
-    weight = model.get_parameter("backbone.norm.weight")
-    weight.grad = torch.full_like(weight, float("inf"))
-    assert first_bad(model, batch) == "gradient of backbone.norm.weight (32,)"
-    with torch.no_grad():
-        weight[0] = float("nan")
-    assert first_bad(model, batch) == "weight backbone.norm.weight (32,)"
-    batch.hidden[0, 0, 0] = float("nan")
-    assert first_bad(model, batch).startswith("batch.hidden")
 
 
 def test_what_a_crash_left_beside_a_whole_checkpoint_is_deleted(talker: TransformersTarget, tmp_path: Path) -> None:
