@@ -7,14 +7,13 @@ import yaml
 from pydantic import PositiveFloat, PositiveInt, ValidationError
 
 from outrider import config as configs
-from outrider.config import ELSEWHERE, RENAMED, build
+from outrider.config import RENAMED, build
 from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.gate.policy import Policy as GatePolicy
 from outrider.measure.config import Config as EvaluateConfig
-from outrider.runs.file import RunConfig, TargetConfig, load
-from outrider.training.config import Config as TrainConfig
+from outrider.runs.file import load
 
 
 class Inner(configs.Config):
@@ -252,18 +251,6 @@ def test_an_override_that_is_wrong_is_not_blamed_on_a_line_of_the_file(tmp_path:
     path = write(tmp_path / "a.yaml", "target: demo\ndrafter: dspark\ntrain: {steps: 3}\n")
     with pytest.raises(ConfigError, match=r"^train\.steps: "):
         load(path, ["train.steps=-1"])
-
-
-def test_what_others_call_a_setting_is_a_setting_here() -> None:
-    """Catches an advice to use a setting that there is not."""
-    sections: dict[str, type[configs.Config]] = {
-        "": RunConfig, "prepare": PrepareConfig, "train": TrainConfig, "evaluate": EvaluateConfig,
-        "target": TargetConfig,
-    }  # fmt: skip
-    every = {field for kind in kinds() for field in find(kind).Config.model_fields}
-    for path in ELSEWHERE:
-        section, _, name = path.rpartition(".")
-        assert name in (every if section == "drafter" else sections[section].model_fields), path
 
 
 def test_a_setting_of_old_is_an_error_that_gives_the_new_name() -> None:

@@ -5,7 +5,6 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from outrider import demo
-from outrider.errors import DataError
 
 
 @pytest.mark.parametrize("folder", [demo.TARGET, demo.SMALL_MODEL], ids=["target", "small_model"])
@@ -42,9 +41,3 @@ def test_prompts_are_the_same_every_time_and_cover_modules_before_repeating_one(
     assert first == list(demo.prompts("held_out", 40))[:20]
     assert len({name.split(":")[0] for name, _ in first}) == 20
     assert all(text.endswith("\n") and len(text) <= 600 for _, text in first)
-
-
-def test_an_interpreter_without_its_source_is_a_clear_error(monkeypatch, tmp_path):
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="install the standard library's source"):
-        list(demo.prompts("train", 3))

@@ -201,24 +201,6 @@ def test_a_gate_is_multiplied_within_the_product_where_nobody_else_reads_it() ->
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-5)
 
 
-def test_cosines_are_stored_for_all_layers_that_read_them() -> None:
-    """Catches cosines that inductor works out in each of their users, and a graph that says something else."""
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        cos, sin = x.cos(), x.sin()
-        return x * cos + 1, x * cos - sin, sin * 2
-
-    given = torch.randn(3, 8)
-    module = rewritten(run, given)
-    users = {
-        node.target: [user.target for user in node.users]
-        for node in module.graph.nodes if node.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default)
-    }  # fmt: skip
-    assert list(users.values()) == [[torch.ops._inductor_test.realize.default]] * 2
-    for found, wanted in zip(module(given), run(given), strict=True):
-        assert torch.equal(found, wanted)
-
-
 def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a second copy in memory, a layer that reads another's panels."""
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")

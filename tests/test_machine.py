@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from conftest import tiny_model
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
-from outrider.cli.stages import why_slow
 from outrider.processes import Whole
 from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal
@@ -194,48 +191,6 @@ def test_how_long_a_stage_takes_is_said_after_its_first_steps(given, taken, done
     [(step, line)] = said(Forecast(*given, None), clock, taken, done)
     assert line == text and at in (None, step)
     assert [lasting(seconds) for seconds in (0.2134, 9.9, 100, 7265)] == ["0.21 s", "9.9 s", "2 min", "2 h 1 min"]
-
-
-def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word."""
-    given(monkeypatch, "without")
-    monkeypatch.setattr(machine, "is_busy", lambda: False)
-    [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
-    assert step == 2 and line.startswith("about 54 min for 140 steps, 23 s each; 60 s are usual.")
-    assert "float32" in line and "train.steps" in line
-    monkeypatch.setattr(machine, "is_busy", lambda: True)
-    [(_, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
-    assert "Other programs" in line
-    [(_, line)] = said(Forecast("steps", 140, 0, True, 30.0, why_slow), clock, [23.0] * 20)
-    assert "usual" not in line
-
-
-@pytest.mark.slow
-def test_freed_memory_is_kept_and_can_be_released() -> None:
-    """Catches a page fault for every page of every step, and a peak that counts what was freed before."""
-    program = """
-import json, resource, torch
-from pathlib import Path
-from outrider import machine
-
-def faults(steps=20):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(steps):
-        parts = [torch.zeros(2**21) for _ in range(4)]
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // steps
-
-def resident():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
-
-faults(); machine.keep_freed_memory(); faults(); kept = min(faults() for _ in range(5))  # others take pages too
-before = resident(); machine.release_freed_memory()
-print(json.dumps([kept, before - resident()]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    kept, released = json.loads(done.stdout)
-    assert kept < 100, "32 MiB of tensors a step are 8,192 pages"
-    assert released > 16 * 1024
 
 
 def test_free_memory_is_what_the_container_has_left(monkeypatch, tmp_path):

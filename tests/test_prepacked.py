@@ -1,7 +1,6 @@
 """Packed products: the same numbers, only while they are asked for, and never those of a weight that has changed."""
 
 import copy
-from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -80,24 +79,3 @@ def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "free_memory", lambda: large.weight.nbytes)
     prepacked.pack(nn.Sequential(large))
     assert "forward" not in vars(large)
-
-
-def test_layers_are_packed_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a copy of all weights for nothing; all ways are really run, on the layers' own shapes."""
-    asked: list[str] = []
-
-    def plain_wins(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
-        asked.append(question)
-        found = ways()
-        for run in found.values():
-            run()
-        assert list(found) == prepacked.ways()
-        return "plain"
-
-    monkeypatch.setattr(machine, "fastest", plain_wins)
-    layer = nn.Linear(48, 80)
-    tied = nn.Linear(48, 80)
-    tied.weight = nn.Parameter(torch.randn(80, 96))
-    prepacked.pack(nn.Sequential(layer, nn.ReLU(), tied))
-    assert "forward" not in vars(layer)
-    assert asked == [f"float32 products of linear layers [((80, 48), 1), ((80, 96), 1)]: {prepacked.ways()}"]

@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch import Tensor
 from verbs import outrider_with
 
 from outrider import cli, generate
-from outrider.cli import console, decode
+from outrider.cli import console
 from outrider.compiled import NotCompiled
 from outrider.data import regenerate
 from outrider.data.answers import read_answers
@@ -316,21 +315,6 @@ def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider
     assert refused.code == 2 and "allow_lossy" in refused.said
     relayed = outrider(*decode, *relay, "--allow-lossy")
     assert relayed.code == plain.code == 0 and relayed.out != plain.out, relayed.err
-
-
-def test_decode_to_a_terminal_has_colour(folder, talker, outrider, monkeypatch):
-    """Catches drafted tokens that look like the target's own; the drafter is the target itself, so most are drafted."""
-    real = decode.load_drafter
-    monkeypatch.setattr(decode, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))
-    monkeypatch.setattr(console, "out", Console(force_terminal=True, color_system="standard", width=300))
-    done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", "small_model")
-    assert done.code == 0, done.err
-    assert "\x1b[4;32m" in done.out
-    assert re.sub(r"\x1b\[[0-9;]*m", "", done.out) == "hello" + text_of(folder, "hello") + "\n"
-    assert "drafted and accepted, plain: the target's own" in done.said
-    assert re.search(r"12 tokens in \d+ steps, .* tokens/s; without the drafter .* times as fast with it", done.said)
-    words = ("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", "small_model", "--no-compare")
-    assert "without the drafter" not in outrider(*words).said
 
 
 def test_decode_compiles_where_it_is_asked_to(made, folder, outrider, monkeypatch):

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from outrider.cli import console, doctor, drafters, exchange, report, stages, tasks, watch
+from outrider.cli import console, doctor, drafters, exchange, report, tasks, watch
 from outrider.report.schema import Report
 from outrider.traffic.counters import Acceptance
 from outrider.traffic.watch import Window
-
-PATH = "/a/very/long/path/without/any/space/that/a/terminal/of/sixty/columns/can/not/show.safetensors"
 
 
 def printed(say: Callable[[], object], width: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -68,41 +66,6 @@ def test_no_word_of_a_table_is_broken_at_60_columns(monkeypatch: pytest.MonkeyPa
             assert "…" not in narrow.replace(" … ", " ")
 
 
-def test_a_long_line_is_broken_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a sentence that a terminal breaks within a word, a line of a log that is cut in two, and a path that
-    can't be pasted."""
-    width, sentence = 40, f"export    the drafter was written to {PATH} and every weight of it reads back equal"
-    for say, indent in ((console.say, 10), (console.remark, 10), (console.fail, 6)):
-        broken, whole = io.StringIO(), io.StringIO()
-        for is_terminal, file in ((True, broken), (False, whole)):
-            made = Console(width=width, file=file, force_terminal=is_terminal, color_system=None)
-            monkeypatch.setattr(console, "out", made)
-            monkeypatch.setattr(console, "note", made)
-            say(sentence)
-        first, *rest = broken.getvalue().splitlines()
-        assert all(len(line) <= width or line.split() == [PATH] for line in (first, *rest))
-        assert rest and all(line[:indent] == " " * indent and line[indent] != " " for line in rest)
-        assert broken.getvalue().split() == whole.getvalue().split()
-        assert len(whole.getvalue().splitlines()) == 1
-
-
-@pytest.mark.parametrize("width", [30, 120])
-def test_a_table_takes_the_width_there_is(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lines beyond the edge; only a word that is longer than a line may reach over it."""
-    sentence = "a cell of many words that has to wrap somewhere between two of them " * 2
-
-    def say() -> None:
-        table = console.table("name", "count", "what it is", right=["count"])
-        table.add_row("short", "1,234,567", sentence)
-        table.add_row(PATH, "8", "[all] and 'outrider[gguf]'", style="red")
-        console.show(table)
-
-    text = printed(say, width, monkeypatch)
-    assert words(sentence) | {PATH, "1,234,567", "'outrider[gguf]'", "[all]"} <= words(text)
-    for line in text.splitlines():
-        assert len(line.rstrip()) <= width or any(len(word) > width // 2 for word in line.split())
-
-
 def test_brackets_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches rich taking an extra's name for markup: pip install 'outrider' would not bring what is missing."""
     for say in (
@@ -137,31 +100,3 @@ def test_a_log_gets_a_line_every_tenth_of_the_work_and_every_30_s(monkeypatch: p
     slow = work(3.0)  # 30 s are ten steps
     assert 95 <= len(slow) <= 105
     assert not work(0.0001), "work of a tenth of a second needs no lines"
-
-
-def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lines that push the bar up, and a log that gets the bar's control codes."""
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock.now)
-    for is_terminal in (True, False):
-        out, note = io.StringIO(), io.StringIO()
-        monkeypatch.setattr(console, "out", Console(file=out, width=80, force_terminal=is_terminal))
-        monkeypatch.setattr(console, "note", Console(file=note, width=80, force_terminal=is_terminal))
-        with console.bar("steps", 10) as update:
-            for step in range(1, 11):
-                clock.now += 2
-                update(step)
-        assert (" of 10 steps" in out.getvalue()) != is_terminal
-        assert ("10/10" in note.getvalue()) == is_terminal
-
-
-def test_the_pace_is_that_of_this_process_and_the_last_acceptance_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tokens of an earlier run counted as written now, and acceptance that is shown at every twentieth step
-    only."""
-    now = 0.0
-    monkeypatch.setattr(stages.time, "monotonic", lambda: now)
-    note = stages._Notes("expected ")
-    assert note(tokens=5000.0, loss=2.0, tokens_per_step=1.5) == "loss 2.000, expected 1.50 tokens per step"
-    now = 10.0
-    assert note(tokens=6000.0, loss=1.5) == "loss 1.500, expected 1.50 tokens per step, 100 tokens/s"
-    assert note(tokens=6000.0, left_out=2) == "expected 1.50 tokens per step, 100 tokens/s, 2 left out"

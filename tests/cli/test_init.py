@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from verbs import outrider_with
 
-from outrider.cli import init
 from outrider.drafters import find, kinds, trained
 from outrider.runs.file import load
 
@@ -59,20 +57,3 @@ def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys):
         assert outrider_with("init", "mine.yaml", *words) != 0
         assert said in " ".join(capsys.readouterr().err.split())
         assert not Path("mine.yaml").exists()
-
-
-def test_in_a_terminal_missing_flags_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an answer that is not used, and a question whose flag was given."""
-    asked = []
-
-    def answer(question: str, default: str) -> str:
-        asked.append(question)
-        return str(folder) if question.startswith("Target") else default
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(init.typer, "prompt", answer)
-    assert outrider_with("init", "asked.yaml", "--kind", "medusa") == 0
-    assert [question.split()[0] for question in asked] == ["Target", "Prompts"]
-    made = yaml.safe_load(Path("asked.yaml").read_text())
-    assert (made["target"], made["prepare"]["count"]) == (str(folder), 512)
-    assert made["prepare"]["conversations"] == "stdlib:train"

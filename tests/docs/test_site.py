@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from scripts import site_pages
@@ -38,20 +37,3 @@ def test_links_of_the_site_lead_to_its_pages() -> None:
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", site_pages.FENCE.sub("", site_pages.rendered(text, place))):
             there = os.path.normpath(os.path.join(os.path.dirname(place), link))
             assert "://" in link or there in WHOLE, f"{place} links to {link}"
-
-
-def test_the_page_of_a_hundred_lines_has_all_of_them() -> None:
-    """Catches a function of the example that the page forgot; the order is the file's."""
-    page = site_pages.rendered(WHOLE["hundred-lines.md"], "hundred-lines.md")
-    shown = "".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
-    lines = (ROOT / "examples" / "speculative_decoding.py").read_text().splitlines()
-    assert [line for line in shown if line] == [line for line in lines if line]
-    with pytest.raises(ValueError, match="includes .*:prune, but .* has Transformer"):
-        site_pages.included("docs/hundred-lines.md", "../examples/speculative_decoding.py:prune")
-
-
-def test_a_link_to_a_file_that_is_no_page_names_the_file() -> None:
-    shown = site_pages.rendered("[engines](../benchmarks/engines/README.md)", "export.md")
-    assert shown == "engines (`benchmarks/engines/README.md`)"
-    with pytest.raises(ValueError, match="which is not there"):
-        site_pages.rendered("[gone](../gone.md)", "export.md")

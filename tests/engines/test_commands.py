@@ -22,7 +22,7 @@ from verbs import outrider_with
 from outrider import demo
 from outrider.engines import commands, flags, manifests
 from outrider.engines.commands import command, draft_of
-from outrider.engines.engine import ENGINES, Draft, Method, Wish
+from outrider.engines.engine import ENGINES, Draft, Wish
 from outrider.engines.export import export
 from outrider.engines.tune import Range
 from outrider.errors import ConfigError, DataError
@@ -286,27 +286,6 @@ def test_a_folder_of_mtp_is_refused_by_every_engine_but_one_and_the_sentence_say
     assert command("llamacpp", draft_of("mtp", "target.gguf")).words[2] == "target.gguf"
 
 
-def test_the_page_lists_every_method_with_its_formats() -> None:
-    """Catches a table on docs/deploy.md that lags behind the engines'."""
-
-    def cell(method: Method | None) -> str:
-        if method is None:
-            return ""
-        versions = [(word, at) for word, at in (("since", method.since), ("before", method.until)) if at]
-        more = [*["tree"] * method.trees, *(f"{word} {'.'.join(map(str, at))}" for word, at in versions)]
-        return ", ".join([*(method.formats or ("yes",)), *more])
-
-    shown = [name for name in ENGINES if name != "triton"]
-    lines = [f"| | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
-    for kind in commands.TOKENS:
-        label = "mtp, the target's own" if kind == "mtp" else kind
-        lines.append(f"| {label} | {' | '.join(cell(ENGINES[name].methods.get(kind)) for name in shown)} |")
-    wanted = "\n".join(re.sub(r" +", " ", line) for line in lines)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text()
-    assert page.partition("<!-- methods -->\n")[2].partition("\n<!-- /methods -->")[0] == wanted, wanted
-    assert {kind for engine in ENGINES.values() for kind in engine.methods} <= set(commands.TOKENS)
-
-
 def test_a_version_is_asked_of_the_environment() -> None:
     """Catches a command for another version than the one installed, and 0.9 above 0.33."""
     versions = {"0.33.0rc1": (0, 33, 0), "v0.5.23": (0, 5, 23), "b9999": (9999,), "": ()}
@@ -465,24 +444,6 @@ def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
     path.write_text("a: [")
     with pytest.raises(DataError, match="can't be read as YAML"):
         flags.translate(f"trtllm-serve T --config {path}")
-
-
-@pytest.mark.parametrize(
-    ("mode", "config", "said"),
-    [
-        ("draft_tokens_external", {"decoding_type": "Draft_Target", "max_draft_len": 4}, "name the draft there"),
-        ("eagle", {"decoding_type": "Eagle3", "max_draft_len": 4}, "train one"), ("medusa", None,
-        "medusa is gone there"),
-    ],
-)  # fmt: skip
-def test_what_was_built_is_a_file_of_the_server(mode: str, config: dict[str, Any] | None, said: str) -> None:
-    """Catches an article of engines that were built, which no engine was recognised in."""
-    text = f"trtllm-build --checkpoint_dir c --output_dir e --speculative_decoding_mode={mode} --max_draft_len 4"
-    found = flags.translate(text)
-    assert found.engine == "trtllm" and found.shell == text and "builds nothing" in found.notes[0]
-    assert any(said in note for note in found.notes)
-    bodies = [yaml.safe_load(body)["speculative_config"] for body in found.files.values()]
-    assert bodies == ([] if config is None else [config]) and set(config or {}) <= TRTLLM_KEYS
 
 
 @pytest.mark.parametrize(

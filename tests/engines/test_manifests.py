@@ -154,18 +154,6 @@ def test_a_container_finds_every_path_of_its_command(deployed: tuple[Path, list[
             assert str(place) not in files[name]
 
 
-def test_tritons_repository_is_what_its_backend_reads(tmp_path: Path) -> None:
-    """Catches a model.json that is not vLLM's arguments, and a config.pbtxt of another name than its folder."""
-    files = files_of(
-        "triton", draft_of(folder_of(tmp_path, "eagle3"), "org/target"), Wish(tensor_parallel=2), Place("chat")
-    )
-    body = json.loads(files["container/models/chat/1/model.json"])
-    assert body["model"] == "org/target" and body["tensor_parallel_size"] == 2
-    assert body["speculative_config"] == {"method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 4}
-    config = files["container/models/chat/config.pbtxt"]
-    assert dict(re.findall(r'^(\w+): "(\w+)"$', config, flags=re.MULTILINE)) == {"name": "chat", "backend": "vllm"}
-
-
 @pytest.mark.parametrize("engine", sorted(manifests.METRICS))
 def test_a_dashboard_asks_for_what_its_engine_has(engine: str) -> None:
     """Catches a query that Prometheus can't read, a metric that is misspelt or of another engine, and a panel over
@@ -211,13 +199,6 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
     assert "exists already" in capsys.readouterr().err
     assert outrider_with(*words, str(tmp_path / "no"), "--name", "A") == 2
     assert not list(tmp_path.glob("no*"))
-
-
-def test_every_served_engine_has_an_image_and_a_health() -> None:
-    """Catches an engine that was added in one table only."""
-    served = {name for name, engine in KNOWN.items() if name != "transformers"}
-    assert served == set(ENGINES)
-    assert set(manifests.METRICS) == {"outrider"} | {name for name in served if KNOWN[name].metrics is not None}
 
 
 def test_a_systemd_unit_starts_what_serve_sh_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,14 +233,6 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
         swept(tmp_path, calls, log="other")
 
 
-def test_arms_without_tokens_are_one() -> None:
-    """Catches a base line that is measured again for every width and cut-off."""
-    assert len(sweep.arms([0, 2], [1, 4], [None, 0.3])) == 5
-    for wrong in ({"tokens": [-1]}, {"tokens": []}, {"tokens": [2], "widths": [0]}, {"tokens": [2], "cutoffs": [1.5]}):
-        with pytest.raises(ConfigError):
-            sweep.arms(**wrong)
-
-
 def log_of(folder: Path, count: int = 12) -> Path:
     path = folder / "log.jsonl"
     rows = [{"messages": [{"role": "user", "content": f"question {n}"}], "max_tokens": 16} for n in range(count)]

@@ -118,17 +118,6 @@ def test_a_right_prediction_is_accepted_whole(target, prompts, plain, inner_of):
         assert accepted == [LIMIT] * (COUNT // width) + [COUNT % width - 1]
 
 
-def test_a_wrong_prediction_soon_drafts_nothing(target, prompts, plain):
-    """Catches a prediction that takes every step from the drafter that would be right."""
-    text = plain(target, prompts[0], COUNT)
-    # every three tokens of the text are in it, followed by what does not come
-    wrong = [token for n in range(COUNT - 3) for token in (*text[n : n + 3], (text[n + 3] + 1) % V)]
-    served = Served(target, Predicted(None, V, LIMIT), [Request(prompts[0], COUNT, Sampling(), prediction=wrong)])
-    assert served.texts[0] == text
-    drafted = [len(draft) > 0 for draft in served.drafts[0]]
-    assert any(drafted[:8]) and not any(drafted[8:])
-
-
 class Late(Fixed):
     """Nothing for the first tokens of a text that has a prediction."""
 
@@ -293,12 +282,3 @@ def test_the_longest_match_counts_and_of_equals_the_nearest():
     assert after([*line, 0, 1, 2, *line, 3, 4, 4, 4, *line, 5], [*line, 0, 1, 2, 9, *line]) == [3, 4, 4]
     # two equal tokens are no match
     assert after([1, 2, 3, 4], [9, 2, 3]) == [] and after([1, 2, 3, 4], [9, 1, 2, 3]) == [4]
-
-
-def test_a_prediction_of_one_token_is_looked_up_quickly():
-    """Catches a comparison of every position with every other: only the nearest candidates are compared."""
-    one, compared = Alignment([4] * 5000, 0), []
-    match = Alignment._match
-    one._match = lambda text, end: compared.append(end) or match(one, text, end)
-    assert one.following([4] * 2500 + [5], 3) == [] and one.following([4] * 2500 + [5, 4, 4, 4, 4], 3) == [4, 4, 4]
-    assert 0 < len(compared) <= Alignment.CANDIDATES and abs(one.at - 2500) <= Alignment.LONGEST

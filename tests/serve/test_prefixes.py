@@ -343,24 +343,6 @@ def test_what_a_drafter_was_given_outlives_the_blocks():
     assert torch.equal(given.hidden[0], hidden) and torch.equal(given.taps[0], taps)
 
 
-def read_on(bench: Bench, row: int, count: int) -> None:
-    """Read some tokens more of a slot's prompt."""
-    bench._pass(row, count)
-    bench.store.put(TABLE, bench.drafter, bench.cache, bench.state, {row: count}, bench.scores(row, count))
-
-
-def test_a_block_that_was_removed_while_its_prompt_was_read_ends_the_storing():
-    """Catches a prompt that goes on storing blocks after one that is gone, which nobody could find."""
-    store = (bench := with_room_for(3)).store
-    bench.state.admit(1, Request([0, 1] * 10, 1, Sampling()), is_live=False)
-    assert store.take(TABLE, bench.drafter, bench.cache, None, bench.state, 1) == 0
-    read_on(bench, 1, 8)
-    assert len(store) == 2
-    bench.read([2] * 13)  # takes all the room
-    read_on(bench, 1, 8)
-    assert len(store) == 3 and bench.read([2] * 13, row=2) == 12
-
-
 def test_another_drafter_or_cache_begins_anew():
     """Catches taps of one drafter given to another, and columns of other layers."""
     bench = Bench(PrefixStore(2**30, block=4))
@@ -412,12 +394,3 @@ def test_a_target_that_stores_more_is_left_alone_and_said_so_once(name, caplog):
     ]
     [said] = [record.getMessage() for record in caplog.records if "beginnings of prompts" in record.getMessage()]
     assert UNLIKE[name] in said and target.spec.name in said
-
-
-def test_a_budget_below_one_block_is_said_once(target, caplog):
-    """Catches a store that removes all it has for a block that never fits, or one that is silent."""
-    with caplog.at_level(logging.WARNING, logger="outrider"):
-        found = decoded(target, Drafter(), requests_of(64, 4), store := PrefixStore(1000, block=BLOCK))
-    assert [trace.cached for trace in found] == [0] * len(found) and (len(store), store.bytes) == (0, 0)
-    [said] = [record.getMessage() for record in caplog.records if "takes" in record.getMessage()]
-    assert "1000" in said and "raise" in said

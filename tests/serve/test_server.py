@@ -19,28 +19,6 @@ def drain(found: Running) -> None:
     found.server.post.loop.call_soon_threadsafe(found.server.drain)
 
 
-def test_what_runs_ends_and_what_comes_is_sent_away(talker):
-    """Catches a stream that a stop cuts off, and a request that is taken after it."""
-    with running(talker, Slow(0.005), slots=1, drain_s=60.0) as found, httpx.Client(timeout=30) as client:
-        body = LONG | {"stream": True, "n": 2, "max_tokens": 40}
-        with client.stream("POST", f"{found.url}/v1/completions", json=body) as answer:
-            events = answer.iter_lines()
-            next(events)
-            drain(found)
-            assert found.settled(lambda: found.door.is_closed)
-            health = client.get(f"{found.url}/health")
-            assert (health.status_code, health.json()) == (503, {"status": "stopping"})
-            assert client.get(f"{found.url}/metrics").status_code == 200
-            refused = client.post(f"{found.url}/v1/completions", json=LONG)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
-            assert int(refused.headers["retry-after"]) > 0
-            lines = [line.removeprefix("data: ") for line in events if line]
-        assert lines[-1] == "[DONE]"
-        reasons = [choice["finish_reason"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
-        assert [reason for reason in reasons if reason] == ["length"] * 2
-        assert found.settled(lambda: found.server.should_exit, 5)
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_what_does_not_end_in_time_is_told_so(stream, talker, monkeypatch):
     """Catches a server that waits for ever, and a text that stops without a word, as if it were whole."""

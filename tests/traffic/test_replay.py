@@ -612,23 +612,6 @@ def test_the_log_that_is_read_is_never_written_onto(name, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path):
-    """Catches a copy that is taken for greedy, cut or reported, and is none of it."""
-    path, saved = log(tmp_path, 2).path, tmp_path / "saved.jsonl"
-    idle = {
-        "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)],
-        "--speed": ["1"],
-        "--key-from": ["HOME"], "--slo": ["ttft=5"], "--split": [],
-    }  # fmt: skip
-    for option, value in idle.items():
-        done = run(path, "--save", saved, option, *value)
-        assert isinstance(done.exception, ConfigError) and f"{option} has no effect" in str(done.exception)
-    done = run(path, "--save", saved, "--greedy", "--max-tokens", "5")
-    assert "--max-tokens, --greedy have no effect" in str(done.exception)
-    assert not saved.exists()
-    assert run(path, "--save", saved, "--redact", "--format", "raw", "--skip-bad").exit_code == 0
-
-
 def test_a_log_without_times_wants_a_rate(plain, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps({"prompt": "x"}) + "\n")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.traffic.calls import Call, words
+from outrider.traffic.calls import Call
 from outrider.traffic.formats import FORMATS
 from outrider.traffic.traces import read, write
 
@@ -123,12 +123,6 @@ def test_a_longer_last_block_begins_as_the_shorter_one_did(tmp_path):
     assert long.startswith(short)
 
 
-def test_a_bailian_session_is_its_first_chat(tmp_path):
-    chats = [(0, 4, -1), (1, 5, 4), (2, 6, 5), (3, 7, -1)]
-    rows = [lengths(at, 16, [at], chat_id=chat, parent_chat_id=up) for at, chat, up in chats]
-    assert [call.session for call in read(log(tmp_path, rows)).calls()] == ["4", "4", "4", "7"]
-
-
 def test_each_turn_of_a_conversation_is_a_call_with_the_logs_own_answers_before_it(tmp_path):
     turns = [("system", "S"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
     row = {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
@@ -189,41 +183,6 @@ def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said, t
     assert next(calls).at_s == 0
     with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said}.*so it has changed; use a copy"):
         next(calls)
-
-
-def test_a_row_that_asks_nothing_any_more_or_a_log_that_is_gone_is_named_too(tmp_path):
-    """Catches a call that is dropped in silence, and "no such file" without what to do."""
-    turns = [{"from": "human", "value": "Hi"}]
-    path = log(tmp_path, [{"conversations": turns}])
-    trace = read(path)
-    log(tmp_path, [{"conversations": []}])
-    with pytest.raises(DataError, match=r"log\.jsonl:1: no call in it; .*changed"):
-        list(trace.calls())
-    burst = tmp_path / "log.csv"
-    burst.write_text(BURST)
-    trace = read(burst)
-    burst.write_text(BURST.replace("600,20,620", "600,00,600"))
-    with pytest.raises(DataError, match=r"log\.csv:2: it failed in the log; .*changed"):
-        list(trace.calls())
-    burst.unlink()
-    with pytest.raises(DataError, match=r"log\.csv: No such file.*use a copy"):
-        list(trace.calls())
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"timestamp": 1, "output_length": 5, "hash_ids": [1]}, lengths(1, 5, [1]) | {"hash_ids": 5},
-        lengths(1, 5, [1]) | {"input_length": None}, lengths(1, 5, [1]) | {"input_length": 1e999},
-    ],
-)  # fmt: skip
-def test_a_first_row_of_lengths_that_can_not_be_read_is_named_or_counted(bad, tmp_path):
-    """Catches a traceback of the very look that tells the formats apart."""
-    path = log(tmp_path, [bad, lengths(2, 5, [1])])
-    with pytest.raises(DataError, match=r"log\.jsonl:1: "):
-        read(path)
-    trace = read(path, skip_bad=True)
-    assert (trace.format, trace.size, dict(trace.left_out)) == ("mooncake", 1, {"not readable": 1})
 
 
 def test_half_a_character_is_written_and_read_back(tmp_path):
@@ -318,9 +277,3 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError):
         write(tmp_path / "x.jsonl", broken())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_words_of_a_seed_are_the_same_in_every_process():
-    """Catches text that follows from hash(), which differs between processes."""
-    assert words("x", 5) == "money mother government eye week "
-    assert len(words("x", 100).split()) == 100
