@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.decoding.accept import accept, accept_top1, overlap
+from outrider.decoding.accept import accept, overlap
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.sampling.fast import accept_greedy
@@ -44,24 +44,6 @@ def test_a_slot_with_a_seed_is_judged_as_deterministic_and_leaves_its_neighbours
     certain = accept(replace(draft, q=None), p, streams_of(slots, seed))
     for b, is_seeded in enumerate(seeded):
         assert slot_of(found, b) == slot_of(certain if is_seeded else free, b)
-
-
-@given(drafts())
-def test_the_path_of_a_deterministic_draft_asks_for_no_row_that_nobody_walks_through(made):
-    """Catches work over all rows: what is asked for is the anchor's row, and then those of kept nodes."""
-    draft, seed = made
-    p, streams = distribution_of(draft, seed), streams_of(len(draft.sizes), seed)
-    every, asked = torch.arange(len(p)), []
-
-    def choose(rows: torch.Tensor, depth: int) -> torch.Tensor:
-        asked.append(rows.tolist())
-        return streams.draw(p[every, rows], depth, Purpose.TARGET)
-
-    accepted = accept_top1(draft, V, choose)
-    assert accepted == accept(draft, p, streams)
-    for b in range(len(p)):
-        assert {rows[b] for rows in asked} == set(accepted.rows(b))
-    assert len(asked) == max(accepted.counts) + 1
 
 
 @given(drafts())

@@ -48,19 +48,6 @@ def test_every_text_is_the_targets_own(target, prompts, plain, drafter_of, stage
         assert [token for token in found if token is not None] == text
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_a_right_guess_costs_a_cycle_and_a_wrong_one_all_stages(target, prompts, plain, stages):
-    """Catches cycles that the paper does not count, or bubbles that are not: with an oracle the first token takes n
-    cycles and each further one 1; guesses that are always wrong take n each."""
-    prompt, count = prompts[2], 20
-    text = prompt + plain(target, prompt, count + 8)
-    for beside, cycles_taken in ((0, stages + count - 1), (1, stages * count)):
-        drafter = Oracle(text, 64, beside)
-        found, cycle = written(target, stages_for(target, stages, drafter), drafter, prompt, count)
-        assert found == text[len(prompt) :][:count]
-        assert len(cycle) == cycles_taken
-
-
 def test_a_seeded_text_is_plain_decodings(target, prompts, drafter_of):
     """Catches noise of another output index: drafted and judged by the target's own draws, the text is the same."""
     drafter, sampling = drafter_of(CASE), Sampling(1.0, seed=5)

@@ -1,7 +1,6 @@
 """A small model of another vocabulary: exact for the target's distribution, true to the text."""
 
 import json
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import torch
 from conftest import tiny_model
 from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import OnAndOff, TableTarget
-from drafters.proposals import exact
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -348,17 +346,6 @@ def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):
         reached = [each.reached for each in serve(wide, requests, drafter, slots=2, state=state)]
         assert state.invalid == 0
         assert (max(reached) == 0) == (banned == shared)
-
-
-def test_little_in_common_drafts_nothing_and_says_so(folder, wide, caplog):
-    """Catches passes of a small model that can hardly be right."""
-    with caplog.at_level(logging.INFO):
-        drafter = MODULE.build(MODULE.Config(model=str(folder), vocabulary="intersection"), wide)
-    assert 0 < drafter.overlap.mass < 0.8 and 0 < drafter.overlap.share < 0.8
-    assert drafter.limit == 0
-    assert "drafts nothing" in caplog.text and "min_overlap" in caplog.text and "shared tokens" in caplog.text
-    exact(wide, texts(wide, 3), drafter, max_new_tokens=5)
-    assert MODULE.build(MODULE.Config(model=str(folder), vocabulary="text"), wide).limit == 4
 
 
 def test_what_cannot_be_is_refused_by_name(folder, wide, target):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from byte_targets import byte_model, exactly, passes
+from byte_targets import byte_model, exactly
 from conftest import batch_of, train
 from contracts.chances import emitted, follows
 
@@ -23,20 +23,6 @@ def own():
 def made(target, config: patch_diffusion.Config = CONFIG):
     torch.manual_seed(1)
     return patch_diffusion.TargetModel(config, target).double()
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_it_takes_as_many_passes_as_asked_for_and_none_of_the_global_model(own, prompts, steps):
-    """Catches a block that is filled more often, or by whole passes."""
-    drafter = patch_diffusion.build(CONFIG.model_copy(update={"steps": steps}), own)
-    with passes(own.model) as counts:
-        [found] = generate(own, prompts[2], drafter, max_new_tokens=30, policy="fixed")
-    assert counts["wide"] <= found.steps + 1
-    left, drafts = 30, 0
-    for accepted in found.accepted:
-        drafts += left > 1
-        left -= accepted + 1
-    assert counts["local"] == steps * drafts + found.steps + 1
 
 
 def test_the_surest_rows_are_filled_first():

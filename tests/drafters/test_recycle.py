@@ -2,16 +2,13 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider import drafters
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.retrieval.recycle import CHANCES, Successors
+from outrider.retrieval.recycle import Successors
 from outrider.sampling.settings import Sampling
 
 recycle = drafters.find("recycle")
@@ -40,28 +37,6 @@ def test_the_last_write_wins():
     table.learn([5, -1, 9], torch.tensor([[0, 1], [2, 2], [2, 2]]))
     assert table.table[5].tolist() == [0, 1]
     assert table.table[[0, 1, 2, 4, 6, 7, 8]].unique().tolist() == [-1]
-
-
-@given(st.integers(0, 30), st.integers(1, 4))
-def test_a_tree_is_the_likeliest_of_its_size_and_depth(most, depth):
-    """Catches ranks in a wrong order, a child before its parent, and a level too many: against every path there is."""
-    tokens, parents = filled().grow(0, most, depth)
-    every = {}
-    level = {(): (0, 1.0)}
-    for _ in range(depth):
-        level = {
-            (*path, (token * 3 + rank + 1) % 20): ((token * 3 + rank + 1) % 20, chance * CHANCES[rank])
-            for path, (token, chance) in level.items()
-            for rank in range(4)
-        }
-        every |= {path: chance for path, (_, chance) in level.items()}
-    paths = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    assert len(set(paths)) == len(paths) == min(most, len(every))
-    chances = [every[path] for path in paths]
-    assert chances == pytest.approx(sorted(chances, reverse=True))
-    assert chances == pytest.approx(sorted(every.values(), reverse=True)[: len(chances)])
 
 
 def test_every_verified_node_teaches_and_what_was_kept_teaches_last():

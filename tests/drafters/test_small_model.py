@@ -137,17 +137,6 @@ def distilled(model, batch: Batch, steps: int) -> None:
         optimiser.step()
 
 
-def test_autocast_to_bfloat16_trains(target, texts):
-    """Catches states and weights of two types in the head or on the way back."""
-    model = MODULE.Model(MODULE.Config(new=NEW), target).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        rows = model.predict(batch_of(target, (), texts))
-        for draft, _, part in rows.chunks(30):
-            torch.nn.functional.cross_entropy(draft.float(), rows.labels[part]).backward()
-    rows.backward()
-    assert all(weight.dtype == torch.float32 and bool(weight.grad.any()) for weight in model.parameters())
-
-
 def test_a_checkpoint_needs_no_folder_and_drafts_as_the_model_did(tmp_path, target, prompts):
     """Catches weights or a shape that are read from the folder again."""
     place = tmp_path / "lm"

@@ -14,9 +14,7 @@ from outrider.decoding.state import Request
 from outrider.drafters import specblock
 from outrider.generation import serve
 from outrider.nn import blocks as layers
-from outrider.nn import draft_model, heads, trees
-from outrider.policies import blocks_by_cost
-from outrider.policies.blocks_by_cost import BlocksByCost
+from outrider.nn import heads, trees
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
@@ -194,17 +192,6 @@ def test_served_logits_of_all_blocks_are_the_trained_ones(target, prompts, monke
                 torch.testing.assert_close(model.logits(states[0, 0, -1]), logits, rtol=0, atol=1e-9)
 
 
-def test_first_blocks_may_pass_in_parts(target, monkeypatch):
-    """Catches a part that sees less than all before it, or stands elsewhere, where texts are longer than a part."""
-    torch.manual_seed(0)
-    model = specblock.Model(specblock.Config(slots=2, taps=(0,)), target).double()
-    batch = batch_of(target, model.taps, torch.randint(0, 64, (2, 12)))
-    drawn = draft_model.draw(batch, 4, 2, 4)
-    whole = specblock.rollout(model, batch, drawn.at, [1])
-    monkeypatch.setattr(specblock, "CHUNK", 3)
-    torch.testing.assert_close(specblock.rollout(model, batch, drawn.at, [1]), whole, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("choices", "sampling"),
     [({"blocks": 3}, Sampling()), ({"blocks": 3, "choose_blocks": True}, Sampling(1.0, seed=3))],
@@ -217,33 +204,6 @@ def test_texts_are_the_targets_with_more_blocks(choices, sampling, target, promp
     exact(target, prompts[:3], drafter, Fixed(drafter.limit), max_new_tokens=24, sampling=sampling, slots=3)
     reached = max(depth for one in seen for depth in one.draft.reach())
     assert reached > 2 * SMALL_OF["specblock"]["slots"] - (sampling.temperature == 0) * 3
-
-
-def chosen(costs: BlocksByCost, seconds: list[float], gains: list[int], monkeypatch) -> list[int]:
-    """Blocks of 200 steps in which the rest takes 1 s, block n seconds[n], and gains[n] of its tokens are accepted."""
-    clock = [0.0]
-    monkeypatch.setattr(blocks_by_cost.time, "perf_counter", lambda: clock[0])
-    counts = []
-    for _ in range(200):
-        counts.append(costs.begin())
-        for taken in seconds[: counts[-1]]:
-            clock[0] += taken
-            costs.lap(torch.device("cpu"))
-        accepted = [n for n, gain in enumerate(gains[: counts[-1]]) for _ in range(gain)]
-        costs.learn([accepted, accepted], 1.0 + sum(seconds[: counts[-1]]))
-        clock[0] += 1
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("seconds", "gains", "best"),
-    [([0.1, 0.1, 0.1], [2, 1, 1], 3), ([0.1, 0.1, 3.0], [2, 1, 1], 2), ([0.1, 2.0, 0.1], [1, 1, 0], 1),
-     ([0.1, 0.5, 0.1], [1, 0, 4], 3)],
-)  # fmt: skip
-def test_as_many_blocks_are_drafted_as_pay(seconds, gains, best, monkeypatch):
-    """Catches a block that costs more than it brings, one that stops at the first that does not pay."""
-    counts = chosen(BlocksByCost(3), seconds, gains, monkeypatch)
-    assert counts[0] == 3 and counts.count(best) >= 180 and counts.count(3) >= 12
 
 
 def test_a_trees_nodes_are_counted_for_the_block_that_offered_them_first():

@@ -1,7 +1,7 @@
 """BLT-S: what is drafted on a stale latent.  The contract suite runs for it in `test_byte_suite`."""
 
 import pytest
-from byte_targets import byte_model, ends_of, exactly, passes
+from byte_targets import byte_model, ends_of, exactly
 from contracts.chances import emitted, follows
 
 from outrider.drafters import stale_latent
@@ -29,20 +29,6 @@ def test_bytes_up_to_the_end_of_the_patch_are_always_accepted(own, prompts):
             steps += 0 < exact < 6
             done += accepted + 1
     assert steps > 5
-
-
-def test_a_draft_runs_no_global_model_and_a_step_one_whole_pass(own, prompts):
-    """Catches a draft that costs whole passes."""
-    drafter = stale_latent.build(stale_latent.Config(length=5), own)
-    with passes(own.model) as counts:
-        [found] = generate(own, prompts[2], drafter, max_new_tokens=36, policy="fixed")
-    assert found.steps < 36
-    assert counts["wide"] <= found.steps + 1
-    left, reads = 36, 0
-    for accepted in found.accepted:
-        reads += min(5, left - 1)
-        left -= accepted + 1
-    assert counts["local"] == reads + found.steps + 1
 
 
 def test_it_keeps_the_targets_distribution():

@@ -7,11 +7,10 @@ import pytest
 from conftest import Case
 
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import DecodeState, Request
-from outrider.generation import generate, serve
+from outrider.decoding.state import DecodeState
+from outrider.generation import generate
 from outrider.nn.memory import FeatureBuffer
 from outrider.policies.fixed import Fixed
-from outrider.sampling.settings import Sampling
 
 PROMPTS = [[n % 64 for n in range(40)], [(3 * n) % 64 for n in range(40)], [(5 * n) % 64 for n in range(40)]]
 
@@ -58,28 +57,3 @@ def test_no_more_than_a_bound_waits(target, drafter, monkeypatch):
     texts(target, drafter, Fixed(0), 30)
     assert len(found) >= 1 + 2 * len(PROMPTS)
     assert max(found) <= len(PROMPTS[0]) + 8
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_a_text_that_wants_no_drafts_is_not_read(slots, drafter, target, plain, monkeypatch):
-    """Catches users of plain text who pay for a drafter that other users' drafts have woken."""
-    limits = zip(PROMPTS, (0, None, 0), strict=True)
-    requests = [Request(prompt, 20, Sampling(), max_draft=most) for prompt, most in limits]
-    admitted: list[int] = []
-    real = FeatureBuffer.admit
-
-    def noted(self, rows, features, lengths):
-        admitted.extend(rows)
-        real(self, rows, features, lengths)
-
-    monkeypatch.setattr(FeatureBuffer, "admit", noted)
-    read = reads(drafter, monkeypatch)
-    found: list[list[int]] = [[], [], []]
-    before = 0
-    for progress in serve(target, requests, drafter, slots=slots, policy="fixed"):
-        found[progress.request] += progress.tokens
-        if progress.request == 2 and len(found[2]) == len(progress.tokens):
-            before = len(read)
-    assert found == [plain(target, prompt, 20) for prompt in PROMPTS]
-    assert admitted == [slots // 2]
-    assert slots > 1 or len(read) == before > 0

@@ -93,19 +93,6 @@ def test_a_beam_is_its_definition_and_every_prefix_the_beam_of_that_budget(drawn
         )
 
 
-def test_on_equal_terms_the_node_nearer_to_the_anchor_stands_first():
-    """Catches a child that stands before its parent, or is kept without it, where a token is certain."""
-    certain = torch.tensor([[0.0, -torch.inf, -torch.inf]])
-    draft = trees.beam(
-        certain, lambda tree, fresh: certain[:, None].expand(-1, fresh, -1), budget_of(7), width=3, depth=3
-    )
-    assert draft.checked(1).sizes.tolist() == [7]
-    assert draft.parents[0, :3].tolist() == [-1, 0, 1]
-    assert draft.tokens[0, :3].tolist() == [0, 0, 0]
-    for n, parent in enumerate(draft.parents[0].tolist()):
-        assert -1 <= parent < n
-
-
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 30))
 def test_a_shape_keeps_to_its_sizes_and_begins_with_every_smaller_one(width, depth, nodes):
     """Catches a child before its parent, a node too many, and a shape that a smaller budget changes."""
