@@ -45,12 +45,18 @@ class Recording:
 
     @cached_property
     def tests_of(self) -> dict[str, dict[int, set[str]]]:
-        """For each file of the package, relative to the root: the tests that run each of its lines; "" is an import."""
+        """For each file of the package, relative to the root: the tests that run each of its lines; "" is an import.
+
+        What a fixture runs for several tests counts for all tests of the file.
+        """
         import sqlite3
 
         from coverage.numbits import numbits_to_nums
 
         lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        of_file: dict[str, set[str]] = defaultdict(set)
+        for test in self.costs:
+            of_file[test.split("::")[0]].add(test)
         for data in sorted(self.folder.glob("lines.*")):
             with sqlite3.connect(data) as connection:
                 rows = connection.execute(
@@ -60,8 +66,9 @@ class Recording:
                 for path, context, numbits in rows:
                     name = path[path.rindex("/outrider/") + 1 :]
                     test = context.rpartition(" (")[0] if context.endswith(")") and " (" in context else context
+                    tests = of_file[test.split("::")[0]] if context.endswith(SHARED) else {test}
                     for line in numbits_to_nums(numbits):
-                        lines[name][line].add(test)
+                        lines[name][line] |= tests
         return lines
 
     def covering(self, path: Path, lines: Iterable[int]) -> list[str]:
@@ -74,6 +81,8 @@ class Recording:
 
 
 PHASES = ("setup", "call", "teardown")
+SHARED = " (shared)"
+"""Ends the context of a fixture that serves several tests."""
 
 
 def processor_seconds() -> float:
@@ -87,6 +96,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.file = (folder / f"costs-{os.getpid()}.jsonl").open("a")
         self.row: dict[str, Any] = {}
+        self.sharing = 0
         try:
             from coverage import Coverage
 
@@ -105,6 +115,18 @@ class Recorder:
         self.file.write(json.dumps(self.row) + "\n")
         self.file.flush()
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        if not self.coverage or fixturedef.scope == "function":
+            return (yield)
+        self.coverage.switch_context(self.row["test"] + SHARED)
+        self.sharing += 1
+        try:
+            return (yield)
+        finally:
+            self.sharing -= 1
+            self.coverage.switch_context(self.row["test"] + SHARED * bool(self.sharing))
 
     def _phase(self, name: str) -> Generator[None, Any, Any]:
         began = processor_seconds()

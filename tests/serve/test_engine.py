@@ -149,7 +149,7 @@ def test_a_slot_that_is_new_reads_its_prompt_beside_others(target):
     assert 179 in between
 
 
-@pytest.mark.parametrize(("writing", "count"), [(1, 5), (4, 2)], ids=["in one piece", "in two pieces"])
+@pytest.mark.parametrize(("writing", "count"), [(1, 6), (4, 2)], ids=["in one piece", "in two pieces"])
 def test_calls_that_come_together_share_what_the_first_has_read(writing, count, target, drafter_of):
     """Catches a store that is asked at admission alone, when nobody has read the beginning yet, and tokens that are
     counted twice where a beginning is taken over piece by piece."""
