@@ -261,6 +261,7 @@ def test_prompts_too_few_to_show_a_loss_of_five_percent_are_underpowered() -> No
     few = judge(*made(4, 0.1, tasks={"math": 6}))
     suite = ElementTree.fromstring(few.junit()).find("testsuite")
     assert suite is not None and (suite.get("failures"), suite.get("errors")) == ("1", "0"), "a CI server fails, too"
+    assert suite.get("tests") == str(len(suite.findall("testcase")))
     assert few.exit_code == 3 and few.headline.startswith("UNDERPOWERED: 6 prompts can't show a loss")
     needed = int(few.headline.partition("about ")[2].split()[0])
     assert 40 < needed < 200
