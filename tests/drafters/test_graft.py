@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import Case
 from contracts.chances import emitted, keeps_the_distribution
-from contracts.parties import OnAndOff, Proposer, TableTarget, Tree
+from contracts.parties import OnAndOff, TableTarget, Tree
 from drafters.proposals import exact, misreadings, watch
 
 from outrider import drafters
@@ -15,7 +15,6 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request, Scores
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate, serve
-from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
 graft, recycle, small_model = (drafters.find(kind) for kind in ("graft", "recycle", "small_model"))
@@ -138,33 +137,6 @@ def phrases() -> TableTarget:
         table[:, token, following] = 0
     table[5, 0, 6] = table[10, 0, 1] = table[:5, 0, 1] = table[6:10, 0, 1] = 0
     return TableTarget(table)
-
-
-class First(Proposer):
-    """Knows the next token, and no more."""
-
-    limit = 1
-
-    def propose(self, memory, state, budget):
-        texts = [[0, *state.tokens[row]][-2:] for row in state.rows]
-        return Draft.chain(
-            torch.tensor([[int(phrases().table[before, own].argmax())] for before, own in texts]), budget
-        )
-
-
-def hung(under: str):
-    """Steps of a text of phrases, with n-grams looked up under the anchor alone or under the base's token too."""
-    ngram = drafters.find("ngram")
-    retriever = ngram.build(ngram.Config(longest=1, shortest=1), phrases())
-    drafter = graft.Graft(First(), retriever, graft.Config(nodes=7, under=under, risk=0.0))
-    found = generate(phrases(), [[0]], drafter, max_new_tokens=120, policy=Fixed(7))[0]
-    assert found.tokens == [1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 10, 0] * 10
-    return found.steps
-
-
-def test_the_retriever_goes_on_after_what_the_base_drafted():
-    """Catches retrieved nodes that hang under the anchor alone."""
-    assert hung("both") < 0.9 * hung("anchor")
 
 
 @pytest.mark.parametrize("settings", [

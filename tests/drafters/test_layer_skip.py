@@ -121,28 +121,6 @@ MUTE = Skip(frozenset({1, 2}), frozenset({2, 3}))
 """Sublayers that say nothing, so that leaving them out loses nothing."""
 
 
-def found_by(search: Search) -> float:
-    """The rate of the set that a search ends with, relative to that of leaving out what is mute."""
-
-    def tokens(skip: Skip) -> float:
-        """Per step: every other sublayer that is left out makes a rejection likelier."""
-        right = 0.5 ** (len(skip.attention - MUTE.attention) + len(skip.mlp - MUTE.mlp))
-        return 1 + right + right**2 + right**3
-
-    while search.left or search.candidate is not None:
-        skip = search.next()
-        search.learn(skip, tokens(skip), 3)
-    rates = [tokens(skip) / (1 + 3 * search.cost(skip)) for skip in (search.best, MUTE)]
-    return rates[0] / rates[1]
-
-
-def test_a_search_finds_sublayers_that_say_nothing(target):
-    """Catches a search that keeps what it began with."""
-    others = Skip(frozenset({0, 3}), frozenset({0, 1}))
-    for seed in range(10):
-        assert found_by(Search(target.spec, others, target.skippable(), 60, lambda skip: True, seed)) > 0.9
-
-
 def test_texts_are_the_targets_while_sets_are_searched(prompts, monkeypatch):
     """Catches a set that leaves traces in the cache, one that is never tried, and a search of chance or of times."""
     monkeypatch.setattr(Search, "STEPS", 3)

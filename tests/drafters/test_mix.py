@@ -4,7 +4,6 @@ import pytest
 import torch
 from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import Proposer, TableTarget, Tree
-from drafters.proposals import watch
 
 from outrider import drafters
 from outrider.decoding.draft import Draft
@@ -76,16 +75,6 @@ def test_the_better_part_comes_to_have_the_nodes_and_the_other_is_tried_again():
         kept = [list(range(first)), []] if turn < 150 else [[], list(range(second))]
         shares.learn([list(range(first)), list(range(second))], kept)
     assert shares.split(8)[1] >= 6
-
-
-def test_nodes_that_a_part_does_not_use_go_to_those_behind_it():
-    """Catches room that stays empty where an n-gram is not found."""
-    nothing, later = Says(1, 4), Says(1, 6)
-    nothing.propose = lambda memory, state, budget: Draft.empty(len(state.rows))
-    drafter = made(nothing, later, nodes=6)
-    seen = watch(drafter)
-    generate(counting(), [[0], [2]], drafter, max_new_tokens=30)
-    assert all(one.draft.live == one.budget for one in seen)
 
 
 def test_a_slot_used_again_begins_anew():

@@ -21,14 +21,6 @@ def begun(text: list[int], **settings):
     return drafter, drafter.allocate(SimpleNamespace(slots=2)), state
 
 
-def filled(vocabulary: int = 20, width: int = 4) -> Successors:
-    """Every token with successors of its own."""
-    table = Successors(vocabulary, width)
-    for token in range(vocabulary):
-        table.learn([token], torch.tensor([[(token * 3 + rank + 1) % vocabulary for rank in range(width)]]))
-    return table
-
-
 def test_the_last_write_wins():
     """Catches an older guess that stays, also where one step brings a token twice."""
     table = Successors(9, 2)

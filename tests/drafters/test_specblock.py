@@ -204,11 +204,3 @@ def test_texts_are_the_targets_with_more_blocks(choices, sampling, target, promp
     exact(target, prompts[:3], drafter, Fixed(drafter.limit), max_new_tokens=24, sampling=sampling, slots=3)
     reached = max(depth for one in seen for depth in one.draft.reach())
     assert reached > 2 * SMALL_OF["specblock"]["slots"] - (sampling.temperature == 0) * 3
-
-
-def test_a_trees_nodes_are_counted_for_the_block_that_offered_them_first():
-    """Catches tokens of an early block that a later one repeats and is credited with.  By hand."""
-    early, late = [(1, -0.1), (2, -0.2)], [(1, -0.1), (2, -0.1), (5, -0.1)]
-    tokens, parents = specblock.likeliest([early, late], 9)
-    assert (tokens, parents) == ([1, 2, 5], [-1, 0, 1])
-    assert specblock.levels(tokens, parents, [(0, early), (2, late)]) == [0, 0, 2]

@@ -46,17 +46,6 @@ def test_texts_are_those_that_the_trained_model_writes_alone(kind, learnt, targe
     assert all(weight.grad is None for weight in target.model.parameters())
 
 
-def test_a_step_is_one_pass(learnt, prompts):
-    """Catches a pass of its own for the draft.  A prompt's first tokens take one more."""
-    passes: list[int] = []
-    hook = learnt.target.model.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
-    try:
-        (found,) = generate(learnt.target, prompts[0], learnt, max_new_tokens=30)
-    finally:
-        hook.remove()
-    assert len(passes) == found.steps + 1
-
-
 def test_rows_are_labelled_with_the_token_after_the_next(kind, target):
     """Catches a shift between rows, labels, the target's logits and the text's own rows.  A text is counted."""
     model, counted = made(kind, target), torch.arange(24)[None]

@@ -109,12 +109,6 @@ def test_a_shape_keeps_to_its_sizes_and_begins_with_every_smaller_one(width, dep
         assert trees.shape(width, depth, smaller) == parents[:smaller]
 
 
-def test_the_shape_of_width_1_is_a_chain_and_of_width_2_has_its_siblings_late():
-    """Catches a cost that prefers siblings to depth."""
-    assert trees.shape(1, 5, 9) == (-1, 0, 1, 2, 3)
-    assert trees.shape(2, 4, 6)[:4] == (-1, 0, 1, -1)
-
-
 def streams_of(slots: int, seeded: torch.Tensor | None = None) -> Streams:
     return Streams(torch.arange(slots), torch.full((slots,), 3), seeded)
 
