@@ -129,6 +129,7 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
     from transformers.modeling_layers import MtpModel  # seconds to import, and needed here alone
 
     _teach_names()
+    model.config.dtype = model.dtype  # `save_pretrained` leaves its name there, which transformers can't load with
     try:
         with filled_in(text, count), no_bars():
             shipped = MtpModel.from_pretrained(model, device_map={"": model.device})

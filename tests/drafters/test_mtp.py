@@ -242,10 +242,11 @@ def test_a_target_without_modules_is_refused(target):
 
 
 def test_a_checkpoint_without_their_weights_is_refused(tmp_path, shipping, caplog):
-    """Catches a module whose weights are missing and would be random; unless they are asked for, that is said."""
+    """Catches a module whose weights are missing and would be random; unless they are asked for, that is said.  And a
+    target whose modules can't be loaded any more once it was saved."""
     target, weights = shipping("deepseek")
-    own = target.model
-    own.save_pretrained(tmp_path)
+    target.model.save_pretrained(tmp_path)
+    assert native(target).native
     file = tmp_path / "model.safetensors"
     some = {key: weight for key, weight in stored("deepseek", weights).items() if "hnorm" not in key}
     save_file(load_file(file) | some, file, metadata={"format": "pt"})

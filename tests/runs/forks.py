@@ -26,9 +26,9 @@ def fork_all(count: int, *command: str, log: Path) -> str:
 
 def together(count: int, call: Callable[[], object], log: Path) -> str:
     """A call in so many processes, as torchrun starts them, to its end; what all of them said."""
-    together = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launcher = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [{"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{count}"} for rank in range(count)]
-    children = [_fork(call, log, together | rank) for rank in ranks]
+    children = [_fork(call, log, launcher | rank) for rank in ranks]
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0] * count, log.read_text()

@@ -53,12 +53,12 @@ NOISE = 2e-6
 """Relative error of a loss: sums in another order, in float32, through six steps of Adam; 2e-7 was found."""
 
 
-def launch(count: int, *words: str, **how: Any) -> subprocess.Popen[str]:
+def launch(count: int, *words: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "--standalone"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*torchrun, "-m", *words], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how
+        [*torchrun, "-m", *words], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
