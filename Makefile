@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: install kernels  ## the cheapest tests that catch every known fault: five minutes on two cores
 	$(PYTEST) -m "not slow"
 
-test-all: install kernels  ## all tests: half an hour on two cores; SEED=N repeats a run's random samples
+test-all: install kernels  ## all tests: ten minutes on two cores; SEED=N repeats a run's random samples
 	$(PYTEST) $(if $(SEED),--seed $(SEED))
 
 RECORDING := build/recording
