@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider import cache
+
 log = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16"]
@@ -187,15 +189,6 @@ def describe(device: torch.device | str = "cpu") -> str:
 # ── what is known of it ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cache_folder() -> Path:
-    """The folder of files that can be made again: $OUTRIDER_CACHE, or the user's cache folder."""
-    root = (
-        os.environ.get("OUTRIDER_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-    )
-    return Path(root).expanduser()
-
-
 @contextmanager
 def keeping(path: Path) -> Iterator[Path]:
     """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's
@@ -279,6 +272,11 @@ def is_busy() -> bool:
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * torch.get_num_threads()
 
 
+def remembered(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Figures that depend on this machine and on what `question` names, but not on how busy it is: measured once."""
+    return _cached(question, measure, timed=False)
+
+
 def forget() -> None:
     """Forget all measurements; they are made again when asked for."""
     _memory.clear()
@@ -289,21 +287,26 @@ def forget() -> None:
 _memory: dict[Path, dict[str, dict[str, float]]] = {}
 
 
-def _cached(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The times stored under this question, else those measured now."""
+def _cached(
+    question: str, measure: Callable[[], dict[str, dict[str, float]]], timed: bool = True
+) -> dict[str, dict[str, float]]:
+    """The figures stored under this question, else those measured now.  timed: whether they are times."""
     path = _place(question)
     if path not in _memory:
         found = _read(path)
         if found is None:
             found = measure()
-            _write(path, found)
+            if timed and is_busy():
+                log.info("other programs are busy: these times are used now, and the next process measures again")
+            else:
+                _write(path, found)
         _memory[path] = found
     return _memory[path]
 
 
 def _place(question: str) -> Path:
     machine = hashlib.sha256(repr(identity()).encode()).hexdigest()[:16]
-    return cache_folder() / "machine" / machine / f"{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
+    return cache.folder() / "machine" / machine / f"{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, dict[str, float]] | None:
@@ -316,9 +319,6 @@ def _read(path: Path) -> dict[str, dict[str, float]] | None:
 
 
 def _write(path: Path, ms: Mapping[str, Mapping[str, float]]) -> None:
-    if is_busy():
-        log.info("other programs are busy: these times are used now, and the next process measures again")
-        return
     record = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}
     with suppress(OSError), keeping(path) as part:  # a folder that can't be written costs a measurement a process
         part.write_text(json.dumps(record))

@@ -23,7 +23,9 @@ def corpus_add(
             show_default=False,
         ),
     ],
-    target: Annotated[str, typer.Option(help="Whose tokenizer: `demo`, a folder, or a Hugging Face id.")] = "demo",
+    target: Annotated[
+        str, typer.Option(help="Whose tokenizer: `demo`, `smollm2`, a folder, or a Hugging Face id.")
+    ] = "demo",
     folder: CorpusFolder = None,
     skip_binary: Annotated[
         bool, typer.Option("--skip-binary", help="Leave files out that are not UTF-8 text.")

@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.export import reading
 from outrider.export.gguf_target import export_target
 from outrider.loading import describe, find_folder
+from outrider.targets import catalog
 from outrider.targets.load import load_target
 
 TargetOption = Annotated[
@@ -83,7 +84,7 @@ def export(
 
 def is_target(name: str) -> bool:
     """Whether a name is a target's: `demo`, or a plain language model that does not say which target it drafts for."""
-    if name == "demo" and not Path(name).exists():
+    if name in catalog.NAMES and not Path(name).exists():
         return True
     source = describe(name)
     return source.kind == "small_model" and source.format == "transformers" and not source.manifest
@@ -105,7 +106,9 @@ def import_(
         str, typer.Argument(help="A published draft model: folder or Hugging Face id.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", help="New checkpoint folder.", show_default=False)],
-    target: Annotated[str, typer.Option("--target", help="The target it drafts for: `demo`, a folder, or a hub id.")],
+    target: Annotated[
+        str, typer.Option("--target", help="The target it drafts for: `demo`, `smollm2`, a folder, or a hub id.")
+    ],
     format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
     kind: Annotated[
         str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not name it.")

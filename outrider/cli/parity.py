@@ -52,7 +52,7 @@ Settings = Annotated[
 def parity(
     file: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
     overrides: Overrides = None,
-    target: Annotated[str | None, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = None,
+    target: Annotated[str | None, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder.")] = None,
     settings: Settings = None,
     dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
@@ -210,7 +210,7 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
 @console.restarted("evaluation")
 def lm_eval(
     tasks: Annotated[str, typer.Argument(metavar="TASK[,TASK]", help="Tasks of lm-eval, or of --include-path.")],
-    target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
+    target: Annotated[str, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = "demo",
     drafter: Annotated[str, typer.Option(help="Kind, or checkpoint folder.")] = "ngram",
     settings: Settings = None,
     dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,

@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from outrider import demo
 from outrider.data.hash_files import Collector
 from outrider.errors import DataError, TargetError
 from outrider.retrieval import corpora, corpus_build, corpus_texts
 from outrider.retrieval.suffix_array import Corpus
+from outrider.targets import catalog
 from outrider.targets.identity import hash_tokenizer
 
 
@@ -108,14 +108,14 @@ def build(
 def tokenizer_of(target: str) -> Any:
     """A target's tokenizer, without its weights."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(demo.TARGET) if target == "demo" else target)
+        tokenizer = AutoTokenizer.from_pretrained(catalog.checkpoint(target))
         # where there are no files, transformers makes up a tokenizer of special tokens alone
         reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
     except (OSError, ValueError, KeyError) as error:
         tokenizer, reason = None, str(error).strip().splitlines()[0]
     if reason:
         raise TargetError(
-            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder, or a Hugging Face id"
+            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, `smollm2`, a folder, or a Hugging Face id"
         )
     return tokenizer
 

@@ -21,6 +21,7 @@ from outrider.engines.template import rendered
 from outrider.errors import ConfigError, ExportError
 from outrider.export.manifest import MANIFEST, read_manifest
 from outrider.hub import is_local
+from outrider.targets import catalog
 
 NAME = "README.md"
 LIBRARIES = {"speculators": "speculators", "transformers": "transformers", "gguf": "gguf"}
@@ -53,12 +54,13 @@ def card(folder: Path) -> str:
         )
     draft = commands.draft_of(folder, manifest["target"].get("name") or "TARGET")
     name = str(manifest["target"].get("name") or "")
-    is_public = bool(name) and name != "demo" and not is_local(name)
-    shown = name if is_public or name == "demo" else Path(name).name
+    is_public = bool(name) and name not in catalog.NAMES and not is_local(name)
+    is_placed = is_public or name in catalog.NAMES
+    shown = name if is_placed else Path(name).name
     report = manifest.get("report") or {}
     about = {key: report[key] for key in ("made", "commit") if report.get(key)}
     text = rendered(
-        "card.md", kind=draft.kind, target=shown, target_path=name if is_public or name == "demo" else "TARGET",
+        "card.md", kind=draft.kind, target=shown, target_path=name if is_placed else "TARGET",
         facts=_facts(manifest, draft, shown), training=_training(manifest.get("training") or {}),
         rows=list(_rows(report)), measured=f" on {about['made'][:10]}" if "made" in about else "",
         verified=list(_verified(manifest)), engines=list(_engines(draft, name if is_public else "TARGET")),

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider import demo
 from outrider.engines import tune, words
 from outrider.engines.engine import (
     ENGINES,
@@ -33,6 +32,7 @@ from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
 from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
 from outrider.hub import is_local
+from outrider.targets import catalog
 
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
@@ -157,7 +157,7 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     target = given or about.get("name")
     if not target:
         raise ConfigError(f"the target of {place} is not known; name it with --target")
-    return str(demo.TARGET if target == "demo" else target)
+    return catalog.checkpoint(str(target))
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider import demo
 from outrider.engines import (
     causes,
     chains,
@@ -30,6 +29,7 @@ from outrider.loading import describe, draft_model
 from outrider.measure.prompts import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
+from outrider.targets import catalog
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -96,8 +96,8 @@ def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[lis
 
 def place_of(target: TransformersTarget) -> str:
     """Where the engine finds the target."""
-    name = target.spec.name
-    return str(demo.TARGET) if name == "demo" else str(Path(name).absolute()) if Path(name).exists() else name
+    name = catalog.checkpoint(target.spec.name)
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def verified(

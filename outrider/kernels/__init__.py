@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider import machine
+from outrider import cache, machine
 from outrider.errors import first_line
 from outrider.kernels.pages import LargePages
 
@@ -117,7 +117,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 def _built() -> Path:
     """The compiled kernels of this machine.  Raises OSError where they can't be compiled."""
     question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
-    path = machine.cache_folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
+    path = cache.folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     torch_folder = Path(torch.__file__).parent
     given = [*map(str, SOURCES), f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     return shared_library(path, [[*FLAGS, *native, *given] for native in NATIVE])

@@ -16,10 +16,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 from transformers.utils import cached_file
 
-from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.plan import weights as formats
+from outrider.targets import catalog
 from outrider.targets.sketch import Sketch, of_config, unreadable
 
 NEEDED = (
@@ -101,7 +101,7 @@ def anatomy(name: str, weight: str | None = None) -> Anatomy:
 
 def read(name: str) -> dict[str, Any]:
     """A config.json as it is written.  Raises TargetError where it can't be reached or read."""
-    path = str(demo.TARGET) if name == "demo" else name
+    path = catalog.checkpoint(name)
     try:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)

@@ -43,6 +43,7 @@ from outrider.plan.subject import Method, Subject
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.targets import catalog
 from outrider.targets.transformers import TransformersTarget
 
 ADDED = ("recycle",)
@@ -354,8 +355,8 @@ def missing(name: str, model: Anatomy) -> str | None:
 
 
 def has_weights(name: str) -> bool:
-    """Whether a target's weights are here: the demo's, in a folder, or a Hugging Face id that was fetched before."""
-    if name == "demo":
+    """Whether a target's weights can be read: a known name, a folder, or an id that was fetched before."""
+    if name in catalog.NAMES:
         return True
     folder = Path(name).expanduser()
     if not folder.is_dir():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider import machine
+from outrider import cache, machine
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
@@ -114,7 +114,7 @@ def rounded(context: float, most: int) -> int:
 
 def folder() -> Path:
     """Where times are."""
-    return machine.cache_folder() / "plan"
+    return cache.folder() / "plan"
 
 
 def place(target: Target) -> Path:

@@ -15,7 +15,7 @@ import os
 import platform
 from pathlib import Path
 
-from outrider import kernels, machine
+from outrider import cache, kernels
 from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _built(source: Path) -> Path:
     """The shared library, compiled unless it is cached."""
     command = (*LANGUAGES[source.suffix], *FLAGS)
     key = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
-    folder = machine.cache_folder() / "native"
+    folder = cache.folder() / "native"
     try:
         _make_private(folder)
     except OSError as error:

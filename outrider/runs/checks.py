@@ -25,6 +25,7 @@ from outrider.retrieval import corpora
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import OnPaper, on_paper
 from outrider.runs.weights import refuse_missing_weights
+from outrider.targets import catalog
 from outrider.targets.quantised import library
 from outrider.targets.sketch import Sketch, sketch
 from outrider.training import trackers
@@ -61,8 +62,8 @@ class Inputs:
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
-    if settings.target.name != "demo":
-        _refuse_missing("target.name", settings.target.name, "`demo`, a folder, or a Hugging Face id")
+    if settings.target.name not in catalog.NAMES:
+        _refuse_missing("target.name", settings.target.name, "`demo`, `smollm2`, a folder, or a Hugging Face id")
     refuse_missing_weights(settings, stages)
     for mode in (settings.target.quantize, settings.drafter.get("quantize")):
         if mode is not None:
@@ -178,7 +179,7 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
 def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError or DataError for a model or a corpus that is missing."""
     model = drafter.get("model")
-    if isinstance(model, str) and model != "demo" and not drafter.get("new"):
+    if isinstance(model, str) and model not in catalog.NAMES and not drafter.get("new"):
         _refuse_missing(f"{where}.model", model, "a folder, or a Hugging Face id")
     for name in drafter.get("corpora") or ():
         corpora.find(name)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from outrider import demo
 from outrider.errors import DrafterError, first_line
+from outrider.targets import catalog
 from outrider.targets.anatomy import head_transform, trunk
 from outrider.targets.attention_mask import positions
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
@@ -26,7 +27,7 @@ from outrider.targets.protocol import Target
 
 def folder(model: str) -> str:
     """Folder or Hugging Face id of a model; `demo` is the one that ships with Outrider."""
-    return str(demo.SMALL_MODEL) if model == "demo" else model
+    return str(demo.SMALL_MODEL) if model == "demo" else catalog.checkpoint(model)
 
 
 def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new: dict[str, Any] | None) -> Any:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.sampling.text import Detokenizer
-from outrider.targets import quantised
+from outrider.targets import catalog, quantised
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.generation import ends_of
 from outrider.targets.identity import hash_stored, load_tokenizer, spec_of
@@ -124,12 +123,12 @@ def load_served(
     name: str, *, device: str | None = None, dtype: str | None = None, quantize: str | None = None,
     revision: str | None = None, trust_remote_code: bool = False,
 ) -> ServedTarget:  # fmt: skip
-    """A target by its config and tokenizer: `demo`, a folder that may hold no weights, or a Hugging Face id.
+    """A target by its config and tokenizer: `demo`, `smollm2`, a folder that may hold no weights, or a Hugging Face id.
 
     The settings are those of `load_target`, so that what both make belongs to the same target.
     Raises TargetError where config or tokenizer can't be read.
     """
-    path = str(demo.TARGET) if name == "demo" else name
+    path = catalog.checkpoint(name)
     pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     place = default_device(device)
@@ -150,8 +149,8 @@ def load_served(
             raise OSError(f"no tokenizer: {reason}")
     except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
         raise TargetError(
-            f"can't describe target {name!r}: {first_line(error)}; give `demo`, a folder with config.json and "
-            "tokenizer, or a Hugging Face id (needs the network once)"
+            f"can't describe target {name!r}: {first_line(error)}; give `demo`, `smollm2`, a folder "
+            "with config.json and tokenizer, or a Hugging Face id (needs the network once)"
         ) from error
     stored = hash_stored(path, revision, model) if is_whole else ""
     return ServedTarget(

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider import demo
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import byte_model, ngram_embedding  # noqa: F401, registers them
+from outrider.targets import byte_model, catalog, ngram_embedding  # noqa: F401, registers them
 from outrider.targets.ensemble_folder import described
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
@@ -63,14 +62,15 @@ class Sketch:
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
-    """A target's sketch: `demo`, a folder that may hold a config.json alone, or a Hugging Face id.  No weights are
-    read.
+    """A target's sketch: `demo`, `smollm2`, a folder that may hold a config.json alone, or a Hugging Face id.
+
+    No weights are read.
 
     Raises TargetError where its config can't be reached or read.
     """
     if (ensemble := described(name)) is not None:  # drafters read its first member alone
         return sketch(ensemble.members[0], revision, trust_remote_code)
-    path = str(demo.TARGET) if name == "demo" else name
+    path = catalog.checkpoint(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         if (problem := missing_path(path)) is not None:
@@ -85,8 +85,8 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
 def unreadable(name: str, error: Exception) -> TargetError:
     """The error for a target whose config.json could not be read."""
     return TargetError(
-        f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with config.json, or "
-        "a Hugging Face id (which needs the network the first time)"
+        f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, `smollm2`, a "
+        "folder with config.json, or a Hugging Face id (which needs the network the first time)"
     )
 
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider import machine
+from outrider import cache, machine
 from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
@@ -125,7 +125,7 @@ def _place(model: PreTrainedModel) -> Path:
     )
     settings = json.dumps(config, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(b"".join([repr(asked).encode(), settings, *sources]))
-    return machine.cache_folder() / "selftest" / f"{digest.hexdigest()[:32]}.json"
+    return cache.folder() / "selftest" / f"{digest.hexdigest()[:32]}.json"
 
 
 def _read(path: Path) -> Trust | None:

@@ -9,7 +9,7 @@ from conftest import first, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CAUSAL, NESTED, built, continued
-from outrider import machine
+from outrider import cache
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
 from outrider.targets import miniature, selftest, trust
@@ -91,7 +91,7 @@ def load_untested(model):
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    return machine.cache_folder() / "selftest"
+    return cache.folder() / "selftest"
 
 
 def passes(model) -> int:

