@@ -28,11 +28,11 @@ from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
-from outrider.sampling.text import refuse_unmatchable
+from outrider.sampling.text import with_stops
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
 from outrider.targets.memory import refuse_above, token_bytes
-from outrider.targets.prompts import Prompt, listed
+from outrider.targets.prompts import Prompt, is_chat, listed
 from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
@@ -284,10 +284,14 @@ def batch(
 
 def requests(
     target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str] = (),
-    streamed: bool = True,
+    streamed: bool = True, continues: bool | None = None,
 ) -> list[Request]:  # fmt: skip
     """What `generate` makes of its arguments, checked.  Texts that are not streamed, nor searched, are decoded at their
-    end."""
+    end.
+
+    continues: whether texts go on from their prompts'; as the prompts of a text or of ids do, and chats do not, unless
+    given.
+    """
     if whole("max_new_tokens", max_new_tokens) < 0:
         raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if sampling is not None:
@@ -298,7 +302,7 @@ def requests(
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")
     if stops:
-        refuse_unmatchable(target.detokenizer, stops)
+        with_stops(target.detokenizer, stops)
     detokenizer = target.detokenizer
     if detokenizer is not None and not (streamed or stops):
         detokenizer = replace(detokenizer, is_local=False)
@@ -308,8 +312,9 @@ def requests(
         if len(tokens) >= (most := target.spec.context):
             given = f"prompt {i} has {len(tokens)} tokens"
             raise DataError(f"{given} and leaves no room in the target's context of {most}; shorten it")
+        goes_on = not is_chat(prompt) if continues is None else continues
         own = sampling or _resolved(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
-        found.append(Request(tokens, max_new_tokens, own, stops, detokenizer))
+        found.append(Request(tokens, max_new_tokens, own, stops, detokenizer, goes_on))
     return found
 
 

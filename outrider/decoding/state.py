@@ -34,6 +34,8 @@ class Request:
     """Stop strings: the text ends before the first of these; needs `detokenizer`."""
     detokenizer: Any = None
     """How its tokens become text (`sampling.text.Detokenizer`); None for a request without text."""
+    continues: bool = False
+    """Whether its text goes on from the prompt's, so that a space between both belongs to it; not so for an answer."""
     tenant: str = ""
     """Owner of the text: what a drafter stores across requests stays within one tenant."""
     drafter: str = ""

@@ -62,11 +62,13 @@ class SamplingJudge(Judge):
         self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
-        """Raises ConfigError for a stop string that can never match."""
+        """Raises ConfigError for stop strings of a request without a detokenizer."""
         self.free(row)  # left over where this judge served before
         self.logprobs[row] = []
         if request.detokenizer is not None or request.stop:
-            self._texts[row] = TextStream(request.detokenizer, request.stop)
+            self._texts[row] = TextStream(
+                request.detokenizer, request.stop, request.prompt if request.continues else ()
+            )
         if request.sampling.is_processed:
             self._prefixes[row] = Prefix(request.sampling, request.prompt, ends, device)
 

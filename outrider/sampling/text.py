@@ -69,32 +69,34 @@ class Pushed(NamedTuple):
     is_stopped: bool = False
 
 
-def refuse_unmatchable(detokenizer: Detokenizer | None, stops: Sequence[str]) -> Detokenizer:
-    """Returns the detokenizer.  Raises ConfigError for a missing one, or a stop string that can never match."""
+def with_stops(detokenizer: Detokenizer | None, stops: Sequence[str]) -> Detokenizer:
+    """Returns the detokenizer.  Raises ConfigError for a missing one.
+
+    A stop string that is a special token ends a text at that token.  One that holds a special token among other text
+    can never match, since a text has no special tokens; it is passed over, as transformers does.
+    """
     if detokenizer is None:
         raise ConfigError(
             f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load the target by "
             f"a "
             "name or folder that has one, or leave the stop strings out"
         )
-    for stop in stops:
-        held = next((name for name in detokenizer.skipped.values() if name and name in stop), None)
-        if held is not None:
-            raise ConfigError(
-                f"stop string {stop!r} contains the special token {held!r}, which is left out of the text, so it can "
-                f"never "
-                "match; use plain text (a text ends at the target's end tokens anyway)"
-            )
     return detokenizer
 
 
 class TextStream:
     """The text of one request, token by token; ends it at the first stop string."""
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str] = ()):
-        """Raises ConfigError for a stop string that can never match."""
-        self._detokenizer = refuse_unmatchable(detokenizer, stops)
-        self._stops = tuple(stops)
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str] = (), before: Sequence[int] = ()):
+        """before: the tokens that the text continues; a space between both belongs to it, where decoding a text drops
+        its first space.
+
+        Raises ConfigError for stop strings without a detokenizer.
+        """
+        self._detokenizer = with_stops(detokenizer, stops)
+        self._stops = tuple(stop for stop in stops if stop not in self._detokenizer.skipped.values())
+        self._ends = {token for token, name in self._detokenizer.skipped.items() if name and name in stops}
+        """Special tokens that are stop strings."""
         self._window: list[int] = []
         """The tokens that are decoded together: some whose text is final, and all after them."""
         self._run = bytearray()
@@ -109,6 +111,19 @@ class TextStream:
         """Final text that was not given out, since it may begin a stop string."""
         self._end: str | None = None
         """All that is left of a text that is over, until it is given out."""
+        self._begin(before)
+
+    def _begin(self, before: Sequence[int]) -> None:
+        """Put the last tokens before the text into the window, as text that was given out."""
+        context = [token for token in before if token not in self._detokenizer.skipped]
+        # an open run of bytes is text by itself: what follows does not change it
+        while context and context[-1] in self._detokenizer.byte_tokens:
+            context.pop()
+        if len(context) > CONTEXT and len(self._detokenizer.decode(context[-CONTEXT:])) >= MIN_FINAL:
+            context = context[-CONTEXT:]
+        # half a character at the end is the text's to complete
+        shown = self._detokenizer.decode(context).removesuffix("\ufffd")
+        self._window, self._read, self._final_length = context, len(context), len(shown)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
         """`write`, and the text that has become final."""
@@ -122,6 +137,9 @@ class TextStream:
         end is decoded.
         """
         for count, token in enumerate(tokens, 1):
+            if token in self._ends:
+                self._end = self._left()
+                return count, True
             self._append(token)
             end = self._find_stop() if self._stops else -1
             if end >= 0:
@@ -170,12 +188,14 @@ class TextStream:
     def _decode_window(self) -> None:
         """Decode all tokens before the open run."""
         closed = len(self._window) - len(self._run)
-        if closed == self._read:
+        if closed <= self._read:
             return
         text = self._detokenizer.decode(self._window[:closed])
         final = self._detokenizer.final(text) if self._detokenizer.is_local else ""
         self._held += final[self._final_length :]
-        self._read, self._final_length, self._rest = closed, len(final), text[len(final) :]
+        # what was shown before this text may not be final
+        self._read, self._final_length = closed, max(self._final_length, len(final))
+        self._rest = text[self._final_length :]
         if closed > WINDOW and not self._run and self._detokenizer.is_local:
             self._forget()
 

@@ -60,7 +60,10 @@ class Reader:
             for tokens in prompts:
                 most = self._most(body, len(tokens))
                 own = replace(settings, min_new_tokens=self._fewest(body, most))
-                [request] = generation.requests(self.target, [tokens], most, own, stops, streamed=bool(body.stream))
+                [request] = generation.requests(
+                    self.target, [tokens], most, own, stops, streamed=bool(body.stream),
+                    continues=not isinstance(body, ChatRequest),
+                )  # fmt: skip
                 request = replace(request, tenant=owner, **self._drafts(body))
                 found.append([_seeded(request, i) for i in range(n)])
         return found

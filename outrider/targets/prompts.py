@@ -59,6 +59,11 @@ def single(given: Any) -> Prompt:
     return list(map(int, items))
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a plain prompt is the messages of a chat."""
+    return not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+
+
 def ids_of(
     prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None
 ) -> list[int]:

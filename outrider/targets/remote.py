@@ -25,10 +25,10 @@ from outrider.errors import ConfigError, DataError, DrafterError, TargetError
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling, whole
-from outrider.sampling.text import Detokenizer, refuse_unmatchable
+from outrider.sampling.text import Detokenizer, with_stops
 from outrider.targets import detokenizer as detokenizers
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
-from outrider.targets.prompts import Prompt, ids_of, listed
+from outrider.targets.prompts import Prompt, ids_of, is_chat, listed
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.remote_rows import IDLE, DrawnRows, LogprobRows, RemoteRows, settings_of
 
@@ -220,8 +220,11 @@ class RemoteTarget:
             raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops:
-            refuse_unmatchable(self.detokenizer, stops)
-        found = [Request(self.encode(p), max_new_tokens, sampling, stops, self.detokenizer) for p in listed(prompts)]
+            with_stops(self.detokenizer, stops)
+        found = [
+            Request(self.encode(p), max_new_tokens, sampling, stops, self.detokenizer, not is_chat(p))
+            for p in listed(prompts)
+        ]
         for i, request in enumerate(found):
             if len(request.prompt) >= self.spec.context:
                 given = f"prompt {i} has {len(request.prompt)} tokens"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import ConfigError
 from outrider.sampling import text
-from outrider.sampling.text import Detokenizer, TextStream, refuse_unmatchable
+from outrider.sampling.text import Detokenizer, TextStream, with_stops
 from outrider.targets.detokenizer import detokenizer
 
 LETTERS = ["a", "b", "n", "nd", "é", "日", "\ufffd", ".", "'", "s", "n't", " ", "\n"]
@@ -233,12 +233,37 @@ def test_a_tokenizer_that_decodes_its_own_way_is_not_known():
     assert not detokenizer(Shouting(tokenizer_object=TOKENIZERS["gemma"].backend_tokenizer), 300).is_local
 
 
-def test_a_stop_string_that_can_never_match_is_refused():
-    """Catches a text that runs to its limit: there is no text at all, or none of the special token that it holds."""
-    own = detokenizer_of("llama 2")
-    for refuse in (refuse_unmatchable, TextStream):
+def test_a_stop_string_without_a_tokenizer_is_refused():
+    """Catches a text that runs to its limit, since there is none in which the string could be found."""
+    for refuse in (with_stops, TextStream):
         with pytest.raises(ConfigError, match=r"stop strings \['b'\] need a tokenizer"):
             refuse(None, ["b"])
-        with pytest.raises(ConfigError, match=f"contains the special token '{SPECIAL}'"):
-            refuse(own, ["a", f"a{SPECIAL}b"])
-    assert refuse_unmatchable(own, ["a", ADDED]) is own
+    own = detokenizer_of("llama 2")
+    assert with_stops(own, ["a", ADDED]) is own
+
+
+def test_a_special_token_as_a_stop_string_ends_the_text_at_that_token():
+    """Catches lm-eval's stops refused (`Question:`, `</s>`), and a text that runs past a special token that was named.
+
+    A string with a special token and more can never stand in a text; it ends none.
+    """
+    names = TOKENIZERS["llama 2"].get_vocab()
+    tokens = [names[name] for name in ("a", "b", SPECIAL, "a", "b")]
+    for stops, end, shown in (([SPECIAL, "x"], 3, "ab"), ([f"{SPECIAL}a"], 5, "abab"), ([SPECIAL, "b"], 2, "a")):
+        found = pushed(TextStream(detokenizer_of("llama 2"), stops), tokens, [2])
+        assert (found[-1][0], "".join(piece for _, piece in found)) == (end, shown)
+
+
+@every_tokenizer
+@settings(max_examples=25)
+@given(st.data())
+def test_a_text_that_goes_on_from_a_prompt_is_what_both_together_add(name, data):
+    """Catches the space between a prompt and its continuation, which decoders of SentencePiece drop at a text's
+    beginning; and a prompt's end shown again where only its last tokens are decoded."""
+    prompt, tokens, cuts = data.draw(texts(name)), data.draw(texts(name)), data.draw(CUTS)
+    own = detokenizer_of(name)
+    whole, shown = own.decode(prompt + tokens), own.decode(prompt)
+    is_open = bool(prompt) and (prompt[-1] in own.byte_tokens or shown.endswith("\ufffd"))
+    assume(not is_open and whole.startswith(shown))  # else the prompt's own text changes
+    found = pushed(TextStream(own, before=prompt), tokens, cuts) if tokens else []
+    assert shown + "".join(piece for _, piece in found) == whole
