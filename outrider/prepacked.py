@@ -72,6 +72,16 @@ def enabled(*ways: Way) -> Iterator[None]:
         _open.reset(token)
 
 
+@contextmanager
+def disabled() -> Iterator[None]:
+    """While this is open, all layers multiply as torch does in this thread, even where `enabled` is open."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
 def in_panels(model: nn.Module) -> list[nn.Linear]:
     """The model's layers whose weights are packed in panels, in its order."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
@@ -130,6 +140,7 @@ def way_of(model: nn.Module) -> Way:
 
 
 _open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
+_disabled: ContextVar[bool] = ContextVar("disabled", default=False)
 _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
 """Not stored in the layers: they could no longer be copied or saved."""
 
@@ -137,7 +148,7 @@ _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     found = _weights.get(layer)
     usual = found is None or found.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    if found is None or usual or x.dtype != torch.float32 or not x.numel():
+    if found is None or usual or _disabled.get() or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
     weight = found.weight
     if torch.compiler.is_compiling():  # a traced graph holds the current weights, and checks that itself

@@ -278,7 +278,7 @@ FAULTS = [
     # machine
     fault(
         "timings taken while other programs were running are stored for good",
-        ("_write", "if is_busy():", "if is_busy() and not ms:"),
+        ("_cached", "if timed and is_busy():", "if timed and is_busy() and not found:"),
     ),
     fault(
         "free memory is the machine's instead of the container's",

@@ -164,6 +164,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(of_all_workers(tmp_path_factory) / "cache"))
+        # tests compile where they ask for it
+        patch.setenv("OUTRIDER_COMPILE", "off")
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
         # path
         patch.setattr(compiled.build, "BUILDS", {"libraries": {}})

@@ -13,6 +13,8 @@ import outrider
 from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
+HIDDEN = ""
+"""Heading of verbs that the help leaves out, since others call them."""
 VERBS = {
     "Steps": {
         "plan": ("plan", "Will it pay, which method, how deep, at what cost"),
@@ -50,6 +52,9 @@ VERBS = {
         "formats": ("exchange", "Which drafters can be written and read in which format"),
         "doctor": ("doctor", "What this machine can do, and what to install for more"),
     },
+    HIDDEN: {
+        "compile": ("compile", "Compile the steps of a target and a drafter, once per machine"),
+    },
 }  # fmt: skip
 """Heading of the help → verb → its module in this package, and its line in the help."""
 CORPUS = {
@@ -84,7 +89,7 @@ class Verbs(TyperGroup):
     def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
         """prefix: of the functions.  Each has its verb's name, with `_` for `-` and after a word of Python's."""
         lines = [
-            TyperCommand(verb, short_help=line, rich_help_panel=heading)
+            TyperCommand(verb, short_help=line, rich_help_panel=heading, hidden=heading == HIDDEN)
             for heading, verbs in table.items() for verb, (_, line) in verbs.items()
         ]  # fmt: skip
         super().__init__(name=name, commands=lines, no_args_is_help=True, **settings)

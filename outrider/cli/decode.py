@@ -10,7 +10,8 @@ from rich.text import Text
 
 from outrider import machine
 from outrider.cli import console
-from outrider.cli.stages import Printer, tell_compiling
+from outrider.cli.stages import Printer
+from outrider.compiled import background
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ def decode(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")
     ] = None,
-    target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
+    target: Annotated[str, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = "demo",
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
@@ -64,7 +65,8 @@ def decode(
     compile: Annotated[
         bool | None,
         typer.Option(
-            "--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."
+            "--compile/--no-compile",
+            help="Compile first, or never; by default once per machine, in the background.",
         ),
     ] = None,
     compare: Annotated[
@@ -86,11 +88,14 @@ def decode(
     if compare and not drafter:
         raise ConfigError("--compare needs a drafter to compare with; name one with --drafter")
     machine.set_up_process()
-    tell_compiling(compile)
     loaded = load_target(target, tensor_parallel=parts, quantize=quantize, compile=compile)
     built = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and built is not None:
         compile_drafter(built, Printer())
+    if compile is None and isinstance(loaded, TransformersTarget):
+        steps = [loaded.step, *(built.steps if built else ())]
+        chosen = [] if drafter is None else ["--drafter", drafter, *(f"--set={setting}" for setting in settings or ())]
+        background.build(steps, ["--target", target, *chosen])
     asked = Sampling(temperature, top_k, top_p, seed)
 
     def pieces(drafter: Drafter | None) -> Iterator[Piece]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from outrider import config as configs
 from outrider.cli import console
 from outrider.cli.console import Parts, bar, say, sized
 from outrider.cli.stages import Printer
+from outrider.compiled import background
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.drafters import kinds
 from outrider.drafters.mix import Mix
@@ -67,7 +68,8 @@ def serve(
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="`demo`, a folder, or a Hugging Face id; the drafter's own unless given.")
+        str | None,
+        typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id; the drafter's own unless given."),
     ] = None,
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
     settings: Annotated[
@@ -90,7 +92,8 @@ def serve(
     compile: Annotated[
         bool | None,
         typer.Option(
-            "--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."
+            "--compile/--no-compile",
+            help="Compile first, or never; by default once per machine, in the background.",
         ),
     ] = None,
     keys: Annotated[
@@ -201,6 +204,8 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     target = load_target(served.target.name, **served.target.model_dump(exclude={"name"}))
     printer.loaded(target)
     drafter, label, names = _drafter(served, target, printer, learned)
+    if served.target.compile is None and isinstance(target, TransformersTarget):
+        background.build([target.step, *(drafter.steps if drafter else ())], _to_compile(served, learned))
     name, post = config.name or _name_of(target.spec.name), Post()
     telemetry = Telemetry(name, config.slots, drafter=label)
     memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
@@ -213,6 +218,19 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     telemetry.length = engine.length
     learner = None if learned is None else Learner(engine, target, learned)
     return Service(engine, target, config, name=name, drafters=names, log=log), post, learner
+
+
+def _to_compile(served: Served, learned: learning.Folder | None) -> list[str]:
+    """Arguments of `outrider compile` for what is served."""
+    section = served.target
+    chosen = {"--target": section.name, "--dtype": section.dtype, "--revision": section.revision}
+    settings: dict[str, Any] = {}
+    if served.drafter is not None:
+        kind, settings = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
+        chosen["--drafter"] = kind if learned is None else str(learned.current)
+    given = [f"{option}={value}" for option, value in chosen.items() if value is not None]
+    given += [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
+    return [*given, *(["--trust-remote-code"] if section.trust_remote_code else [])]
 
 
 def _learned(served: Served) -> learning.Folder | None:

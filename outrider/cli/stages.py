@@ -37,7 +37,6 @@ class Printer(Reporter):
 
     def loading(self, target: TargetConfig) -> None:
         say(f"machine   {machine.describe(default_device(target.device))}")
-        tell_compiling(target.compile)
 
     def loaded(self, target: RunTarget) -> None:
         spec = target.spec
@@ -84,12 +83,6 @@ class Printer(Reporter):
                 _say_calibrated(calibration, took)
             case events.Evaluated():
                 _say_evaluated(result, took)
-
-
-def tell_compiling(compile: bool | None) -> None:
-    """Say before it starts that a compilation takes a minute."""
-    if compile:
-        console.remark("compiling the step: about a minute, once; two the first time on a machine", "dim")
 
 
 def why_slow() -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import logging
 import operator
 import os
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,18 +23,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider import kernels, machine, prepacked
+from outrider import cache, kernels, lock, machine, prepacked
 from outrider.compiled import rewrite
-from outrider.compiled.build import NotCompiled, build_package, builds, refuse_large, weights_of
+from outrider.compiled.build import NotCompiled, build_package, builds, may_build, refuse_large, weights_of
 from outrider.compiled.key import fingerprint, values_of
 from outrider.compiled.package import Package
+from outrider.contents import Contents
 from outrider.decoding.protocols import Drafter
 from outrider.errors import first_line
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+"""For which a process waits while another one compiles."""
+AWAIT_S = 2.0
+"""Between two looks for a graph that another process builds."""
 
 
 def folder() -> Path:
     """Where packages are stored."""
-    return machine.cache_folder() / "compiled"
+    return cache.folder() / "compiled"
 
 
 class Graph:
@@ -72,9 +83,12 @@ class Graph:
         return self.package.run(flat(args))
 
 
-def compile_passes(drafter: Drafter) -> float:
-    """Have a drafter's own passes compiled; returns the seconds it took.  NotCompiled says why not."""
-    return sum(step.get(build=True) for step in drafter.steps)
+def compile_passes(drafter: Drafter, again: bool = True) -> float:
+    """Have a drafter's own passes compiled; returns the seconds it took.  NotCompiled says why not.
+
+    again: even where that failed before on this machine.
+    """
+    return sum(step.get(build=True, again=again) for step in drafter.steps)
 
 
 class Runnable(Protocol):
@@ -89,6 +103,8 @@ class Compiled:
     too."""
 
     name = "step"
+    watches = True
+    """Whether it notices itself that weights have changed."""
     traced: Any
     """The module that is compiled, with its weights and their names."""
 
@@ -100,22 +116,23 @@ class Compiled:
         self._key = ""
         self._weights: list[Tensor] = []
         self._version = -1
+        self.contents: Contents | None = None
+        """The weights, watched; None where the target watches them, or there is no graph yet."""
+        self._awaited_at: float | None = None
+        """When to look next for a graph that another process builds; None where none does."""
         self._checked_for: Callable[[], Any] = lambda: None
         self._is_sound = False
 
-    def get(self, build: bool) -> float:
+    def get(self, build: bool, again: bool = True) -> float:
         """Take the graph from disk, or compile it; returns the seconds that compiling took.
 
+        again: compile it even where that failed before on this machine.
         NotCompiled says why there is none: this model can't be compiled, the graph is not on disk, or its
         logits differ from the plain path's.
         """
         if self.graph is not None and not self._is_stale():
             return 0.0
-        model = self.model()
-        if any(map(is_traceable_wrapper_subclass, model.parameters())):
-            raise NotCompiled(
-                "its weights are quantised, and a compiled package would store them unquantised; its steps stay plain"
-            )
+        model = self._plain_model()
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
         if self._is_stale():
             self.graph, self._key = None, ""  # so that `compare` compares with the plain path
@@ -124,27 +141,108 @@ class Compiled:
             self._version = _version(self._weights)
             if prepacked.way_of(model) == "panels":
                 prepacked.pack(model)  # layers whose weights changed
-        if is_on_cpu and prepacked.way_of(model) != "panels":
+        if not is_on_cpu:
+            if not build:
+                raise NotCompiled(f"there is no compiled {self.name}: on a GPU it is made where the target is loaded")
+            self._take(self.cuda_graphs(), None)
+            return 0.0
+        if prepacked.way_of(model) != "panels":
             refuse_large(model)
-        path, seconds = self._on_disk() if is_on_cpu else None, 0.0
+        path, seconds = self._on_disk(), 0.0
         if path is None and not build:
-            why = f"none is in {folder()}" if is_on_cpu else "on a GPU it is made where the target is loaded"
-            raise NotCompiled(f"there is no compiled {self.name} of this model: {why}")
-        if is_on_cpu and path is None:
-            path, seconds = self._build()
-        graph = self.cuda_graphs() if path is None else Graph(path, self.traced)
-        difference, allowed = self.compare(graph)
-        if not difference <= allowed:
+            raise NotCompiled(f"there is no compiled {self.name} of this model: none is in {folder()}")
+        if path is not None:
+            self._take(Graph(path, self.traced), path)
+            return seconds
+        with self._building(again):
+            path = self._on_disk()  # where another process has built it meanwhile
+            if path is None:
+                path, seconds = self._build()
+            self._take(Graph(path, self.traced), path)
+        return seconds
+
+    def _plain_model(self) -> nn.Module:
+        """As `model`.  NotCompiled for quantised weights too."""
+        model = self.model()
+        if any(map(is_traceable_wrapper_subclass, model.parameters())):
+            raise NotCompiled(
+                "its weights are quantised, and a compiled package would store them unquantised; its steps stay plain"
+            )
+        return model
+
+    def _take(self, graph: Runnable, path: Path | None) -> None:
+        """Use this graph.  path: of a package.  NotCompiled where it is wrong, or slower than the plain path."""
+        if not self._was_checked(path) and (difference := self.compare(graph)):
             if path is not None:
                 path.unlink(missing_ok=True)
-            raise NotCompiled(
-                f"compiled logits differ from plain ones by {difference:.1e}, more than {allowed:.1e}; its steps "
-                "stay plain"
-            )
-        if is_on_cpu and not self._pays(graph):
-            raise NotCompiled("its compiled steps are slower than plain ones on this machine; its steps stay plain")
+            raise NotCompiled(f"compiled logits differ from plain ones by {difference}; its steps stay plain")
+        if path is not None:
+            with contextlib.suppress(OSError):  # a folder that can't be written costs a comparison a process
+                self._checked(path).write_text(json.dumps(_stamp(path)))
+            if not self._pays(graph):
+                raise NotCompiled("its compiled steps are slower than plain ones on this machine; its steps stay plain")
         self.graph, self.path = graph, path
-        return seconds
+        if self.watches:
+            self.contents = Contents(self.model())
+            self.contents.changes()
+
+    def _was_checked(self, path: Path | None) -> bool:
+        """Whether this very file was compared with the plain path before."""
+        try:
+            return path is not None and json.loads(self._checked(path).read_text()) == _stamp(path)
+        except (OSError, ValueError):
+            return False
+
+    @staticmethod
+    def _checked(path: Path) -> Path:
+        return path.with_suffix(".checked")
+
+    @contextlib.contextmanager
+    def _building(self, again: bool) -> Iterator[None]:
+        """While this is open, no other process compiles.  NotCompiled where it failed before, and when it fails now,
+        which is noted."""
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        refused, one_by_one = self._path(holds_weights=False).with_suffix(".refused"), folder() / ".building"
+        one_by_one.touch()
+        busy = NotCompiled("another process has been compiling for half an hour; its steps stay plain")
+        with lock.held(one_by_one, busy, patience_s=PATIENCE_S):
+            if refused.exists() and not again:
+                raise NotCompiled(refused.read_text())
+            refused.unlink(missing_ok=True)
+            try:
+                yield
+            except NotCompiled as reason:
+                refused.write_text(str(reason))
+                raise
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is no package yet, and nothing is known against compiling one."""
+        try:
+            on_cpu = all(weight.device.type == "cpu" for weight in self._plain_model().parameters())
+        except NotCompiled:
+            return False
+        if not on_cpu or not may_build() or self._on_disk() is not None:
+            return False
+        return not self._path(holds_weights=False).with_suffix(".refused").exists()
+
+    def await_graph(self) -> None:
+        """From now on, take the graph as soon as another process has built it."""
+        self._awaited_at = time.monotonic()
+
+    def _take_awaited(self) -> None:
+        """Look for the awaited graph, a few times a minute."""
+        if self._awaited_at is None or time.monotonic() < self._awaited_at:
+            return
+        self._awaited_at = time.monotonic() + AWAIT_S
+        if self._on_disk() is None:
+            return
+        self._awaited_at = None
+        try:
+            self.get(build=False)
+            log.info("steps are compiled from here on")
+        except NotCompiled as reason:
+            log.info("steps stay plain: %s", reason)
 
     def _on_disk(self) -> Path | None:
         """The package of this model, without weights or with these; None where there is none."""
@@ -175,6 +273,7 @@ class Compiled:
 
     def _build(self) -> tuple[Path, float]:
         """Compile in the fastest way; the first time on a machine all ways are compiled and timed."""
+        log.warning("compiling the %s: one to two minutes, once on this machine", self._described())
         traced, arguments, dims = self.example()
         possible = builds(traced)
         question = f"products in a compiled {self._described()}: {list(possible)}"
@@ -222,10 +321,16 @@ class Compiled:
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
         """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; they are then
         contiguous."""
+        if self._awaited_at is not None:
+            self._take_awaited()
         if self.graph is None or not cache.layers:
             return False
         if self._checked_for() is not cache:
-            # once per cache, so once per batch of requests: reading 200 counters takes a hundredth of a step
+            # once per cache, so once per batch of requests
+            if self.contents is not None and self.contents.changes():
+                self.renew()
+                if self.graph is None:
+                    return False
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
         end = max(cache.lengths[row] for row in rows) + width
@@ -238,6 +343,14 @@ class Compiled:
     def _is_stale(self) -> bool:
         """Whether a weight changed after the graph, which holds the old values, was taken."""
         return _version(self._weights) != self._version
+
+    def renew(self) -> None:
+        """Take the graph anew, since weights changed; where none is on disk, steps are plain from here on."""
+        had, self.graph = self.graph is not None, None
+        self._checked_for = lambda: None
+        if had:
+            with contextlib.suppress(NotCompiled):
+                self.get(build=False)
 
     def look(self) -> None:
         """Take the graph from disk, where there is one."""
@@ -258,9 +371,10 @@ class Compiled:
         """(module to trace, arguments, which of their sizes stay open); an open size is at least 2 in the arguments."""
         raise NotImplementedError
 
-    def compare(self, graph: Runnable) -> tuple[float, float]:
-        """Largest difference of a logit from the plain path's, and the largest that rounding explains; tries sizes of
-        1."""
+    def compare(self, graph: Runnable) -> str:
+        """By how much logits differ from the plain path's where that is more than rounding explains, else "".
+
+        Tries sizes of 1."""
         raise NotImplementedError
 
 
@@ -281,6 +395,12 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 def dense(tensor: Tensor, *shape: int) -> Tensor:
     """Expanded to this shape, and contiguous: a package assumes the strides that it was made with."""
     return tensor.expand(*shape).contiguous()
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of last change."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _version(weights: Sequence[Tensor]) -> int:

@@ -5,8 +5,9 @@ R rows of a pass, C new taps, T taps, K slots of a block, N nodes, V vocabulary,
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled
+from outrider import compiled, prepacked
 from outrider.compiled import Compiled, Runnable, build
 from outrider.compiled.key import code
 from outrider.decoding import noise
@@ -23,9 +24,11 @@ from outrider.decoding.state import DecodeState
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered
 from outrider.targets import attention_mask
+from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
 from outrider.targets.attention_mask import PassLayout, TracedCache, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.ensemble import EnsembleTarget
+from outrider.targets.transformers import TransformersTarget
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
@@ -81,26 +84,37 @@ class CompiledBlock(Compiled):
         return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
 
     @torch.inference_mode()
-    def compare(self, graph: Runnable) -> tuple[float, float]:
-        sizes = (1, 1), (1, 4), (3, 1), (3, 4)
-        found = [self._compare(graph, self._arguments(*self._pass(rows, new))) for rows, new in sizes]
-        return max(difference for difference, _ in found), max(allowed for _, allowed in found)
+    def compare(self, graph: Runnable) -> str:
+        loss = Loss.between(alike(self._predicted(self.traced), self._predicted(graph.forward)))
+        return self._allowance().exceeded(loss)
 
-    def _compare(self, graph: Runnable, given: tuple[Any, ...]) -> tuple[float, float]:
-        (nodes, distributions), (wanted, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
-        # after a token that a tie decided otherwise, all may differ
-        chain = (nodes == wanted)[:, self.traced.chain]
-        alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
-        # at least that of float32: norms and rotary positions are computed in it
-        rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
-        return float(((distributions - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
+    def _allowance(self) -> Allowance:
+        """What the number type loses on these passes; where that can't be measured, 64 units of rounding."""
+        dtype: torch.dtype = self.backbone.fc.weight.dtype
+        target = self.backbone.target
+        exact = converted(target, compared_with(dtype)) if isinstance(target, TransformersTarget) else None
+        plain = self._predicted(self.traced)
+        if exact is None:
+            # at least that of float32: norms and rotary positions are computed in it
+            unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+            most = 64 * unit * max(float(found.abs().max()) for _, found in plain)
+            return Allowance(most, most)
+        other = copy.deepcopy(self.traced, {id(target): exact}).to(compared_with(dtype))
+        with prepacked.disabled():
+            return Allowance.of(alike(self._predicted(self.traced), CompiledBlock(other, ())._predicted(other)), dtype)
+
+    def _predicted(self, run: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
+        """For passes of several sizes, the chain [R, K] and its logits or distributions [R, K, V]."""
+        sizes = (1, 1), (1, 4), (3, 1), (3, 4)
+        results = [run(*self._arguments(*self._pass(rows, new))) for rows, new in sizes]
+        return [(nodes[:, self.traced.chain], found) for nodes, found, *_ in results]
 
     def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
         """Arguments of a pass of so many rows and new taps, after some context."""
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
         dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
         cache = SlotCache(rows, before + 2 * width)
-        taps = torch.randn(rows, before + new, len(self.backbone.taps), spec.hidden, generator=noise).to(dtype)
+        taps = self._taps(rows, before + new).to(dtype)
         cache.open(range(rows), before)
         with torch.inference_mode():
             self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), cache)
@@ -110,12 +124,26 @@ class CompiledBlock(Compiled):
         anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
         return taps[:, before:], anchors, counts, cache, self.traced.example(rows)
 
+    def _taps(self, rows: int, count: int) -> Tensor:
+        """The target's states [R, count, T, H] over real text: those of a real model are no noise."""
+        found: Tensor = self.backbone.target.read(texts(self.backbone.target, rows, count), self.backbone.taps)[1]
+        return found
+
     def _arguments(
         self, taps: Tensor, anchors: Tensor, counts: Sequence[int], cache: SlotCache, noise: list[Tensor]
     ) -> tuple[Any, ...]:
         """Taps, how many of them are real, anchors; starts of slots, and columns up to the end; noise; buffers."""
         taps = taps.to(self.backbone.fc.weight.dtype).contiguous()
         return taps, torch.tensor(counts), anchors, cache.starts, cache.columns, noise, cache.buffers
+
+
+def alike(
+    one: Sequence[tuple[Tensor, Tensor]], other: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What two ways predict, where their tokens before are equal: after a tie that went otherwise all may differ."""
+    for (nodes, found), (others, theirs) in zip(one, other, strict=True):
+        same = nn.functional.pad((nodes == others).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
+        yield found * same, theirs * same
 
 
 class _Traced(nn.Module):

@@ -10,6 +10,7 @@ import functools
 import gc
 import io
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,6 +66,11 @@ class NotCompiled(OutriderError):
 
 def has_compiler() -> bool:
     return kernels.compiler() is not None
+
+
+def may_build() -> bool:
+    """Whether steps are compiled by default: $OUTRIDER_COMPILE is not `off`, and there is a compiler."""
+    return os.environ.get("OUTRIDER_COMPILE") != "off" and has_compiler()
 
 
 def build_package(

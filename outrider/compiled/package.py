@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider import kernels, machine
+from outrider import cache, kernels
 from outrider.errors import first_line
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def operators() -> ctypes.CDLL | None:
     given = [*FLAGS, str(SOURCE), *include, f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     try:
-        return ctypes.CDLL(str(kernels.shared_library(machine.cache_folder() / "compiled" / name, [[abi, *given]])))
+        return ctypes.CDLL(str(kernels.shared_library(cache.folder() / "compiled" / name, [[abi, *given]])))
     except (OSError, RuntimeError) as error:
         log.info("packages are called by torch's own call: %s", first_line(error))
         return None

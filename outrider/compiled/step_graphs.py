@@ -11,11 +11,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider import prepacked
 from outrider.compiled import Graph, NotCompiled
 from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
+from outrider.contents import Contents
 from outrider.decoding.draft import node_depths
 from outrider.decoding.generate import draft_columns
 from outrider.decoding.protocols import Drafter
@@ -167,6 +168,8 @@ class GraphBatch:
         depths = range(own.nodes) if own.varies else node_depths(own.parents)
         self.reaches = [0, *(1 + above for above in accumulate(depths, max))]
         """By `Outcome.size`, how deep the verified nodes go."""
+        self.contents = Contents(nn.ModuleList(each for each in (target.model, own.model) if each is not None))
+        self.contents.changes()
 
     def _compiled(self) -> CompiledWholeStep:
         """The package of these steps, which is made where there is none; the drafter stores it for later batches."""
@@ -203,8 +206,7 @@ class GraphBatch:
         Its holder has it alone, and gives it back to `Drafter.graphs` when all its slots are free.
         """
         before = vars(drafter).pop("graphs", None)  # one of two threads gets it
-        if before is not None and before.drafter is drafter and before.wish == wish and before.length >= length:
-            if isinstance(before.step, StepPackage):
-                before.step.graph = before._compiled().graph  # another where weights have changed
+        fits = before is not None and before.drafter is drafter and before.wish == wish and before.length >= length
+        if before is not None and fits and not before.contents.changes():
             return before
         return cls(wish, drafter, min(1 << (length - 1).bit_length(), wish.target.spec.context))

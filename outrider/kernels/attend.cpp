@@ -227,12 +227,11 @@ class Share {
     for (; d < v.size; d += LANES) add<Q, 1>(from, first, count, d);
   }
 
-  // held[i, d] = held * factor + sum of weight * value, for V vectors from d on.
+  // held[i, d] = held * factor + sum of weight * value, for V vectors from d on.  The block is summed on its own: added one by one
+  // to a long text's sum, its values would be rounded to that sum's size.
   template <int Q, int V>
   void add(int64_t from, int64_t first, int64_t count, int64_t d) {
-    Floats sum[Q][V];
-    for (int i = 0; i < Q; ++i)
-      for (int n = 0; n < V; ++n) sum[i][n] = load(&held[(from + i) * v.size + d + n * LANES]) * factors[from + i];
+    Floats sum[Q][V] = {};
     const float* weights = &scores[from * BLOCK];
     const bool fetches = !from && !d;
     for (int64_t j = 0; j < count; ++j) {
@@ -249,7 +248,10 @@ class Share {
       }
     }
     for (int i = 0; i < Q; ++i)
-      for (int n = 0; n < V; ++n) store(&held[(from + i) * v.size + d + n * LANES], sum[i][n]);
+      for (int n = 0; n < V; ++n) {
+        float* at = &held[(from + i) * v.size + d + n * LANES];
+        store(at, load(at) * factors[from + i] + sum[i][n]);
+      }
   }
 };
 

@@ -59,8 +59,8 @@ def load_all(
             own["quantize"] = quantize
         source = None if kind in kinds() else describe(kind)
         drafter = load_drafter(kind, target, **own)
-        if compile:
-            compile_drafter(drafter, reporter)
+        if compile or (compile is None and target.step.graph is not None):
+            compile_drafter(drafter, reporter, again=bool(compile))
         label = kind if source is None else source.kind
         if label in found.drafters:  # a second one of its kind
             settings = ", ".join(f"{key}={value}" for key, value in own.items())
@@ -106,10 +106,13 @@ def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:
     return total.hexdigest()[:16]
 
 
-def compile_drafter(drafter: Drafter, reporter: Reporter) -> None:
-    """Have a drafter's own passes compiled, where it has such; it works without."""
+def compile_drafter(drafter: Drafter, reporter: Reporter, again: bool = True) -> None:
+    """Have a drafter's own passes compiled, where it has such; it works without.
+
+    again: even where that failed before on this machine.
+    """
     try:
-        compile_passes(drafter)
+        compile_passes(drafter, again)
     except NotCompiled as reason:
         reporter.not_compiled(reason)
 

@@ -144,7 +144,7 @@ def run(evaluation: Evaluation, reporter: Reporter | None = None) -> Report | No
     reporter = reporter or Reporter()
     machine.set_up_process()
     reporter.loading(evaluation.target)
-    target = load_target(evaluation.target.name, **evaluation.target.model_dump(exclude={"name"}))
+    target = load_target(evaluation.target.name, **evaluation.target.load_options())
     reporter.loaded(target)
     return measure(evaluation, target, drawn, reporter)
 
@@ -340,7 +340,7 @@ def _work(evaluation: Evaluation, shard: Shard, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's to report
     machine.set_up_process()
     _share_processors(shard)
-    chosen = evaluation.target.model_dump(exclude={"name"}) | {"device": _device(evaluation, shard)}
+    chosen = evaluation.target.load_options() | {"device": _device(evaluation, shard)}
     target = load_target(evaluation.target.name, **chosen)
     drawn = {task: draw(task, evaluation.config) for task in evaluation.config.tasks}
     found = _load(evaluation, target, drawn, Reporter())

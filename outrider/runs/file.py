@@ -38,8 +38,12 @@ class TargetConfig(Base):
     trust_remote_code: bool = False
     """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None
-    """Compile its steps and the measured drafters'; see docs/fast.md.  Unless given, compiled steps on disk are
-    used."""
+    """Compile its steps and the drafters'; see docs/fast.md.  Unless given, that is done once per machine where it can
+    be; a server's are compiled in the background."""
+
+    def load_options(self) -> dict[str, Any]:
+        """Arguments of `load_target` besides the name, for work that is worth a compilation before it."""
+        return self.model_dump(exclude={"name"}) | ({"compile": "auto"} if self.compile is None else {})
 
 
 class RunConfig(Base):

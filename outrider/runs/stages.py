@@ -152,7 +152,7 @@ def target_of(
         section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
     why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen) if reads else None
-    how = section.model_dump(exclude={"name"})
+    how = section.load_options()
     if why is None:
         target: Any = load_served(section.name, **{key: how[key] for key in how if key not in NOT_SERVED})
     else:
@@ -382,6 +382,6 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
     found = evaluation.of_run(settings)
     if found.target != settings.target:  # the training's own
         reporter.loading(found.target)
-        target = load_target(found.target.name, **found.target.model_dump(exclude={"name"}))
+        target = load_target(found.target.name, **found.target.load_options())
         reporter.loaded(target)
     return evaluation.measure(found, target, inputs.drawn, reporter)

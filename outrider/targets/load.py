@@ -7,18 +7,18 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from outrider import demo, machine
+from outrider import cache, machine
 from outrider.compiled import NotCompiled
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import quantised
+from outrider.targets import catalog, quantised
 from outrider.targets import tensor_parallel as tensor_parallelism
 from outrider.targets.anatomy import output_layer
 from outrider.targets.ensemble import EnsembleTarget
@@ -42,7 +42,7 @@ def load_target(
     quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compile: bool | None = None,
+    compile: bool | Literal["auto"] | None = None,
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
@@ -57,8 +57,9 @@ def load_target(
     torchrun, and in all but the first this function does not return: they work until the first one ends, then exit.
     Where the weights are not in one place the steps stay plain.  A bare module has no tokenizer: its prompts are token
     ids.
-    compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; True
-    has one made (about a minute, once), False stays plain.
+    compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; `auto`
+    has one made where that can be done (one to two minutes, once per machine), True raises NotCompiled where it can't,
+    False stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
     quantises activations, keys or values; ConfigError for an unknown `quantize`, and for options that exclude each
     other.
@@ -90,7 +91,7 @@ def load_target(
     if calls.rank:
         tensor_parallelism.work(calls, _from_checkpoint)
     if dtype == "auto":  # by what this machine measured, which another may not have
-        path = str(demo.TARGET) if name == "demo" else name
+        path = catalog.checkpoint(name)
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         given["dtype"] = dtype_of(config, dtype, default_device())
     found: Any = tensor_parallelism.lead(calls, _from_checkpoint, given | {"parts": tensor_parallel})
@@ -118,20 +119,21 @@ def _refuse_with_parts(count: int, **options: Any) -> None:
 
 def _from_checkpoint(
     *, name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None, device_map: Any = None,
-    quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool, compile: bool | None,
+    quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
+    compile: bool | Literal["auto"] | None,
     parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
     """The target of a checkpoint, as `load_target`.  parts: processes that have one each, of which this has its own."""
     if device is not None and device_map is not None:
         raise ConfigError(f"device {device!r} and device_map both say where weights are; leave one out")
-    path = str(demo.TARGET) if name == "demo" else name
+    path = catalog.checkpoint(name)
     device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     spread: dict[str, Any] = {"device_map": device_map}
     rewritten: tempfile.TemporaryDirectory[str] | None = None
     if device_map is not None:  # some layers on disk are stored in another layout than they are read in
-        machine.cache_folder().mkdir(parents=True, exist_ok=True)
-        rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=machine.cache_folder())
+        cache.folder().mkdir(parents=True, exist_ok=True)
+        rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=cache.folder())
         spread["offload_folder"] = rewritten.name
     if parts > 1:
         spread = {"distributed_config": DistributedConfig(tp_size=parts)}
@@ -155,7 +157,10 @@ def _from_checkpoint(
         if reason:
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
     except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        advice = "give `demo`, a folder with config.json and safetensors, or a Hugging Face id (needs the network once)"
+        advice = (
+            "give `demo`, `smollm2`, a folder with config.json and safetensors, or a Hugging Face id (needs the "
+            "network once)"
+        )
         if isinstance(
             error, ImportError | RuntimeError
         ):  # such as a quantisation's library or device that is not there
@@ -208,18 +213,21 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
     return base
 
 
-def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
+def _compiled(target: TransformersTarget, compile: bool | Literal["auto"] | None) -> TransformersTarget:
     if not target.is_whole:
         log.warning(
             "%s: its weights are not all in one place, so its steps stay plain, and no kernels of ours run",
             target.spec.name,
         )  # fmt: skip
         compile = False
-    if compile:
+    if compile is True:
         target.compile()
     elif compile is None and target.device.type == "cuda":  # seconds, where a compiled step takes minutes
         with suppress(NotCompiled):
             target.compile()
+    elif compile == "auto" and (target.device.type == "cuda" or target.step.is_possible):
+        with suppress(NotCompiled):
+            target.step.get(build=True, again=False)
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)

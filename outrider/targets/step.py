@@ -27,11 +27,11 @@ from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
-from outrider.targets import attention_mask, family, passes
+from outrider.targets import accuracy, attention_mask, family, passes
+from outrider.targets.accuracy import Allowance, Loss
 from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
-from outrider.targets.selftest import chain_of, tree_of
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ and a part of a layer that the kernels leave out makes several tenths."""
 
 class CompiledStep(Compiled):
     """Verify passes of a target."""
+
+    watches = False  # the target does
 
     def __init__(self, target: Any):
         super().__init__()
@@ -181,26 +183,25 @@ class CompiledStep(Compiled):
             buffer.copy_(torch.randn(buffer.shape, generator=noise))
         return cache, tokens
 
-    def compare(self, graph: Runnable) -> tuple[float, float]:
+    def compare(self, graph: Runnable) -> str:
         """Over one token, chains and, where the mode has them, a tree; for one slot and for several."""
-        worst = max(float((plain - fast).abs().max()) for plain, fast in self._both(graph))
-        return worst, 2 * self.target.selftest.allowed  # each is within that of the model's own passes
+        allowed = accuracy.allowance(self.target)
+        if allowed is None:
+            most = 2 * self.target.selftest.allowed  # each is within that of the model's own passes
+            allowed = Allowance(most, most)
+        return allowed.exceeded(Loss.between(self._both(graph)))
 
     @torch.inference_mode()
     def _both(self, graph: Runnable) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits of the plain path and of the graph for these passes."""
-        for rows in (1, EXAMPLE[0]):
-            cache, text = self._pass(rows, EXAMPLE[1])
-            drafts = [Draft.empty(rows, text.device), chain_of(text[:, 1:2]), chain_of(text[:, 1:])]
-            if self.target.spec.mode == "tree":
-                drafts.append(tree_of(text[:, 1:7]))
-            for draft in drafts:
-                plain = self.target.verify(cache, range(rows), text[:, 0], draft).logits
-                tokens, tree = passed(text[:, 0], draft, self.target.spec.vocabulary)
-                yield plain, self.run(cache, range(rows), tokens, tree, graph=graph).logits
-                if isinstance(graph, Graph):  # which reads prompts too
-                    last = [tokens.shape[1] - 1] * rows
-                    yield plain[:, -1:], self.run(cache, range(rows), tokens, tree, last=last, graph=graph).logits
+        for cache, anchors, draft in accuracy.passes(self.target):
+            rows = range(len(anchors))
+            plain = self.target.verify(cache, rows, anchors, draft).logits
+            tokens, tree = passed(anchors, draft, self.target.spec.vocabulary)
+            yield plain, self.run(cache, rows, tokens, tree, graph=graph).logits
+            if isinstance(graph, Graph):  # which reads prompts too
+                last = [tokens.shape[1] - 1] * len(rows)
+                yield plain[:, -1:], self.run(cache, rows, tokens, tree, last=last, graph=graph).logits
 
     def _arguments(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider import prepacked
+from outrider.contents import Contents
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
@@ -33,7 +34,7 @@ from outrider.targets.cuda_graphs import COLUMNS
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
 from outrider.targets.generation import ends_of, greedy_sampling
-from outrider.targets.identity import spec_of
+from outrider.targets.identity import hash_weights, spec_of
 from outrider.targets.ngram_embedding import NgramEmbeddingForCausalLM
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.passes import Passes
@@ -87,6 +88,8 @@ class TransformersTarget(Passes):
             layers=len(self._decoder_layers),
             base_hash=base_hash,
         )
+        self._contents = Contents(model)
+        self._contents.changes()
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
         with refusing(model):
@@ -97,6 +100,28 @@ class TransformersTarget(Passes):
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+
+    def refresh(self) -> list[str]:
+        """Take note of weights that were changed since the last batch, however that was done; returns their names.
+
+        Every new batch does it.  What was made of the old ones is made again.  Raises TargetError for a change of the
+        model's shape, after which the target must be loaded again.
+        """
+        changed = self._contents.changes()
+        if not changed:
+            return []
+        ends = self.model.get_input_embeddings(), output_layer(self.model)
+        words = spread.weight_of(self._model_head).shape[0]
+        if ends != (self._embedding, self._model_head) or words != self.spec.vocabulary:
+            raise TargetError(
+                f"the embedding or output layer of {self.spec.name} was replaced or resized after it was loaded; load "
+                "it again"
+            )
+        if self.device.type == "cpu" and self.is_whole:
+            prepacked.pack(self.model)
+        self.spec = replace(self.spec, weights_hash=hash_weights(self.model))
+        self.step.renew()
+        return changed
 
     @property
     def ends(self) -> frozenset[int]:
@@ -182,6 +207,7 @@ class TransformersTarget(Passes):
 
         An OwnCache where the family stores what slots can't hold.
         """
+        self.refresh()
         if self.family.past is not None:
             return OwnCache(self.model, self.family.past, slots, length)
         if (

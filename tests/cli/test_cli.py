@@ -244,7 +244,7 @@ def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     verbs = [[verb] for verb in cli.app.commands]
     for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS), ("learning", cli.LEARNING)):
         verbs += [[group, verb] for verb in table["Commands"]]
-    assert len(verbs) == 39
+    assert len(verbs) == 40
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
@@ -318,7 +318,7 @@ def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider
 
 
 def test_decode_compiles_where_it_is_asked_to(made, folder, outrider, monkeypatch):
-    """Catches a choice that is lost on its way, a minute without a word, and a drafter that is left out; nothing is
+    """Catches a choice that is lost on its way, and a drafter that is left out; nothing is
     compiled."""
     asked: dict[str, bool | None] = {}
 
@@ -344,7 +344,7 @@ def test_decode_compiles_where_it_is_asked_to(made, folder, outrider, monkeypatc
         done = outrider(*words)
         assert (done.code, asked) == (0, wanted), done.err
         if words[0] == "decode":
-            assert ("about a minute, once" in done.said) == ("no g++" in done.said) == (wanted == both)
+            assert ("no g++" in done.said) == (wanted == both)
 
 
 def test_a_checkpoint_is_evaluated_on_the_target_that_it_names(made, outrider, tmp_path, monkeypatch):

@@ -1,0 +1,53 @@
+"""`outrider compile`: the packages that make steps fast on this machine."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from outrider import compiled, machine
+from outrider.cli import console
+from outrider.cli.console import lasting, say
+from outrider.config import override
+from outrider.loading import load_drafter
+from outrider.targets.load import load_target
+
+LOWEST = 19
+"""Of priorities."""
+
+
+def compile(
+    target: Annotated[str, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = "demo",
+    drafter: Annotated[
+        str | None, typer.Option(help="Kind, or checkpoint folder, whose passes are compiled too.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="As in a run file's target section.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a Hugging Face id.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="At the lowest priority.")] = False,
+) -> None:
+    """Compile the steps of a target and a drafter for this machine; `decode`, `evaluate`, `serve` and `run` use them.
+
+    They do so by themselves where it was not done before: `evaluate` and `run` first, `decode` and `serve` in the
+    background.
+    """
+    if background:
+        os.nice(LOWEST)
+    machine.set_up_process()
+    loaded = load_target(target, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    seconds = loaded.compile()
+    _say("target", target, seconds)
+    if drafter is not None:
+        built = load_drafter(drafter, loaded, **override({}, settings or ()))
+        if not built.steps:
+            console.remark(f"{drafter} has no passes to compile", "dim")
+            return
+        _say("drafter", drafter, compiled.compile_passes(built))
+
+
+def _say(what: str, name: str, seconds: float) -> None:
+    took = f"compiled in {lasting(seconds)}" if seconds else "was compiled before"
+    say(f"{what:<9} {name}: {took}; {compiled.folder()}")

@@ -1,0 +1,36 @@
+"""Packages built by another process at the lowest priority, while this one's steps stay plain."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from outrider.compiled import Compiled, folder
+
+log = logging.getLogger(__name__)
+
+LOG = "background.log"
+"""What that process prints, in the folder of packages."""
+
+
+def build(steps: Sequence[Compiled], arguments: Sequence[str]) -> None:
+    """Have those of these steps built that have no package, and take each as soon as it is there.
+
+    steps: the target's first; where it can't be compiled, nothing is built.  arguments: of `outrider compile`, for the
+    same target and drafter.
+    """
+    missing = [step for step in steps if step.graph is None and step.is_possible]
+    if not missing or (steps[0].graph is None and steps[0] is not missing[0]):
+        return
+    log.warning(
+        "compiling in the background, one to two minutes a step, once on this machine; steps are plain until then"
+    )
+    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    command = [sys.executable, "-m", "outrider", "compile", "--background", *arguments]
+    with (folder() / LOG).open("ab") as output:
+        # a session of its own: Ctrl-C here does not end it
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    for step in missing:
+        step.await_graph()

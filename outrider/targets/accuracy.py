@@ -1,0 +1,160 @@
+"""How much a model's number type loses against float64 over the same stored values: the allowance of every fast path.
+
+A constant can't say.  A toy's logits are off by 1e-6; those of a model whose states reach 26,000, as real checkpoints'
+do, by 1e-4, and a kernel that sums carelessly loses several times that.  So the same passes run as transformers
+computes them and in float64, over real text after a real prompt.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outrider import machine, prepacked
+from outrider.decoding.draft import Draft
+from outrider.targets.selftest import PARENTS, chain_of, plain_words, tree_of
+
+log = logging.getLogger(__name__)
+
+PROMPT, NODES = 48, 8
+"""Tokens of the prompt, and of the widest pass."""
+ROWS = (1, 3)
+SHARE = 0.5
+"""Share of the free memory that a copy in float64 may take."""
+RMS, LARGEST = 2.5, 4.0
+"""Two paths may differ by so many times what the number type loses: one of them by all of that, and the other, the fast
+one, by 1.5 times its root mean square and 3 times its largest."""
+UNITS = 4
+"""Units of rounding of the largest logit that are always allowed."""
+
+
+class Loss(NamedTuple):
+    """By how much logits differ."""
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def between(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Loss:
+        """Over all of these pairs of logits [..., V]; each pair's root mean square is one of equals."""
+        differences = [(one.double() - other.double()).abs() for one, other in pairs]
+        squares = torch.stack([each.square().mean() for each in differences])
+        return cls(float(squares.mean().sqrt()), max(float(each.max()) for each in differences))
+
+
+class Allowance(NamedTuple):
+    """By how much two paths' logits may differ."""
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Allowance:
+        """pairs: logits in `compared_with(dtype)` and in `dtype`, either first."""
+        pairs = list(pairs)
+        loss = Loss.between(pairs)
+        units = (
+            UNITS
+            * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+            * max(float(one.abs().max()) for one, _ in pairs)
+        )
+        return cls(max(RMS * loss.rms, units / 4), max(LARGEST * loss.largest, units))
+
+    def exceeded(self, loss: Loss) -> str:
+        """What is too large, in words; "" for nothing."""
+        for name, value, most in (("root mean square", loss.rms, self.rms), ("largest", loss.largest, self.largest)):
+            if not value <= most:
+                return f"{value:.1e} ({name}), more than {most:.1e}"
+        return ""
+
+
+def compared_with(dtype: torch.dtype) -> torch.dtype:
+    """The type whose results show what `dtype` loses: float64; for that float32, in which families compute norms and
+    rotary factors whatever their type."""
+    return torch.float32 if dtype == torch.float64 else torch.float64
+
+
+def texts(target: Any, rows: int, count: int) -> Tensor:
+    """Token ids [rows, count] of real text where the target has a tokenizer, else random ones."""
+    if target.tokenizer is None:
+        return torch.tensor(plain_words(target, rows, count))
+    ids = target.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
+    ids = [token for token in ids if token < target.spec.vocabulary]
+    step = max(1, min(29, (len(ids) - count) // rows))
+    ids *= -(-(count + rows * step) // max(1, len(ids)))
+    return torch.tensor([ids[row * step : row * step + count] for row in range(rows)])
+
+
+@torch.inference_mode()
+def passes(target: Any, prompt: int = PROMPT) -> Iterator[tuple[Any, Tensor, Draft]]:
+    """Passes after prompts of unequal length that `target` has read: its cache, anchors [B], and a draft.
+
+    Single steps, chains and, where its mode has them, trees; of one slot and of several.
+    """
+    prompt = max(len(ROWS) + 1, min(prompt, target.spec.context // 2))
+    for rows in ROWS:
+        text = texts(target, rows, prompt + NODES).to(target.device)
+        cache, lengths = target.allocate(rows, prompt + 2 * NODES), [prompt - row for row in range(rows)]
+        target.prefill(cache, range(rows), text[:, :prompt], lengths)
+        rest = text[:, prompt:]
+        drafts = [Draft.empty(rows, text.device)]
+        if target.spec.mode != "off":
+            drafts += [chain_of(rest[:, 1:2]), chain_of(rest[:, 1:])]
+        if target.spec.mode == "tree":
+            drafts.append(tree_of(rest[:, 1 : 1 + len(PARENTS)]))
+        for draft in drafts:
+            yield cache, rest[:, 0], draft
+
+
+def logits(target: Any, prompt: int = PROMPT) -> Iterator[Tensor]:
+    """The target's own of these passes, [B, N+1, V] each."""
+    for cache, anchors, draft in passes(target, prompt):
+        yield target.verify(cache, range(len(anchors)), anchors, draft).logits
+
+
+def converted(target: Any, dtype: torch.dtype) -> Any:
+    """The same target computed in `dtype`, by transformers' own modules; None where its weights are no plain numbers,
+    or memory has no room."""
+    model = target.model
+    weights = list(model.parameters())
+    if not target.is_whole or not all(type(weight) is nn.Parameter for weight in weights):
+        return None
+    if dtype.itemsize * sum(weight.numel() for weight in weights) > SHARE * machine.free_memory():
+        return None
+    made = type(target)(copy.deepcopy(model).to(dtype), target.tokenizer, target.spec.name, tested=False)
+    made.family, made.spec = target.family, replace(made.spec, mode=target.spec.mode)
+    return made
+
+
+def allowance(target: Any) -> Allowance | None:
+    """By how much logits of this target may differ between two ways of computing them, measured once per model.
+
+    None where it can't be measured.
+    """
+    question = f"rounding of {target.spec.weights_hash} in {target.spec.dtype}, {PROMPT} tokens of text"
+    found = machine.remembered(question, functools.partial(_measured, target))
+    if not found:
+        return None
+    return Allowance(**found["allowed"])
+
+
+@torch.inference_mode()
+def _measured(target: Any) -> dict[str, dict[str, float]]:
+    dtype: torch.dtype = target.model.dtype
+    other = converted(target, compared_with(dtype))
+    if other is None:
+        return {}
+    with prepacked.disabled():
+        allowed = Allowance.of(zip(logits(target), logits(other), strict=True), dtype)
+    log.info("logits of %s in %s may differ by %.1e, at most %.1e", target.spec.name, target.spec.dtype, *allowed)
+    return {"allowed": allowed._asdict()}

@@ -1,0 +1,148 @@
+"""Weights that change after loading, in every way that torch allows: the text is that of the weights as they are."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outrider
+from outrider import contents, kernels, prepacked
+from outrider.contents import Contents, digest
+from outrider.errors import TargetError
+from outrider.targets.transformers import TransformersTarget
+from tests.conftest import tiny_model
+
+PROMPT = [5, 9, 2, 33, 7]
+
+
+def data_of(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).data
+
+
+def noisy(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)).to(tensor.dtype)
+
+
+Q, DOWN, NORM, EMBEDDING = (
+    "model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.down_proj.weight",
+    "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight",
+)  # fmt: skip
+
+
+def swap_rows(model: nn.Module) -> None:
+    data_of(model, DOWN)[[0, 5]] = data_of(model, DOWN)[[5, 0]]
+
+
+def replace(model: nn.Module) -> None:
+    model.get_submodule("model.layers.1.self_attn.q_proj").weight = nn.Parameter(noisy(data_of(model, Q)))
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state[DOWN] += 0.3
+    model.load_state_dict(state, assign=True)
+
+
+def average(model: nn.Module) -> None:
+    for weight in model.parameters():
+        weight.data.lerp_(noisy(weight), 0.2)
+
+
+def through_numpy(model: nn.Module) -> None:
+    data_of(model, DOWN).numpy()[3] *= -1
+
+
+def prune(model: nn.Module) -> None:
+    model.get_submodule("model.layers.2.mlp").down_proj.weight.data.masked_fill_(noisy(data_of(model, DOWN)) > 0.5, 0)
+
+
+def logits(target: TransformersTarget) -> Tensor:
+    """Of the token after the prompt."""
+    return target.prefill(target.allocate(1, 16), [0], torch.tensor([PROMPT]), [len(PROMPT)]).logits[0, -1]
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "data.copy_": lambda model: data_of(model, Q).copy_(noisy(data_of(model, Q))),
+    "data.add_": lambda model: data_of(model, DOWN).add_(noisy(data_of(model, DOWN))),
+    "data.mul_": lambda model: data_of(model, DOWN).mul_(1.5),
+    "data =": lambda model: setattr(model.get_parameter(DOWN), "data", noisy(data_of(model, DOWN))),
+    "one value": lambda model: data_of(model, DOWN)[3].__setitem__(7, 9.0),
+    "a row": lambda model: data_of(model, DOWN)[3].zero_(),
+    "a column": lambda model: data_of(model, DOWN)[:, 3].zero_(),
+    "two rows swapped": swap_rows,
+    "a norm": lambda model: data_of(model, NORM).mul_(3),
+    "embeddings": lambda model: data_of(model, EMBEDDING).add_(noisy(data_of(model, EMBEDDING))),
+    "detach": lambda model: model.get_parameter(DOWN).detach().neg_(),
+    "no_grad": lambda model: torch.no_grad()(lambda: model.get_parameter(DOWN).neg_())(),
+    "inference_mode": lambda model: torch.inference_mode()(lambda: model.get_parameter(DOWN).neg_())(),
+    "numpy": through_numpy, "a new parameter": replace, "load_state_dict": assign, "an average": average,
+    "pruning": prune,
+}  # fmt: skip
+
+
+@pytest.fixture
+def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are packed in panels, whatever is fastest."""
+    if kernels.library() is None:
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setattr(prepacked, "_fastest", lambda layers: "panels")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_text_is_that_of_the_weights_as_they_are(change, in_panels):
+    """Catches weights packed at loading and used after they changed: PEFT's merge, an average, `param.data.copy_`.
+
+    The same change to a model that was never decoded gives the reference.  False alarm: a tie in float32; none here."""
+    model, other = (tiny_model(3).float() for _ in range(2))
+    target, ids = outrider.load_target(model), torch.tensor([PROMPT])
+    outrider.generate(target, ids, max_new_tokens=12)
+    before = logits(target)
+    CHANGES[change](model)
+    CHANGES[change](other)
+    wanted = other.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    assert outrider.generate(target, ids, max_new_tokens=12)[0].tokens == wanted
+    torch.testing.assert_close(logits(target), other(ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+    assert (logits(target) - before).abs().max() > 1e-3, "the change is one that can be seen"
+    layer = model.get_submodule("model.layers.2.mlp.down_proj")
+    assert prepacked._weights[layer].stamp == prepacked._stamp(layer), "what changed is packed again"
+
+
+def test_an_embedding_that_was_resized_is_refused_by_name(in_panels):
+    """Catches logits of another width than the vocabulary that drafters, grammars and samplers were made for."""
+    model = tiny_model(3).float()
+    target = outrider.load_target(model)
+    model.resize_token_embeddings(70)
+    with pytest.raises(TargetError, match="replaced or resized after it was loaded; load it again"):
+        outrider.generate(target, [PROMPT], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_every_value_counts(has_library, monkeypatch):
+    """Catches a hash that samples, or that does not see the order: one bit anywhere, and two words swapped."""
+    if not has_library:
+        monkeypatch.setattr(contents.kernels, "library", lambda: None)
+    weight = torch.randn(3, 70_001, generator=torch.Generator().manual_seed(1))
+    whole, words = digest(weight), weight.view(-1).view(torch.int32)
+    assert digest(weight.clone()) == whole
+    for at in (0, 1, 511, 512, 65_536, 100_000, len(words) - 1):
+        words[at] ^= 1
+        assert digest(weight) != whole, at
+        words[at] ^= 1
+    words[[5, 70_000]] = words[[70_000, 5]]
+    assert digest(weight) != whole
+    words[[5, 70_000]] = words[[70_000, 5]]
+    assert len({whole, digest(-weight), digest(weight.roll(1)), digest(weight * 2), digest(weight.flip(0))}) == 5
+
+
+def test_what_counts_writes_sees_a_write_that_torch_did_not_count():
+    """Catches a graph or a pack, stamped by torch's counter, that goes on with the values of before."""
+    layer = nn.Linear(4, 4)
+    watched, counted = Contents(layer), layer.weight._version
+    assert watched.changes() == []
+    with contextlib.suppress(RuntimeError):
+        layer.weight.data[0, 0] += 1
+    assert layer.weight._version == counted
+    assert watched.changes() == ["weight"] and layer.weight._version > counted
+    assert watched.changes() == []
