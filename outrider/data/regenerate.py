@@ -42,6 +42,7 @@ from outrider.errors import DataError
 from outrider.generation import serve
 from outrider.lock import held
 from outrider.processes import ALONE
+from outrider.targets.prompts import refuse_unembedded
 from outrider.targets.protocol import Target
 
 WAVE = 4096
@@ -132,7 +133,7 @@ def _enter(
             spool.add(one)
             status = ledger.ask(one.prompt_hash, one.conversation.id, position)
             if status == "open" and config.regenerate:  # given answers are checked when they are rendered
-                _check(tokenizer, one, config, ledger, skipped)
+                _check(tokenizer, target.spec.vocabulary, one, config, ledger, skipped)
     if theirs != mine:
         write_manifest(folder, mine)
 
@@ -145,9 +146,13 @@ def _lines(folder: Path, vocabulary: int, check: Callable[[int, Answer], None]) 
             yield answer.prompt_hash or "", str(answer.id)
 
 
-def _check(tokenizer: Any, one: Asked, config: Config, ledger: Ledger, skipped: Skipped) -> None:
+def _check(
+    tokenizer: Any, vocabulary: int, one: Asked, config: Config, ledger: Ledger, skipped: Skipped
+) -> None:  # fmt: skip
     try:
         check_template(tokenizer, one.conversation, config.enable_thinking)
+        with at_place(one.conversation):
+            refuse_unembedded((message["content"] for message in one.questions), tokenizer, vocabulary)
     except DataError as error:
         if not config.skip_bad:
             raise
@@ -176,7 +181,7 @@ def _answer_all(
     target: Target, tokenizer: Any, unanswered: Iterator[Asked], config: Config, drafter: Drafter | None, record: Record
 ) -> None:
     if not config.regenerate:
-        _take_given(tokenizer, unanswered, config, record)
+        _take_given(target, tokenizer, unanswered, config, record)
     elif config.servers:
         servers.answer_all(target, tokenizer, unanswered, config, record)
     else:
@@ -186,11 +191,15 @@ def _answer_all(
                 record.answer(answer)
 
 
-def _take_given(tokenizer: Any, unanswered: Iterable[Asked], config: Config, record: Record) -> None:
+def _take_given(
+    target: Target, tokenizer: Any, unanswered: Iterable[Asked], config: Config, record: Record
+) -> None:  # fmt: skip
     """Write the conversations' own answers, rendered."""
     for one in unanswered:
         try:
             with at_place(one.conversation):
+                texts = (message["content"] for message in one.conversation.messages)
+                refuse_unembedded(texts, tokenizer, target.spec.vocabulary)
                 tokens, learn, unstable = render(
                     tokenizer, one.conversation.messages, config.length, config.enable_thinking, one.conversation.tools
                 )

@@ -2,8 +2,8 @@
 
 Where the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Else an answer is
 what follows its prompt: it trains where the prompt, as the engine renders it, is a beginning of the whole.  Where a
-boundary is not sure (a template that rewrites earlier turns, a token on both sides), the answer does not train and is
-counted.
+boundary is not sure (a template that rewrites earlier turns, a token on both sides), or where an answer goes on after
+the token that ends a turn, it does not train and is counted.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.data.conversations import Conversation, at_place
 from outrider.errors import DataError
+from outrider.targets.turns import runs_on
 
 Tools = Sequence[Mapping[str, Any]]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -77,8 +78,9 @@ def render(
     is_marked = isinstance(template, str) and MARKS.search(template) is not None
     choices = _choices(thinking, tools)
     whole = _by_marks(tokenizer, messages, choices) if is_marked else _by_prompts(tokenizer, messages, choices)
-    cut = [(start, min(end, length)) for start, end in whole.learn if start < length]
-    return Rendered(whole.tokens[:length], cut, whole.unstable)
+    learn = [(start, end) for start, end in whole.learn if not runs_on(whole.tokens[start:end], tokenizer)]
+    cut = [(start, min(end, length)) for start, end in learn if start < length]
+    return Rendered(whole.tokens[:length], cut, whole.unstable + len(whole.learn) - len(learn))
 
 
 def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> Rendered:

@@ -176,6 +176,8 @@ class Server:
                 f"an answer whose ids can't be the target's: {error}; does it serve another model?"
             ) from None
         most, ends = question.request.max_new_tokens, self._target.ends
+        if (first := next((i for i, token in enumerate(tokens) if token in ends), None)) is not None:
+            tokens, reason = tokens[: first + 1], "stop"  # the server went on after the end of the turn
         if reason in COMPLETE and not (tokens and tokens[-1] in ends) and (end := self._end) is not None:
             tokens = [*tokens, end]
         if not tokens:

@@ -29,6 +29,7 @@ from outrider.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
+from outrider.targets.prompts import encoded
 from outrider.targets.transformers import TransformersTarget
 
 COMPLETION_TOKENS = 16
@@ -111,7 +112,8 @@ class Reader:
 
     def _encoded(self, text: str, with_special: bool = True) -> list[int]:
         try:
-            return list(self._tokenizer().encode(text, add_special_tokens=with_special))
+            tokenizer = self._tokenizer()
+            return encoded(text, tokenizer) if with_special else list(tokenizer.encode(text, add_special_tokens=False))
         except (TypeError, ValueError) as error:
             raise invalid(f"the tokenizer can't read the text: {error}", "prompt") from None
 

@@ -23,10 +23,13 @@ from outrider.targets import tensor_parallel as tensor_parallelism
 from outrider.targets.anatomy import output_layer
 from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.ensemble_folder import Description, described
+from outrider.targets.generation import ends_of
 from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
 from outrider.targets.progress import no_bars
+from outrider.targets.prompts import unembedded
 from outrider.targets.spread import is_whole
 from outrider.targets.transformers import TransformersTarget
+from outrider.targets.turns import closing_of, names_of
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +234,7 @@ def _compiled(target: TransformersTarget, compile: bool | Literal["auto"] | None
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)
-    _warn_if_endless(target)
+    _warn_of_text(target)
     return target
 
 
@@ -268,11 +271,30 @@ def _warn_if_slow(target: TransformersTarget) -> None:
         log.warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
 
 
-def _warn_if_endless(target: TransformersTarget) -> None:
-    """One line where the config names an end token at which `model.generate` does not stop."""
+def _warn_of_text(target: TransformersTarget) -> None:
+    """One line where generation_config, tokenizer and chat template name different ends, and one for tokens without an
+    embedding."""
+    stops, tokenizer = ends_of(target.model), target.tokenizer
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
         log.warning(
             "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
             "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
+        )  # fmt: skip
+        return
+    if tokenizer is None:
+        return
+    if more := unembedded(tokenizer, target.spec.vocabulary):
+        log.warning(
+            "%s: its tokenizer has %d tokens that its embedding of %d rows lacks, such as %r; texts with them are "
+            "refused", target.spec.name, len(more), target.spec.vocabulary, next(iter(more)),
+        )  # fmt: skip
+    closing = closing_of(tokenizer)
+    own = {"tokenizer": tokenizer.eos_token_id, "chat template": None if closing is None else closing.end}
+    missing = {place: end for place, end in own.items() if end is not None and end not in stops}
+    if missing:
+        others = "; ".join(f"its {place} names the end {names_of([end], tokenizer)}" for place, end in missing.items())
+        log.warning(
+            "%s: %s, and its generation_config %s; texts end at %s.  Set target.ends for others", target.spec.name,
+            others, names_of(sorted(stops), tokenizer), names_of(sorted(target.ends), tokenizer),
         )  # fmt: skip

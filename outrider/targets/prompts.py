@@ -77,7 +77,7 @@ def ids_of(
     if tokenizer is None:
         raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
     try:
-        return _known(_encoded(given, tokenizer, thinking), vocabulary, media)
+        return _known(_encoded(given, tokenizer, thinking), vocabulary, media, tokenizer)
     except DataError:
         raise
     except (TypeError, ValueError, LookupError) as error:
@@ -87,7 +87,7 @@ def ids_of(
 def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     """Token ids of a text or of chat messages, by the tokenizer."""
     if isinstance(given, str):
-        return list(tokenizer.encode(given, add_special_tokens=True))
+        return encoded(given, tokenizer)
     _refuse_media(given)
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
@@ -103,6 +103,15 @@ def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     return list(tokens)
 
 
+def encoded(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text, with what the tokenizer puts before one; not twice where a chat template wrote it
+    already."""
+    tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=True))
+    begin = tokenizer.bos_token_id
+    is_double = begin is not None and tokens[:2] == [begin, begin] and text.startswith(str(tokenizer.bos_token))
+    return tokens[1:] if is_double else tokens
+
+
 def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     for kind in (part.get("type", "text") for part in parts if isinstance(part, Mapping)):
@@ -112,11 +121,35 @@ def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str]) -> list[int]:
+def unembedded(tokenizer: Any, vocabulary: int) -> dict[str, int]:
+    """Tokens of a tokenizer that a model of this vocabulary has no embedding for: they were added to the tokenizer
+    alone."""
+    if tokenizer is None or len(tokenizer) <= vocabulary:
+        return {}
+    return {name: token for name, token in tokenizer.get_vocab().items() if token >= vocabulary}
+
+
+def refuse_unembedded(texts: Iterable[str], tokenizer: Any, vocabulary: int) -> None:
+    """Raises DataError for a text with a token that has no embedding."""
+    names = unembedded(tokenizer, vocabulary)
+    for name in (name for text in texts for name in names if name in text):
+        raise DataError(_without_row(name, names[name], vocabulary))
+
+
+def _without_row(name: str, token: int, vocabulary: int) -> str:
+    return (
+        f"the tokenizer has the token {name!r} ({token}), and the model's embedding has {vocabulary} rows: resize the "
+        "model with model.resize_token_embeddings and train that row, or leave the token out of the text"
+    )
+
+
+def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str], tokenizer: Any = None) -> list[int]:
     if not tokens:
         raise DataError("the prompt is empty; give at least one token of text")
     for token in tokens:
         if not 0 <= token < vocabulary:
+            if tokenizer is not None:
+                raise DataError(_without_row(tokenizer.convert_ids_to_tokens(token), token, vocabulary))
             raise DataError(
                 f"token id {token} lies outside the target's vocabulary of {vocabulary}; use the target's own tokenizer"
             )

@@ -46,6 +46,7 @@ from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
 from outrider.targets.trust import trust, trusted
+from outrider.targets.turns import closing_of
 
 
 class TransformersTarget(Passes):
@@ -125,9 +126,12 @@ class TransformersTarget(Passes):
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text: those of the model's generation_config as it is now, unless others were set
-        here."""
-        return ends_of(self.model) if self._ends is None else self._ends
+        """Token ids that end a text, unless others were set here: those of the model's generation_config as it is now,
+        and the one with which the chat template ends a turn."""
+        if self._ends is not None:
+            return self._ends
+        closing = closing_of(self.tokenizer)
+        return ends_of(self.model) | (frozenset() if closing is None else {closing.end})
 
     @ends.setter
     def ends(self, ends: frozenset[int]) -> None:
