@@ -1,0 +1,242 @@
+"""A real model as a user gets it, without any flag: tokens/s beside llama.cpp, and whether every text is the same.
+
+    python benchmarks/engines/build_llama.py
+    python benchmarks/real_model.py KIND=FILE.jsonl ... [--target smollm2] [--prompts 16] [--new 96] [--rounds 2]
+                                    [--out FILE]
+
+KIND=FILE: a kind of prompts, such as code=humaneval.jsonl, whose rows have `turns`; the first turn is asked, through
+the chat template.  Greedy, one request at a time, whole requests, prompt included; at every prompt all ways take
+turns.
+
+Ours: `plain`, `ngram` and `suffix`, loaded as `outrider decode` and `evaluate` do.  llama.cpp's server with 16-bit
+weights, its threads and flash attention tuned on the first prompt of every kind; with --gguf FILE that file too.
+`transformers` is its own `generate`.  Texts are compared with `generate` of transformers: a text that parts from it
+is a tie where both tokens' logits in float64 are nearer than float32 is off (`accuracy`), else a fault.
+Prints JSON; exits with 1 where a promise is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from batch_time import promise, write
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.engines import llama_cpp  # noqa: E402
+from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
+from outrider import generate, load_drafter, machine  # noqa: E402
+from outrider.export import gguf  # noqa: E402
+from outrider.targets import accuracy  # noqa: E402
+from outrider.targets.load import load_target  # noqa: E402
+from outrider.weights import weights_of  # noqa: E402
+
+Answer = Callable[[list[int], int], list[int]]
+"""(prompt, new tokens) to the tokens of the answer, without what ends it."""
+TUNED = tuple(itertools.product((1, 2), ("on", "off")))
+"""Threads, as a share of all, and flash attention."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", metavar="KIND=FILE")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gguf", type=Path, help="a file of the same model for llama.cpp, as people have it")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    machine.set_up_process()
+    target = load_target(options.target, compile="auto")
+    prompts = {kind: read(target, path, options.prompts) for kind, path in (each.split("=") for each in options.kinds)}
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as place:
+        ways = dict(ours(target))
+        if not options.no_transformers:
+            ways["transformers"] = partial(by_transformers, target)
+        tuned = dict(llama_ways(stack, target, Path(place), options.gguf, prompts))
+        ways |= {name: answer for name, (answer, _) in tuned.items()}
+        rows = measured(ways, prompts, options.new, options.rounds)
+    texts = compared(target, rows, prompts, options.new)
+    table = [line(name, kind, rows) for name in ways for kind in [*prompts, None]]
+    write(
+        {
+            "promises": promises(table, texts), "compiled": target.step.graph is not None,
+            "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT,
+                          "tuned": {name: settings for name, (_, settings) in tuned.items()}},
+            "table": table, "texts": texts, "prompts": options.prompts, "new": options.new, "rounds": options.rounds,
+        },
+        options.out,
+    )  # fmt: skip
+    return 0
+
+
+def read(target: Any, path: str, count: int) -> list[list[int]]:
+    """The first turns of a file's rows, as the chat template has them."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
+    return [target.encode([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
+
+
+# ── ways ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ours(target: Any) -> Iterator[tuple[str, Answer]]:
+    for name in ("plain", "ngram", "suffix"):
+        yield name, partial(by_us, target, None if name == "plain" else load_drafter(name, target))
+
+
+def by_us(target: Any, drafter: Any, prompt: list[int], new: int) -> list[int]:
+    return without_ends(target, generate(target, [prompt], drafter, max_new_tokens=new)[0].tokens)
+
+
+@torch.inference_mode()
+def by_transformers(target: Any, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    text = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=min(target.ends)
+    )
+    return without_ends(target, text[0, len(prompt) :].tolist())
+
+
+def llama_ways(
+    stack: ExitStack, target: Any, place: Path, file: Path | None, prompts: dict[str, list[list[int]]]
+) -> Iterator[tuple[str, tuple[Answer, dict[str, Any]]]]:
+    binary = Path(os.environ.get("LLAMA_SERVER", server()))
+    if not binary.exists():
+        print(f"left out: llama.cpp: no {binary}; run benchmarks/engines/build_llama.py", file=sys.stderr)
+        return
+    sixteen, lm = place / "sixteen.gguf", target.model
+    gguf.write_file(sixteen, gguf.header(lm, target.tokenizer, "f16"), weights_of(lm), lm, "f16")
+    samples = [own[0] for own in prompts.values()]
+    for name, model in {"llama.cpp, 16 bits": sixteen, "llama.cpp, the file": file}.items():
+        if model is not None:
+            settings = tuned(target, binary, model, samples)
+            yield name, (stack.enter_context(llama(target, binary, model, **settings)), settings)
+
+
+def tuned(target: Any, binary: Path, model: Path, samples: list[list[int]]) -> dict[str, Any]:
+    """The fastest settings of a server, by three requests each, the last two of which count."""
+    seconds: dict[tuple[int, str], float] = {}
+    for share, flash in TUNED:
+        threads = max(1, torch.get_num_threads() // share)
+        with llama(target, binary, model, threads, flash) as answer:
+            times = [clock(answer, prompt, 48)[0] for _ in range(3) for prompt in samples]
+        seconds[threads, flash] = sum(times[len(samples) :])
+    threads, flash = min(seconds, key=seconds.__getitem__)
+    return {"threads": threads, "flash": flash}
+
+
+@contextmanager
+def llama(target: Any, binary: Path, model: Path, threads: int, flash: str) -> Iterator[Answer]:
+    with llama_cpp.serving(binary, model, 4096, threads, ["-fa", flash]) as client:
+
+        def answer(prompt: list[int], new: int) -> list[int]:
+            body = {"prompt": prompt, "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+            return without_ends(target, client.post("/completion", json=body).raise_for_status().json()["tokens"])
+
+        yield answer
+
+
+def without_ends(target: Any, tokens: Sequence[int]) -> list[int]:
+    return [token for token in tokens if token not in target.ends]
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def clock(answer: Answer, prompt: list[int], new: int) -> tuple[float, list[int]]:
+    began = time.perf_counter()
+    tokens = answer(prompt, new)
+    return time.perf_counter() - began, tokens
+
+
+def measured(
+    ways: dict[str, Answer], prompts: dict[str, list[list[int]]], new: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for every request: way, kind, prompt, seconds, tokens; all ways by turns at each prompt, in an order that
+    moves on."""
+    for answer in ways.values():  # warm up
+        for own in prompts.values():
+            answer(own[0], 16)
+    rows, order = [], list(ways)
+    for _ in range(rounds):
+        for kind, own in prompts.items():
+            for number, prompt in enumerate(own):
+                order = [*order[1:], order[0]]
+                for name in order:
+                    seconds, tokens = clock(ways[name], prompt, new)
+                    rows.append({"way": name, "kind": kind, "prompt": number, "seconds": seconds, "tokens": tokens})
+                print(f"{kind} {number + 1} of {len(own)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def line(name: str, kind: str | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [row for row in rows if row["way"] == name and kind in (None, row["kind"])]
+    tokens, seconds = sum(len(row["tokens"]) for row in own), sum(row["seconds"] for row in own)
+    by_prompt = [len(row["tokens"]) / row["seconds"] for row in own]
+    return {
+        "way": name, "kind": kind or "all", "tokens": tokens, "tokens_per_s": tokens / seconds,
+        "median_of_requests": statistics.median(by_prompt),
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def compared(
+    target: Any, rows: list[dict[str, Any]], prompts: dict[str, list[list[int]]], new: int
+) -> dict[str, dict[str, Any]]:
+    """Our ways' texts beside transformers' own: equal ones, ties with the largest margin, and faults."""
+    every = [(kind, n, prompt) for kind, own in prompts.items() for n, prompt in enumerate(own)]
+    reference = {(kind, n): by_transformers(target, prompt, new) for kind, n, prompt in every}
+    allowed = accuracy.allowance(target)
+    exact = copy.deepcopy(target.model).double()
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["way"] not in ("plain", "ngram", "suffix"):
+            continue
+        own = found.setdefault(row["way"], {"texts": 0, "tokens": 0, "equal": 0, "ties": 0, "faults": 0, "margin": 0.0})
+        wanted = reference[row["kind"], row["prompt"]]
+        own["texts"] += 1
+        own["tokens"] += len(row["tokens"])
+        if row["tokens"] == wanted:
+            own["equal"] += 1
+            continue
+        at = next(n for n, (a, b) in enumerate(itertools.zip_longest(wanted, row["tokens"])) if a != b)
+        text = prompts[row["kind"]][row["prompt"]] + wanted[:at]
+        logits = exact(torch.tensor([text])).logits[0, -1]
+        both = [each[at] if at < len(each) else min(target.ends) for each in (wanted, row["tokens"])]
+        margin = float((logits[both[0]] - logits[both[1]]).abs())
+        own["margin"] = max(own["margin"], margin)
+        own["ties" if allowed is not None and margin <= 2 * allowed.largest else "faults"] += 1
+    return found
+
+
+def promises(table: list[dict[str, Any]], texts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    speed = {(row["way"], row["kind"]): row["tokens_per_s"] for row in table}
+    lines = [promise(f"faults of {way}: none", 0, -own["faults"]) for way, own in texts.items()]
+    if ("llama.cpp, 16 bits", "all") in speed:
+        ratio = speed["plain", "all"] / speed["llama.cpp, 16 bits", "all"]
+        lines.append(promise("plain over llama.cpp with 16-bit weights", 1.15, ratio))
+    lines.append(promise("suffix over plain", 1.12, speed["suffix", "all"] / speed["plain", "all"]))
+    if ("suffix", "code") in speed:
+        lines.append(promise("suffix over plain on code", 1.2, speed["suffix", "code"] / speed["plain", "code"]))
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
