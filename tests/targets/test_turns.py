@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import outrider
@@ -110,8 +110,27 @@ def test_a_text_with_a_token_that_has_no_embedding_says_so():
     tokenizer = tokenizer_of()
     tokenizer.add_tokens([f"<new {n}>" for n in range(64)])
     target = target_of(tokenizer, 0)
-    with pytest.raises(
-        DataError, match=r"token '<new \d+>' \(\d+\), and the model's embedding has 64 rows: resize"
-    ):
+    with pytest.raises(DataError, match=r"token '<new \d+>' \(\d+\), and the model's embedding has 64 rows: resize"):
         target.encode("a <new 63> b")
     assert torch.tensor(target.encode("a <new 2> b")).max() < 64
+
+
+def test_a_text_goes_on_from_its_prompt_and_an_answer_stands_by_itself():
+    """Catches `the quickbrown`: a decoder of SentencePiece drops a text's first space, also where a prompt is before it.
+
+    An answer to chat messages goes on from nothing; streamed or whole, the text is the same."""
+    names = [*SPECIAL, *(f"▁{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"), *".,▁"]
+    raw = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="▁a"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    raw.add_special_tokens(SPECIAL)
+    target = target_of(PreTrainedTokenizerFast(tokenizer_object=raw), None)
+    target.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for prompt in ("a b", [4, 5]):
+        found = outrider.generate(target, prompt, max_new_tokens=5)[0]
+        ids = target.encode(prompt)
+        whole, shown = target.decode(ids + found.tokens), target.decode(ids)
+        assert shown + found.text == whole
+        assert "".join(text for _, _, text, _ in outrider.stream(target, prompt, max_new_tokens=5)) == found.text
+    answer = outrider.generate(target, [[{"role": "user", "content": "a b"}]], max_new_tokens=5)[0]
+    assert answer.text == target.decode(answer.tokens)
