@@ -116,7 +116,7 @@ def test_a_text_with_a_token_that_has_no_embedding_says_so():
 
 
 def test_a_text_goes_on_from_its_prompt_and_an_answer_stands_by_itself():
-    """Catches `the quickbrown`: a decoder of SentencePiece drops a text's first space, also where a prompt is before it.
+    """Catches `the quickbrown`: decoders of SentencePiece drop a text's first space, also behind a prompt.
 
     An answer to chat messages goes on from nothing; streamed or whole, the text is the same."""
     names = [*SPECIAL, *(f"▁{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"), *".,▁"]
