@@ -1,9 +1,9 @@
 """The speed of this machine: number types, kernels, threads.  Measured once and stored on disk.
 
 One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor
-torch says which.  So matrix products of every type are timed once (under a second), and ways of doing the same thing
-are timed against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions,
-settings and threads.
+torch says which.  So matrix products of every type are timed (under a second), and ways of doing the same thing are
+timed against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions, settings
+and threads: the least times of three processes, measured while no other program disturbs them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider import cache
+from outrider.contention import watched
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 12, 0.015
 """The ways are timed in turn until this much time is spent on each; the fastest run counts."""
 UNKNOWN_MEMORY = 2**32
 """Bytes taken to be free where the system does not say."""
+MEASUREMENTS = 3
+"""Processes that measure, the first ones."""
+TRIES, LONG_S = 3, 5.0
+"""Times that a process measures while other programs disturb it, unless one takes longer than this."""
+OTHERS = 0.3
+"""Processors that work for other programs, from which on a measurement counts as disturbed."""
 BUSY = 1.5
 """Running programs per thread, ours included, from which on times are not stored."""
 HOPELESS = 10.0
@@ -76,16 +83,22 @@ class MatmulTimes:
 
 def matmul_times() -> MatmulTimes:
     """The times of this machine; measured where they are not known yet."""
-    return MatmulTimes(_cached("products", _time_matmuls))
+    return MatmulTimes(_timed("products", _time_matmuls))
 
 
-def fastest(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
-    """Name of the fastest way: the first one, unless another is `margin` times as fast.  Timed once per machine.
+def fastest(
+    question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1,
+    measurements: int = MEASUREMENTS,
+) -> str:  # fmt: skip
+    """Name of the fastest way: the first one, unless another is `margin` times as fast.
+
+    Timed by the first processes on a machine, each in a quiet moment; the least times count.
 
     question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways:
-    called only where the answer is not known yet.
+    called only where the answer is not known yet.  measurements: processes that time them, 1 where that takes long.
     """
-    found = _cached(question, lambda: {way: {"ms": ms} for way, ms in _best_times(ways()).items()})
+    measure = lambda: {way: {"ms": ms} for way, ms in _best_times(ways()).items()}
+    found = _timed(question, measure, measurements)
     ms = {way: own["ms"] for way, own in found.items()}
     usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
     return best if ms[best] * margin <= ms[usual] else usual
@@ -166,7 +179,7 @@ def gflops(rows: int, dtype: Precision = "float32", device: torch.device | str =
     """GFLOP/s of this device in products of about so many rows in this type; of a GPU, in large ones."""
     if torch.device(device).type != "cpu":
         question = f"large products of {dtype} on {torch.cuda.get_device_name(device)}"
-        ms = _cached(question, lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[dtype]["ms"]
+        ms = _timed(question, lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[dtype]["ms"]
         return 2 * LARGE**3 / ms / 1e6
     timed = max((one for one in ROWS if one <= rows), default=ROWS[0])
     return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms[dtype][str(timed)] / 1e6
@@ -274,7 +287,14 @@ def is_busy() -> bool:
 
 def remembered(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Figures that depend on this machine and on what `question` names, but not on how busy it is: measured once."""
-    return _cached(question, measure, timed=False)
+    path = _place(question)
+    if path not in _memory:
+        stored = _read(path)
+        if stored is None:
+            stored = Record(measure(), MEASUREMENTS)
+            _write(path, stored)
+        _memory[path] = stored.ms
+    return _memory[path]
 
 
 def forget() -> None:
@@ -287,21 +307,47 @@ def forget() -> None:
 _memory: dict[Path, dict[str, dict[str, float]]] = {}
 
 
-def _cached(
-    question: str, measure: Callable[[], dict[str, dict[str, float]]], timed: bool = True
+class Record(NamedTuple):
+    """What is stored under a question."""
+
+    ms: dict[str, dict[str, float]]
+    """By way, then by column: the least of all measurements, since load only adds."""
+    measurements: int
+
+
+def _timed(
+    question: str, measure: Callable[[], dict[str, dict[str, float]]], measurements: int = MEASUREMENTS
 ) -> dict[str, dict[str, float]]:
-    """The figures stored under this question, else those measured now.  timed: whether they are times."""
+    """The times under this question: each of the first processes measures, and a moment of load is corrected so."""
     path = _place(question)
     if path not in _memory:
-        found = _read(path)
-        if found is None:
-            found = measure()
-            if timed and is_busy():
-                log.info("other programs are busy: these times are used now, and the next process measures again")
-            else:
-                _write(path, found)
-        _memory[path] = found
+        stored = _read(path)
+        if stored is None or stored.measurements < measurements:
+            stored = _measured(path, stored, measure)
+        _memory[path] = stored.ms
     return _memory[path]
+
+
+def _measured(path: Path, stored: Record | None, measure: Callable[[], dict[str, dict[str, float]]]) -> Record:
+    """Measure, again where other programs disturbed it; stored where one time was quiet."""
+    times, count = {} if stored is None else stored.ms, 1 if stored is None else stored.measurements + 1
+    for _ in range(TRIES):
+        found, contention = watched(measure)
+        times = _least(times, found) if times else found
+        if not contention.is_high and (contention.others or 0.0) < OTHERS and not is_busy():
+            _write(path, Record(times, count))
+            return Record(times, count)
+        if contention.seconds > LONG_S:
+            break
+    log.info("other programs are busy: these times are used now, and the next process measures again")
+    return Record(times, count)
+
+
+def _least(one: dict[str, dict[str, float]], other: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The shorter time of each way and column that both have."""
+    if {way: own.keys() for way, own in one.items()} != {way: own.keys() for way, own in other.items()}:
+        return other
+    return {way: {column: min(ms, other[way][column]) for column, ms in own.items()} for way, own in one.items()}
 
 
 def _place(question: str) -> Path:
@@ -309,19 +355,20 @@ def _place(question: str) -> Path:
     return cache.folder() / "machine" / machine / f"{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path) -> dict[str, dict[str, float]] | None:
+def _read(path: Path) -> Record | None:
     """None for a file that is missing, damaged, or was written by another version."""
     try:
-        found = json.loads(path.read_text())
-        return {way: {column: float(ms) for column, ms in own.items()} for way, own in found["ms"].items()}
+        record = json.loads(path.read_text())
+        ms = {way: {column: float(ms) for column, ms in own.items()} for way, own in record["ms"].items()}
+        return Record(ms, int(record["measurements"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
-def _write(path: Path, ms: Mapping[str, Mapping[str, float]]) -> None:
-    record = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}
+def _write(path: Path, record: Record) -> None:
+    about = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     with suppress(OSError), keeping(path) as part:  # a folder that can't be written costs a measurement a process
-        part.write_text(json.dumps(record))
+        part.write_text(json.dumps(about | record._asdict()))
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -377,13 +424,17 @@ def _training_step(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _best_times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each way's fastest run; run in turn, so that other load slows all ways; long ones run fewer
-    times."""
+    """Milliseconds of each way's fastest run, the first one left out, which pages memory in and wakes threads.
+
+    Run in turn, so that other load slows all ways; long ones run fewer times.
+    """
     taken: dict[str, list[float]] = {way: [] for way in ways}
+    for run in ways.values():
+        run()
     for repeat in range(MAX_REPEATS):
         for way, run in ways.items():
             spent = sum(taken[way])
-            if spent < ENOUGH_S or (repeat < MIN_REPEATS and spent < 5 * ENOUGH_S):
+            if spent < ENOUGH_S or (repeat < MIN_REPEATS and spent < LONG_S):
                 began = time.perf_counter()
                 run()
                 taken[way].append(time.perf_counter() - began)

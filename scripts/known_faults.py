@@ -290,7 +290,7 @@ FAULTS = [
     # machine
     fault(
         "timings taken while other programs were running are stored for good",
-        ("_cached", "if timed and is_busy():", "if timed and is_busy() and not found:"),
+        ("_measured", "and not is_busy():", "or is_busy():"),
     ),
     fault(
         "free memory is the machine's instead of the container's",

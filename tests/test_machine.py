@@ -13,6 +13,7 @@ from conftest import tiny_model
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
+from outrider.contention import Contention
 from outrider.processes import Whole
 from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal
@@ -30,6 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_memory", {})
     monkeypatch.setattr(machine, "is_busy", lambda: False)
+    monkeypatch.setattr(machine, "watched", lambda work: (work(), Contention(0.1, 0.0, 0.0, 0.0, 1.0)))
     return tmp_path
 
 
@@ -47,8 +49,9 @@ def test_what_was_measured_decides(kind: str, chosen: str, monkeypatch: pytest.M
     assert chosen in machine.describe()
 
 
-def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a table that every process times anew, one that another number of threads takes over."""
+def test_the_first_processes_measure_in_a_quiet_moment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a table that every process times anew, one that a busy machine leaves for good, and one that another
+    number of threads takes over."""
     calls: list[int] = []
     monkeypatch.setattr(machine, "_time_matmuls", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
     monkeypatch.setattr(machine, "is_busy", lambda: True)
@@ -56,15 +59,15 @@ def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not machine._place("products").exists()
     monkeypatch.setattr(machine, "is_busy", lambda: False)
     machine._memory.clear()  # as in another process
-    for _ in range(2):
+    for _ in range(5):
         assert machine.matmul_times().ms == TABLES["without"]
         machine._memory.clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert machine.matmul_times().ms == TABLES["without"]
-    assert calls == [1, 1, 3]
+    assert calls == [1] * machine.TRIES + [1] * machine.MEASUREMENTS + [3]
     machine.forget()
     machine.matmul_times()
-    assert calls == [1, 1, 3, 3]
+    assert calls[-2:] == [3, 3]
     monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
     machine._memory.clear()
     assert machine.matmul_times().ms == TABLES["without"]
@@ -79,6 +82,17 @@ def test_a_damaged_file_is_measured_again(text: str, place: Path, monkeypatch: p
     path.write_text(text)
     assert machine.matmul_times().ms == TABLES["without"]
     assert json.loads(path.read_text())["ms"] == TABLES["without"]
+
+
+def test_a_time_that_load_made_long_is_corrected(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice that a moment of load decides for good: SmolLM2's compiled step, taken for slower than plain."""
+    slept = iter([0.02, 0.001, 0.001])
+    for _ in range(2):
+        naps = {"usual": next(slept), "other": 0.005}
+        run = {way: lambda nap=nap: time.sleep(nap) for way, nap in naps.items()}
+        found = machine.fastest("load", lambda run=run: run)
+        machine._memory.clear()
+    assert found == "usual"
 
 
 def test_the_quickest_way_is_taken_and_asked_for_once(place: Path) -> None:

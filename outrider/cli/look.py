@@ -27,9 +27,7 @@ def show_samples(file: Path, overrides: list[str], count: int) -> None:
 def _facts(sample: Sample) -> str:
     parts = [f"{sample.trained} of {sample.tokens} tokens train"]
     if sample.unstable:
-        parts.append(
-            f"{sample.unstable} answers do not: their borders are not sure, or they run on"
-        )
+        parts.append(f"{sample.unstable} answers do not: their borders are not sure, or they run on")
     if not sample.is_answered:
         parts.append("the target's answer follows, and trains")
     return "; ".join(parts)

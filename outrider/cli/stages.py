@@ -182,9 +182,7 @@ def _say_prepared(found: events.Prepared, took: str) -> None:
         say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
     say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, {took}; in {found.path}")
     if found.unstable:
-        say(
-            f"          {found.unstable} given answers do not train: their borders are not sure, or they run on"
-        )
+        say(f"          {found.unstable} given answers do not train: their borders are not sure, or they run on")
     if found.unanswered:
         why = "refused by the template, no room for an answer, or none given"
         say(f"          {found.unanswered} prompts without an answer: {why}")

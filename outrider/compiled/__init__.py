@@ -91,6 +91,10 @@ def compile_passes(drafter: Drafter, again: bool = True) -> float:
     return sum(step.get(build=True, again=again) for step in drafter.steps)
 
 
+class Slower(NotCompiled):
+    """There is a compiled step, and the plain path is faster."""
+
+
 class Runnable(Protocol):
     """Replaces a traced function: a package, or passes captured on a GPU."""
 
@@ -180,7 +184,7 @@ class Compiled:
             with contextlib.suppress(OSError):  # a folder that can't be written costs a comparison a process
                 self._checked(path).write_text(json.dumps(_stamp(path)))
             if not self._pays(graph):
-                raise NotCompiled("its compiled steps are slower than plain ones on this machine; its steps stay plain")
+                raise Slower("its compiled steps are slower than plain ones on this machine; its steps stay plain")
         self.graph, self.path = graph, path
         if self.watches:
             self.contents = Contents(self.model())
@@ -211,6 +215,8 @@ class Compiled:
             refused.unlink(missing_ok=True)
             try:
                 yield
+            except Slower:  # which another measurement may correct
+                raise
             except NotCompiled as reason:
                 refused.write_text(str(reason))
                 raise
@@ -296,7 +302,7 @@ class Compiled:
             return found
 
         try:
-            chosen = machine.fastest(question, ways) if len(possible) > 1 else next(iter(possible))
+            chosen = machine.fastest(question, ways, measurements=1) if len(possible) > 1 else next(iter(possible))
             if not parts[chosen].exists():
                 build(chosen)
             path = self._path(holds_weights=not Graph(parts[chosen], traced).weights)

@@ -14,10 +14,13 @@ from outrider.errors import ExportError
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DIGITS = "digits one by one"
+"""In place of a pattern, before GPT-2's own."""
 SPLITS = {
     (QWEN2, False): "qwen2",
     (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), True): "llama-bpe",
     (None, False): "gpt-2",
+    (DIGITS, False): "smollm",
 }
 """(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's
 own."""
@@ -51,17 +54,26 @@ def split(tokenizer: Any) -> tuple[str, str | None]:
         return "", f"its tokenizer normalises texts by {normalizer.get('type')}, which llama.cpp would not do"
     steps = before.get("pretokenizers", [before])
     last = steps[-1]
-    patterns = [step.get("pattern", {}).get("Regex") for step in steps[:-1] if step.get("type") == "Split"]
+    patterns = [pattern for step in steps[:-1] if (pattern := _pattern(step)) is not None]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(patterns) != len(steps) - 1:
         found = [step.get("type") for step in steps]
         return "", f"its tokenizer splits texts by {found}; only byte-level BPE can be written"
     known = SPLITS.get((patterns[0] if patterns else None, bool(model.get("ignore_merges"))))
     if not model["merges"]:
         return "", "its tokenizer has no merges, which llama.cpp needs"
-    if known is None or len(patterns) > 1 or bool(last.get("use_regex")) != (not patterns):
+    splits_again = not patterns or patterns == [DIGITS]
+    if known is None or len(patterns) > 1 or bool(last.get("use_regex")) != splits_again:
         supported = ", ".join(SPLITS.values())
         return "", f"its tokenizer splits texts in a way that is not supported; supported are {supported}"
     return known, None
+
+
+def _pattern(step: dict[str, Any]) -> str | None:
+    """What splits texts before the bytes; None for a step that is not known here."""
+    if step.get("type") == "Digits" and step.get("individual_digits"):
+        return DIGITS
+    pattern: str | None = step.get("pattern", {}).get("Regex") if step.get("type") == "Split" else None
+    return pattern
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:

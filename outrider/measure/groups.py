@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.contention import calmest, mean
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import Request
 from outrider.measure import prompts, rejections, timing
 from outrider.measure.config import Config
-from outrider.measure.contention import calmest, mean
 from outrider.measure.journal import PromptRecord, Record, Traced
 from outrider.measure.record import Measured, Run
 from outrider.measure.tasks import Prompt
