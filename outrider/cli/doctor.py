@@ -75,7 +75,6 @@ def examine() -> list[dict[str, Any]]:
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
         ("eval", "lm_eval", "public tasks of lm-evaluation-harness with and without a drafter"),
         ("corpus", "pydivsufsort", "building corpora to draft from"),
-        ("gguf", "gguf", "export to llama.cpp's files"),
     ):
         there = find_spec(module) is not None
         add(

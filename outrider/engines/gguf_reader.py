@@ -139,10 +139,8 @@ def _rounded(value: float) -> float:
 
 
 def _library() -> Any:
-    """llama.cpp's own.  Raises ExportError where it is not installed."""
-    try:
-        import gguf
-        import gguf.quants
-    except ImportError:
-        raise ExportError("GGUF needs llama.cpp's library: pip install 'outrider[gguf]'") from None
+    """llama.cpp's own, which takes a moment to load."""
+    import gguf
+    import gguf.quants
+
     return gguf

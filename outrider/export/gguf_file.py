@@ -95,9 +95,7 @@ def _blocks(weight: Tensor) -> Any:
 
 
 def library() -> Any:
-    """llama.cpp's own.  Raises ExportError where it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise ExportError("GGUF needs llama.cpp's library: pip install 'outrider[gguf]'") from None
+    """llama.cpp's own, which takes a moment to load."""
+    import gguf
+
     return gguf

@@ -1,6 +1,5 @@
 """GGUF: what llama.cpp is told of a model, its weights and its tokenizer, as the library of llama.cpp reads it back."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from outrider.checkpoint import load_model, save
 from outrider.errors import ConfigError, ExportError
 from outrider.export import gguf, gguf_tokenizer, reading
-from outrider.export.formats import matrix
 from outrider.export.writing import export_folder
 from outrider.weights import weights_of
 
@@ -236,12 +234,3 @@ def test_a_small_model_comes_back_from_its_file(bpe, checkpoint, tmp_path):
     own, back = weights_of(load_model(checkpoint, bpe)), weights_of(load_model(tmp_path / "back", bpe))
     assert own.keys() == back.keys()
     assert all(torch.equal(own[name], back[name]) for name in own)
-
-
-def test_without_its_library_the_format_is_listed_and_says_what_to_install(bpe, checkpoint, tmp_path, monkeypatch):
-    """Catches an import at the top: `outrider formats`, and every other export, would fail for want of an extra."""
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert {"format": "gguf", "kind": "small_model", "export": True, "import": True, "shift": 0} in matrix()
-    with pytest.raises(ExportError, match="pip install 'outrider"):
-        export_folder(checkpoint, "gguf", tmp_path / "there", bpe)
-    assert not list(tmp_path.iterdir())
