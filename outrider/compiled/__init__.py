@@ -232,6 +232,14 @@ class Compiled:
             return False
         return not self._path(holds_weights=False).with_suffix(".refused").exists()
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether there is a package, used or not."""
+        try:
+            return self.model() is not None and self._on_disk() is not None
+        except NotCompiled:
+            return False
+
     def await_graph(self) -> None:
         """From now on, take the graph as soon as another process has built it."""
         self._awaited_at = time.monotonic()

@@ -14,27 +14,31 @@ CALM = 0.25
 """Quantile of the batches' step times that counts as undisturbed: load makes steps slower, never faster."""
 TOLERANCE = 1.1
 """How far above what is possible a speed-up may be measured: prompts differ, and so do their steps."""
+FIGURES = ("speedup", "speedup_range", "speedup_geomean", "speedup_of_means")
+"""Fields of a row that an impossible speed-up leaves empty."""
 BUSY = 0.25
 """Share of lost time from which no speed-up is trusted."""
 
 
 def trust(measured: Measured, speedup: float) -> dict[str, Any]:
-    """The row's fields on what its speed-up is worth."""
+    """The row's fields on what its speed-up is worth; one that can't be true is taken out."""
     samples = measured.samples
     possible = possible_speedup(samples)
     lost = [run.lost for sample in samples for run in (sample.run, sample.plain) if run.lost is not None]
     contention = float(np.mean(lost)) if lost else None
-    reasons = []
+    reasons: list[str] = []
+    refused: dict[str, Any] = {}
     if speedup > TOLERANCE * possible:
         reasons.append(
-            f"{speedup:.2f}× is more than the {possible:.2f}× that its tokens per step and the times of its passes "
-            f"allow"
+            f"what was measured is more than the {possible:.2f}× that its tokens per step and the times of its passes "
+            "allow"
         )
+        refused = dict.fromkeys(FIGURES)
     if contention is not None and contention > BUSY:
         reasons.append(f"other programs took {100 * contention:.0f} % of its time")
     if measured.processes > 1:
         reasons.append(f"{measured.processes} processes shared this machine")
-    return {"possible_speedup": possible, "contention": contention, "under_load": "; ".join(reasons) or None}
+    return refused | {"possible_speedup": possible, "contention": contention, "under_load": "; ".join(reasons) or None}
 
 
 def possible_speedup(samples: Sequence[Sample]) -> float:

@@ -164,11 +164,17 @@ def headline(report: Report, *, with_alarms: bool = True) -> str:
     alone = len({(row.task, row.temperature) for row in report.rows}) == 1
     where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
     crossed = f" ({crossing(row)})" if row.crosses_precisions else ""
-    doubt = f", {UNDER_LOAD}" if row.under_load else ""
-    first = f"{where}{row.drafter}{crossed} {_pace(row)}{doubt}; {_truth(row)}."
+    doubt = f", {UNDER_LOAD}" if row.under_load and row.speedup is not None else ""
+    first = f"{where}{row.drafter}{crossed} {_pace(row)}{doubt}; {_truth(row)}.{baseline(report)}"
     if not with_alarms:
         return first
     return " ".join([first, *(alarm for other, alarm in alarms(report) if other is not row), *skews(report)])
+
+
+def baseline(report: Report) -> str:
+    """A sentence where the target alone was not measured by its fastest steps; empty where it was."""
+    why = report.provenance.get("slow_baseline")
+    return f" The target alone was measured by plain steps, though {why}: its fastest are faster." if why else ""
 
 
 def left_out_because(report: Report) -> str:
@@ -199,17 +205,24 @@ def _pace(row: Row) -> str:
     """The speed-up with its interval, as far as it was measured."""
     speed, found = row.speedup, row.speedup_range
     if speed is None:
-        return "was not timed"
+        return "was not timed" if row.under_load is None else f"has no speed-up, since {row.under_load}"
     within = f" (95 % interval {interval(found)})" if interval(found) else ""
     if found is not None and found.low is not None and found.high is not None:
         is_even = found.low <= 1 <= found.high
     else:
         is_even = 0.97 < speed < 1.03
     if is_even:
-        return f"is about as fast as the target alone, {speed:.2f}×{within}"
+        return f"is about as fast as the target alone, {speed:.2f}×{within}{_rates(row)}"
     if speed < 1:
-        return f"is slower than the target alone, at {speed:.2f}× its speed{within}"
-    return f"is {speed:.2f}× as fast as the target alone{within}"
+        return f"is slower than the target alone, at {speed:.2f}× its speed{within}{_rates(row)}"
+    return f"is {speed:.2f}× as fast as the target alone{within}{_rates(row)}"
+
+
+def _rates(row: Row) -> str:
+    """Tokens per second of both; empty where they were not measured."""
+    if row.tokens_per_s is None or row.plain_tokens_per_s is None:
+        return ""
+    return f", {row.tokens_per_s:,.0f} tokens/s beside {row.plain_tokens_per_s:,.0f}"
 
 
 def _truth(row: Row) -> str:

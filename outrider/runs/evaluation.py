@@ -179,7 +179,10 @@ def measure(
             tasks=config.tasks, drafters=tuple(found.drafters), prompts=config.prompts,
             tokens=evaluation_tokens(config, len(found.drafters)),
         )  # fmt: skip
-        facts = {"drafters": list(found.drafters), "compiled": target.step.graph is not None, "processes": shard.count}
+        facts = {
+            "drafters": list(found.drafters), "compiled": target.step.graph is not None, "processes": shard.count,
+            "slow_baseline": _slow_baseline(evaluation, target),
+        }  # fmt: skip
         provenance = write_provenance(folder, evaluation.written, facts)
         with reporter.working(plan) as update, _others(evaluation, shard) as on_wait:
             report = evaluate(
@@ -194,6 +197,14 @@ def measure(
         amend(evaluation.checkpoint, {}, {"report": report.brief(found.own)})
     reporter.finished(events.Evaluated(folder, report))
     return report
+
+
+def _slow_baseline(evaluation: Evaluation, target: TransformersTarget) -> str | None:
+    """Why the target alone is measured by slower steps than it has; None where it is not."""
+    step = target.step
+    if step.graph is None and evaluation.target.compile is False and (step.is_possible or step.is_on_disk):
+        return "compiled steps are possible here (target.compile is no)"
+    return None
 
 
 def _shard(evaluation: Evaluation) -> Shard:

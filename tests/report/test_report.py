@@ -190,7 +190,7 @@ def test_a_lossy_rule_is_impossible_to_miss():
 def test_the_headline_says_it_in_plain_words():
     """The sentence a manager reads; each word of it must follow from a number."""
     assert headline(report(row())) == (
-        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84); each of its 24 texts is identical "
+        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84), 41 tokens/s beside 24; each of its 24 texts is identical "
         "to the "
         "target's own."
     )
@@ -200,6 +200,11 @@ def test_the_headline_says_it_in_plain_words():
     assert "about as fast as" in headline(report(row(speedup=1.01, speedup_range=None)))
     assert "about as fast as" in headline(report(row(speedup=1.1, speedup_range={"low": 0.98, "high": 1.2})))
     assert "was not timed" in headline(report(row(speedup=None)))
+    assert "has no speed-up, since passes took longer" in headline(
+        report(row(speedup=None, under_load="passes took longer"))
+    )
+    slow = report(row()).model_copy(update={"provenance": {"slow_baseline": "compiled steps are possible here"}})
+    assert headline(slow).endswith("though compiled steps are possible here: its fastest are faster.")
     assert "drawn at temperature 0.7" in headline(report(row(temperature=0.7, exact=None)))
     assert headline(report()) == "Nothing was measured: the report has no rows."
 
@@ -219,7 +224,9 @@ def test_a_speedup_under_load_is_marked_wherever_it_is_shown():
     reason = "3.1× is more than 2.45 tokens per step and its pass times allow"
     found = report(row(speedup=3.1, under_load=reason), row(drafter="eagle"))
     said = "measured under load, not to be trusted"
-    assert f"3.10× as fast as the target alone (95 % interval 1.60 to 1.84), {said}" in headline(found)
+    assert f"3.10× as fast as the target alone (95 % interval 1.60 to 1.84), 41 tokens/s beside 24, {said}" in headline(
+        found
+    )
     assert said in markdown(found) and "**3.10× (1.60–1.84) !**" in markdown(found)
     assert said in "\n".join(printed(found, 80)) and "3.10× (1.60–1.84) !" in "\n".join(printed(found, 80))
     html = render(found)
