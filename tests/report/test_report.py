@@ -190,8 +190,8 @@ def test_a_lossy_rule_is_impossible_to_miss():
 def test_the_headline_says_it_in_plain_words():
     """The sentence a manager reads; each word of it must follow from a number."""
     assert headline(report(row())) == (
-        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84), 41 tokens/s beside 24; each of its 24 "
-        "texts is identical to the target's own."
+        "dspark is 1.72× as fast as the target alone (95 % interval 1.60 to 1.84), 41 tokens/s beside 24; each of its "
+        "24 texts is identical to the target's own."
     )
     assert "slower than the target alone, at 0.80× its speed (95 % interval 0.70 to 0.90)" in headline(
         report(row(speedup=0.8, speedup_range={"low": 0.7, "high": 0.9}))

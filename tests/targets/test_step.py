@@ -15,13 +15,13 @@ from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
 from outrider import compiled, machine, prepacked
-from outrider.compiled import NotCompiled, compile_passes
+from outrider.compiled import NotCompiled, background, compile_passes
 from outrider.compiled import package as package_module
 from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
-from outrider.generation import generate, serve
+from outrider.generation import generate, serve, stream
 from outrider.sampling.settings import Sampling
 from outrider.targets import chunks
 from outrider.targets.load import load_target
@@ -327,6 +327,61 @@ def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, 
         with pytest.raises(NotCompiled, match="slower than plain ones on this machine"):
             target.compile()
     assert {*compiled.folder().glob("step-*")} == there, "it is not compiled again either way"
+
+
+def test_a_graph_that_another_process_builds_is_taken_while_texts_go_on(fast, slow, package, monkeypatch, tmp_path):
+    """Catches a server that stays at the plain pace until it is started again, and one that looks in every step."""
+    elsewhere = tmp_path / "later"
+    package.rename(elsewhere)
+    target = load_target(model_of())
+    looks, look = [], compiled.Compiled._on_disk
+    monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda step: looks.append(step) or look(step))
+    target.step.await_graph()
+    steps = stream(target, [3, 4], max_new_tokens=20)
+    text = [token for _ in range(5) for token in next(steps).tokens]
+    assert target.step.graph is None and len(looks) == 1
+    elsewhere.rename(package)
+    target.step.await_graph()
+    text += [token for piece in steps for token in piece.tokens]
+    assert target.step.graph is not None
+    assert text == generate(slow, [3, 4], max_new_tokens=20)[0].tokens
+
+
+def test_what_is_missing_is_built_once_in_the_background(fast, monkeypatch, tmp_path):
+    """Catches two builds of one package, a build for a target that can't be compiled, and a step that never looks."""
+    started: list[list[str]] = []
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(background.subprocess, "Popen", lambda command, **_: started.append(command))
+    target = load_target(model_of())
+    background.build([target.step], ["--target", "x"])
+    assert not started, "OUTRIDER_COMPILE=off, as in all tests"
+    monkeypatch.delenv("OUTRIDER_COMPILE")
+    background.build([target.step], ["--target", "x"])
+    assert [command[-3:] for command in started] == [["--background", "--target", "x"]]
+    assert target.step._awaited_at is not None
+    background.build([load_target(tiny("mamba2")).step], [])
+    monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda step: tmp_path)
+    background.build([target.step], [])
+    assert len(started) == 1
+
+
+def test_a_model_that_could_not_be_compiled_is_not_tried_again_unless_asked(monkeypatch, tmp_path):
+    """Catches a minute lost in every command, and a reason that stays when the compiler is there again."""
+    tried: list[object] = []
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+
+    def fail(*_: object) -> float:
+        tried.append(0)
+        raise NotCompiled("the disk is full")
+
+    monkeypatch.setattr(compiled, "build_package", fail)
+    monkeypatch.delenv("OUTRIDER_COMPILE")
+    for _ in range(2):
+        assert load_target(model_of(), compile="auto").step.graph is None
+    assert len(tried) == 1
+    with pytest.raises(NotCompiled, match="the disk is full"):
+        load_target(model_of(), compile=True)
+    assert len(tried) == 2
 
 
 def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
