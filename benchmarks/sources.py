@@ -39,7 +39,7 @@ VOCABULARY = [f"{random.Random(i).choice(('ka', 'lo', 'mi', 'ren', 'sut'))}{i:x}
 
 class Prompt(NamedTuple):
     id: str
-    turns: tuple[str, ...]
+    questions: tuple[str, ...]
 
 
 def main() -> None:

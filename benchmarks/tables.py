@@ -1095,6 +1095,18 @@ def sources(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), said, _table(heads, lines, slice(1, 4)), _promises(found)])
 
 
+def contamination(found: dict[str, Any]) -> str:
+    """One line a kind of pairs: how many there are, and the share that is right from texts and from stored hashes."""
+    texts, hashes = found["texts"], found["hashes"]
+    lines = [
+        [kind, str(count), *(f"{way['accuracy'][kind]:.3f}" for way in (texts, hashes))]
+        for kind, count in texts["counts"].items()
+    ]
+    size = f"{found['pairs']} pairs, {found['prompts']} prompts in nine layouts."
+    heads = ["kind", "pairs", "right from texts", "right from hashes"]
+    return "\n\n".join([_machine(found), size, _table(heads, lines, slice(1, 4)), _promises(found)])
+
+
 def regeneration(found: dict[str, Any]) -> str:
     """What was promised of this file, and what was found."""
     made = f"`{found['command']}`, {found['seconds'] / 60:.0f} minutes, {found['made'][:10]}."
@@ -1129,7 +1141,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
     "gpu": gpu, "learning": learning, "remote": remote,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
-    "sources": sources, "regeneration": regeneration, "regeneration_outrider": regeneration,
+    "sources": sources, "contamination": contamination,
+    "regeneration": regeneration, "regeneration_outrider": regeneration,
     "regeneration_vllm": regeneration,
     "training": training, "versus_speculators": versus_speculators,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,

@@ -583,10 +583,67 @@ FAULTS = [
     fault(
         "decontamination misses a prompt that is quoted at the end of a text",
         (
-            "hashes",
+            "Pieces._bounds",
             "np.arange(max(0, count - WORDS + 1)), np.arange(WORDS, count + 1)",
             "np.arange(max(0, count - WORDS)), np.arange(WORDS, count)",
         ),
+    ),
+    fault(
+        "a training turn is compared with its instructions, so a short question that stands there word for word is kept",
+        ("bare", "for words in listed if not is_instruction(words)] or listed", "for words in listed]"),
+    ),
+    fault(
+        "a short question that stands within a longer turn is not contaminated",
+        ("Questions.first_in", "np.concatenate([whole, stem, text.spans])", "np.concatenate([whole, stem])"),
+    ),
+    fault(
+        "two questions with one introduction are called the same",
+        (
+            "Runs.covered",
+            "if self._share(number, rows, eligible) >= RUNS_COVER]",
+            "if self._share(number, rows, eligible) > 0]",
+        ),
+    ),
+    fault(
+        "the instruction that the only two prompts of an evaluation share leaves out a whole source",
+        ("Questions._is_rare", "max(1, count // 2)", "COMMON"),
+        ("_factors", "np.where(num_questions > max(1, count / 2), SHARED_BY_MANY, factors)", "factors"),
+    ),
+    fault(
+        "a question with other numbers is called a rewording",
+        ("NearIndex._asks", "numbers.shared >= NUMBERS * min(numbers.text, numbers.question)", "numbers.shared >= 0"),
+    ),
+    fault(
+        "a question that asks for the contrary is called a rewording",
+        ("NearIndex._asks", "            and not any(_contrast(bag, question, group) for group in _contrasts())\n", ""),
+    ),
+    fault(
+        "a multiple choice whose options are reordered is another question",
+        ("_with_options", "sorted(_words(one) for one in [*texts, last])", "(_words(one) for one in [*texts, last])"),
+    ),
+    fault(
+        "the docstring of a stub of code trains, and the stub counts as clean",
+        (
+            "units",
+            "wholes, stem = [_hash(chain.from_iterable(one)) for one in docstrings], None",
+            "wholes, stem = list[int](), None",
+        ),
+    ),
+    fault(
+        "a rewording within a longer turn is not contaminated",
+        (
+            "NearIndex._windows",
+            "for alike in (ALIKE, ALIKE_BY_NUMBERS[-1]) if end > first + 1 else ():",
+            "for alike in ():",
+        ),
+    ),
+    fault(
+        "a talk is left out for a follow-up such as `now shorten it`, which says nothing without what came before",
+        ("Turn.counts", "(self.is_first or len(self.units.runs) > 0)", "True"),
+    ),
+    fault(
+        "a large corpus's content words fill the memory",
+        ("Statements.add", "while self._size > self.limit:", "while self._size > 1 << 40:"),
     ),
     fault(
         "a packed batch is larger than its token budget",

@@ -6,23 +6,15 @@ A source without hashes is unknown, which is not the same as clean.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from outrider.config import build
-from outrider.data import hash_files, ngram_hashes
+from outrider.data import hash_files
+from outrider.data.overlap.questions import RULE, Prompt, Questions
+from outrider.data.overlap.units import bare
 from outrider.drafters import find, kinds
 from outrider.errors import DataError
 from outrider.retrieval import corpora
-
-
-class Prompt(Protocol):
-    """The parts of a task's prompt that are compared."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def turns(self) -> tuple[str, ...]: ...
 
 
 class Source(NamedTuple):
@@ -90,29 +82,29 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
 
 
 def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
-    """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns
-    does.
+    """Look for the questions of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
 
     System prompts are not looked for: all prompts share theirs.
     """
-    found, rule = Found({}, 0, hash_files.RULE, {}, {}), [hash_files.RULE]
+    result, rule = Found({}, 0, RULE, {}, {}), [RULE]
+    questions = Questions(prompts)
     for name, path in sources:
         opened, why = _open(path)
         if why:
-            found.unknown[name] = why
+            result.unknown[name] = why
         if not opened:
             continue
-        found.counts[name] = {part: 0 for one in opened for part in one.parts}
         if (sampled := max(one.sampled for one in opened)) > 1:
             rule.append(f"1 in {sampled} hashes of {name}")
-        for key, prompt in _keyed(prompts):
-            parts = {part for one in opened for turn in prompt.turns for part in one.holding(turn)}
-            for part in parts:
-                found.counts[name][part] += 1
-            if parts and name not in found.overlapping.get(key, ()):  # a task may have an id twice
-                found.overlapping[key] = (*found.overlapping.get(key, ()), name)
-    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if found.counts else 0
-    return found._replace(checked=checked, rule="; ".join(rule))
+        parts = dict.fromkeys((part for one in opened for part in one.parts), frozenset[int]())
+        for one in opened:
+            parts |= {part: parts[part] | one.questions_in(part, questions) for part in one.parts}
+        result.counts[name] = {part: len(numbers) for part, numbers in parts.items()}
+        for key in dict.fromkeys(questions.keys[number] for number in sorted(set().union(*parts.values()))):
+            result.overlapping[key] = (*result.overlapping.get(key, ()), name)
+    is_checked = zip(questions.keys, questions.has_text, strict=True)
+    checked = len({key for key, has_text in is_checked if has_text}) if result.counts else 0
+    return result._replace(checked=checked, rule="; ".join(rule))
 
 
 def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Prompt]]:
@@ -121,7 +113,7 @@ def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Promp
 
 def _is_text(prompt: Prompt) -> bool:
     """Whether there is a word to look for."""
-    return any(ngram_hashes.hashes(turn).whole is not None for turn in prompt.turns)
+    return any(bare(question) for question in prompt.questions)
 
 
 def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:

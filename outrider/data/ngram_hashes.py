@@ -1,9 +1,8 @@
-"""Does one text hold a piece of another?  A text is the hashes of all its runs of 13 words.
+"""Hashes of a text's pieces: of all its runs of 13 words, and of any of its sentences.
 
 GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are long, or
 without spaces between them, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles,
-such as the 8 letters of searches for near duplicates, prove nothing: any two questions of an exam share them.  A text
-that is shorter than a run is compared as a whole.
+such as the 8 letters of searches for near duplicates, prove nothing: any two questions of an exam share them.
 
 Hashes have 64 bits: of BLAKE2b of each word, summed as a polynomial and mixed.  Knows no torch.
 """
@@ -13,7 +12,7 @@ import hashlib
 import math
 import re
 import unicodedata
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,42 +31,55 @@ _BASE = 0x9E3779B97F4A7C15 ^ 6  # odd, and 3 modulo 4: few powers of it share th
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
-class Hashes(NamedTuple):
-    """The n-gram hashes of one text."""
+class Pieces:
+    """Hashes of all pieces of a text, from the sums of its words' terms."""
 
-    runs: np.ndarray
-    """[n] uint64, sorted, each once; none where the text is shorter than a run."""
-    whole: int | None
-    """Of all its words; None where it has none."""
+    def __init__(self, words: Sequence[str]):
+        count = len(words)
+        powers, self._inverse = _powers(1 << max(12, (count + 1).bit_length()))
+        terms = np.fromiter(map(word_hash, words), np.uint64, count) * powers[:count]
+        self._sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
+        self.places: np.ndarray | None = None
+        """[n + 1] int64, where each word begins in parts of a run, FULL to a run; None where a run is WORDS words."""
+        if not all(map(str.isascii, words)):
+            self.places = np.concatenate([[0], np.cumsum([_weight(word) for word in words])])
 
+    def runs(self) -> np.ndarray:
+        """[n] uint64, sorted, each once; none where the text is shorter than a run."""
+        return once(self.placed_runs()[0])
 
-def hashes(text: str) -> Hashes:
-    """A text as hashes that case, punctuation, line breaks and forms of letters do not change."""
-    words = _words(text)
-    if not words:
-        return Hashes(np.empty(0, np.uint64), None)
-    count = len(words)
-    powers, inverse = _powers(1 << max(12, (count + 1).bit_length()))
-    terms = np.fromiter(map(_word_hash, words), np.uint64, count) * powers[:count]
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
-    if text.isascii():
-        begins, ends = np.arange(max(0, count - WORDS + 1)), np.arange(WORDS, count + 1)
-    else:
-        weights = np.concatenate([[0], np.cumsum([_weight(word) for word in words])])
-        ends = np.searchsorted(weights, weights[:-1] + FULL)
+    def placed_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[n] uint64 and twice [n] int64: every run's hash, and the words where it begins and ends."""
+        begins, ends = self._bounds()
+        return mixed(self._between(begins, ends)), begins, ends
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        count = len(self._sums) - 1
+        if self.places is None:
+            return np.arange(max(0, count - WORDS + 1)), np.arange(WORDS, count + 1)
+        ends = np.searchsorted(self.places, self.places[:-1] + FULL)
         begins = np.flatnonzero(ends <= count)
-        ends = ends[begins]
-    runs = (sums[ends] - sums[begins]) * inverse[begins]  # the hash of a run does not depend on its position
-    whole = _mixed(sums[-1:] + np.uint64(count))
-    return Hashes(once(_mixed(runs)), int(whole[0]))
+        return begins, ends[begins]
+
+    def wholes(self, begins: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+        """[n] uint64: of the pieces from `begins` to `ends`, as the hash that each has as a whole text."""
+        first, last = np.array(begins, np.int64), np.array(ends, np.int64)
+        return mixed(self._between(first, last) + (last - first).astype(np.uint64))
+
+    def is_short(self, begin: int, end: int) -> bool:
+        """Whether a piece is shorter than a run."""
+        return end - begin < WORDS if self.places is None else self.places[end] - self.places[begin] < FULL
+
+    def _between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        return (self._sums[ends] - self._sums[begins]) * self._inverse[begins]  # does not depend on the position
 
 
 def normalised(text: str) -> str:
     """A text without what does not count: case, punctuation, line breaks, forms of letters."""
-    return " ".join(_words(text))
+    return " ".join(words_of(text))
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Words in normal form; in scripts without spaces a letter is a word."""
     if text.isascii():
         return text.lower().translate(_SIGNS).split()
@@ -75,9 +87,14 @@ def _words(text: str) -> list[str]:
     return _DENSE.sub(r" \1 ", plain).split()
 
 
+def is_dense(word: str) -> bool:
+    """Whether a word is a letter of a script without spaces."""
+    return len(word) == 1 and not word.isascii() and _DENSE.match(word) is not None
+
+
 def _weight(word: str) -> int:
     """Of a run's FULL."""
-    if len(word) > 1 or word.isascii() or not _DENSE.match(word):
+    if not is_dense(word):
         return FULL // WORDS
     return FULL // (THAI if _THAI.match(word) else LETTERS)
 
@@ -98,7 +115,8 @@ _SIGNS = _Signs()
 
 
 @functools.lru_cache(1 << 19)
-def _word_hash(word: str) -> int:
+def word_hash(word: str) -> int:
+    """64 bits of a word."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
@@ -113,7 +131,7 @@ def _powers(size: int) -> tuple[np.ndarray, np.ndarray]:
 _SHIFTS, _FACTORS = np.array([30, 27, 31], np.uint64), np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
-def _mixed(sums: np.ndarray) -> np.ndarray:
+def mixed(sums: np.ndarray) -> np.ndarray:
     """Every bit of a sum into every bit of its hash, one to one (the finaliser of SplitMix64)."""
     z = (sums ^ (sums >> _SHIFTS[0])) * _FACTORS[0]
     z = (z ^ (z >> _SHIFTS[1])) * _FACTORS[1]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.atomic import replacing
-from outrider.data import decontaminate
 from outrider.data.choosing import Part
+from outrider.data.overlap import questions
 from outrider.data.readers import data_set, files_of
 from outrider.data.sources import Selection
 from outrider.errors import DataError
@@ -30,7 +30,7 @@ def write(folder: Path, found: Selection) -> Path:
         "seed": config.seed,
         "deduplicate": config.deduplicate,
         "contamination": {
-            "is_checked": found.evaluated > 0, "prompts": found.evaluated, "rule": decontaminate.RULE,
+            "is_checked": found.evaluated > 0, "prompts": found.evaluated, "rule": questions.RULE,
             "left_out": found.left_out["contaminated"], "first": found.contaminated,
         },
     }  # fmt: skip

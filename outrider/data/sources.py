@@ -189,7 +189,7 @@ def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluated 
     Raises DataError with file and line for a row that can't be read, and where nothing is left.
     """
     skipped = Skipped() if skipped is None else skipped
-    found = Selection(config, evaluated=0 if evaluated is None else len(evaluated.keys))
+    found = Selection(config, evaluated=0 if evaluated is None else len(evaluated))
     signatures = Signatures() if config.deduplicate == "near" else None
     training = [
         _read(_limited(source, config), config, skipped, evaluated, signatures, found.contaminated)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.data.conversations import GROUPS
+from outrider.data.overlap.layout_texts import CONTEST, INPUT, STEP_BY_STEP, WITH_STARTER, WITH_STDIN, WITH_TESTS
 
 Row = Mapping[str, Any]
-STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 class Prompt(NamedTuple):
@@ -28,6 +28,13 @@ class Prompt(NamedTuple):
     """What an answer is compared with, or a function that reads it; None where the task has no score."""
     group: str = ""
     """Its language or category, by which figures are given too; empty where its row names none."""
+    bare: tuple[str, ...] = ()
+    """The turns as the row has them; empty where the layout adds nothing to them."""
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """The turns without what the layout adds, for the search for them in other texts."""
+        return self.bare or self.turns
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
         """The conversation up to the next answer, with the answers so far."""
@@ -75,20 +82,21 @@ def _typed(row: Row, key: str, wanted: str, is_right: Callable[[Any], bool]) -> 
 
 def gsm8k(row: Row) -> Prompt:
     answer = text(row, "answer").rpartition("####")[2].strip()
-    return Prompt("", (text(row, "question") + STEP_BY_STEP,), reference=answer)
+    question = text(row, "question")
+    return Prompt("", (question + STEP_BY_STEP,), reference=answer, bare=(question,))
 
 
 def problem(row: Row) -> Prompt:
+    question, answer = text(row, "problem"), word(row, "answer")
     return Prompt(
-        _name(row, "unique_id", "problem_idx"), (text(row, "problem") + STEP_BY_STEP,), reference=word(row, "answer")
+        _name(row, "unique_id", "problem_idx"), (question + STEP_BY_STEP,), reference=answer, bare=(question,)
     )
 
 
 def humaneval(row: Row) -> Prompt:
     stub = text(row, "prompt")
-    asked = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```"
     tests = {"stub": stub, "name": text(row, "entry_point"), "test": text(row, "test")}
-    return Prompt(word(row, "task_id"), (asked,), reference=tests)
+    return Prompt(word(row, "task_id"), (WITH_TESTS.format(stub=stub),), reference=tests, bare=(stub,))
 
 
 def mbpp(row: Row) -> Prompt:
@@ -99,17 +107,9 @@ def mbpp(row: Row) -> Prompt:
 
 def livecodebench(row: Row) -> Prompt:
     starter = text(row, "starter_code").strip("\n") if has(row, "starter_code") else ""
-    if starter:
-        form = f"Begin with this code and keep its names:\n```python\n{starter}\n```"
-    else:
-        form = "Read from standard input, write to standard output:\n```python\n# your program\n```"
-    asked = (
-        "You are an expert Python programmer. Answer the question below with one complete Python program that does "
-        "what it "
-        f"says and passes all of its tests.\n\n### Question\n{text(row, 'question_content')}\n\n### Format\n{form}\n\n"
-        "### Answer\n"
-    )
-    return Prompt(word(row, "question_id"), (asked,))
+    form = WITH_STARTER.format(starter=starter) if starter else WITH_STDIN
+    question = text(row, "question_content")
+    return Prompt(word(row, "question_id"), (CONTEST.format(question=question, form=form),), bare=(question,))
 
 
 def mt_bench(row: Row) -> Prompt:
@@ -117,8 +117,10 @@ def mt_bench(row: Row) -> Prompt:
 
 
 def alpaca(row: Row) -> Prompt:
-    given = text(row, "input") if has(row, "input") else ""
-    return Prompt("", (text(row, "instruction") + (f"\n\n### Input:\n{given}" if given else ""),))
+    instruction, context = text(row, "instruction"), text(row, "input") if has(row, "input") else ""
+    if not context:
+        return Prompt("", (instruction,))
+    return Prompt("", (instruction + INPUT.format(input=context),), bare=(f"{instruction}\n{context}",))
 
 
 def arena_hard(row: Row) -> Prompt:

@@ -31,10 +31,11 @@ PLANTED = "three HENS lay two eggs\non each of four days:\n\nHow many eggs lie i
 PARAPHRASE = (
     "A fox steals five eggs from a nest to which three hens have added two apiece daily for four days. What is left?"
 )
+CLEAN = "A fox keeps nine dens in two woods, and badgers have moved into four of them; how many are still empty?"
 KOREAN = "암탉 세 마리가 나흘 동안 날마다 알을 두 개씩 낳았고 여우가 다섯 개를 가져갔다면 둥지에는 몇 개가 남습니까?"
 PROMPTS = [
     Prompt("leaked", (LEAKED,)),
-    Prompt("clean", (PARAPHRASE,)),
+    Prompt("clean", (CLEAN,)),
     Prompt("second turn", ("Hello.", LEAKED.upper())),
     Prompt("korean", (KOREAN.replace(" ", ""),), system=LEAKED),
     Prompt("short", ("Say: b!",)),
@@ -83,7 +84,7 @@ def manifest(path: Path) -> dict[str, Any]:
 
 
 def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: Path) -> None:
-    """Catches a leak in other letters that is lost on the way, or a system prompt or a paraphrase taken for one."""
+    """Catches a leak in other letters that is lost on the way, or a system prompt taken for one."""
     amended = shutil.copytree(trained, trained.with_name("amended"))
     checkpoint.amend(amended, {}, {"calibration": {}})
     for source in (Source("drafter", trained), Source("answers", answers), Source("amended", amended)):
@@ -96,6 +97,7 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
         assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
         assert found.line().startswith("4 of 5 prompts drawn overlap")
         assert "13 words" in found.rule
+        assert ids(check({"quiz": [Prompt("reworded", (PARAPHRASE,))]}, [source])) == {"reworded"}
 
 
 def test_held_out_prompts_are_not_what_was_trained_on(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_held_out_prompts_are_not_what_was_trained_on(talker: TransformersTarget
 
 def test_prompts_of_two_tasks_may_have_one_id(answers, tmp_path) -> None:
     """Catches a known prompt that marks those of other tasks, and prompts that nobody hashed passing for clean."""
-    asked = {"quiz": [Prompt("1", (LEAKED,))], "poems": [Prompt("1", (PARAPHRASE,))]}
+    asked = {"quiz": [Prompt("1", (LEAKED,))], "poems": [Prompt("1", (CLEAN,))]}
     found = check(asked, [Source("answers", answers)])
     assert found.overlaps(asked) == {("quiz", "1"): True, ("poems", "1"): False}
     assert found.line().startswith("1 of 2 prompts")
@@ -149,6 +151,17 @@ def test_an_old_checkpoint_is_not_known_rather_than_clean(training, trained, tal
     assert load_drafter(copy, talker)
 
 
+def test_hashes_of_an_earlier_format_are_unknown(answers: Path, tmp_path: Path) -> None:
+    """Catches hashes by the former rule, which say nothing of sentences and content words, answering for this one."""
+    copy = shutil.copytree(answers, tmp_path / "answers")
+    facts = json.loads((copy / "answers.json").read_text())
+    facts["ngram_hashes"]["format"] = 1
+    (copy / "answers.json").write_text(json.dumps(facts))
+    found = check(ASKED, [Source("answers", copy)])
+    assert "has format 1, but this Outrider reads 2; run `outrider prepare` again" in found.unknown["answers"]
+    assert (found.checked, found.overlaps(ASKED)) == (0, {})
+
+
 class Stop(Exception):
     """Stands for any crash."""
 
@@ -165,7 +178,7 @@ def stopped(target: TransformersTarget, run: Path, source: Any) -> None:
 def test_texts_of_before_a_stop_are_not_forgotten(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
     """Catches a resumed training that names the texts of its second half alone."""
     stopped(talker, tmp_path / "run", source_of(talker, answers))
-    other = answered(talker, tmp_path / "other", texts(PARAPHRASE))
+    other = answered(talker, tmp_path / "other", texts(CLEAN))
     fit(tmp_path / "run", talker, source=source_of(talker, other), steps=4)
     place = tmp_path / "run" / "checkpoint"
     assert sorted(path.name for path in place.glob("*.grams")) == ["training.2.grams", "training.grams"]

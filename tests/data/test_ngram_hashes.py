@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from outrider.data.answers import ANSWERS, NGRAM_HASHES
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation
 from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
-from outrider.data.ngram_hashes import WORDS, hashes
+from outrider.data.ngram_hashes import WORDS, Pieces, words_of
 from outrider.data.regenerate import prepare
 from outrider.errors import DataError
 from outrider.targets.transformers import TransformersTarget
@@ -31,6 +31,17 @@ QUESTION = (
 )
 KOREAN = "농부가 사과를 한 개에 이천 원에 팝니다. 영희가 일곱 개를 사고 이만 원을 냈다면 거스름돈은 얼마입니까?"
 CHINESE = "一个农夫每个苹果卖两元。如果小明买了七个苹果，并付了二十元的钞票，他应该找回多少钱？"
+
+
+class Hashes(NamedTuple):
+    runs: np.ndarray
+    whole: int | None
+
+
+def hashes(text: str) -> Hashes:
+    words = words_of(text)
+    pieces = Pieces(words)
+    return Hashes(pieces.runs(), int(pieces.wholes([0], [len(words)])[0]) if words else None)
 
 
 def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_files.LIMIT) -> NgramHashes:
@@ -109,7 +120,7 @@ def test_odd_texts_have_hashes_too() -> None:
 def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: int) -> None:
     """Catches a merge that loses counts, a cap that wraps around, or a sample that depends on what came first."""
     order = np.random.default_rng(5)
-    documents = [np.unique(ngram_hashes._mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
+    documents = [np.unique(ngram_hashes.mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
     documents += [documents[0]] * 300
     slow = Counter(one for document in documents for one in document.tolist())
     often, once = Tally(limit), Tally(limit)
@@ -127,7 +138,7 @@ def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: 
 
 
 def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
-    """Catches a part asked for another, or a paraphrase flagged."""
+    """Catches a part asked for another, or another question of the same things flagged."""
     found = opened(
         tmp_path / "g", {"prompts": [["short one"], [], [f"Please solve: {QUESTION}"]], "answers": [[KOREAN]]}
     )
@@ -135,7 +146,7 @@ def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
     assert found.holding(KOREAN) == ("answers",)
     assert found.holding("Short one!") == ("prompts",)
     for other in (
-        "Apples cost two coins. What change from twenty coins will Mary receive for seven apples at the market?",
+        "Apples cost three coins. How many of them will Mary get for thirty coins at the market?",
         "short one more",
         "사과 한 개는 이천 원이다. 영희는 일곱 개를 샀다. 이만 원을 내면 얼마를 거슬러 받는가?",
         "",

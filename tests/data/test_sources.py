@@ -181,7 +181,7 @@ def test_near_duplicates_are_those_that_every_pair_gives() -> None:
 
 class Prompt(NamedTuple):
     id: str
-    turns: tuple[str, ...]
+    questions: tuple[str, ...]
 
 
 LONG = "A farmer sells apples for two coins each; Mary buys seven and pays with a twenty-coin note."
@@ -193,7 +193,7 @@ KOREAN_LONG = (
 @pytest.mark.parametrize(
     ("text", "how"),
     [
-        (f"Please answer. {LONG.upper()} Thanks!", "words"), (LONG, "whole"),
+        (f"Please answer. {LONG.upper()} Thanks!", "whole"), (f"I wonder: {LONG}", "words"), (LONG, "whole"),
         ("What is the capital of France?", "whole"),
         ("what's the capital of france", "whole"),
         ("Name the three longest rivers of France, by length and flows!", "near"),
@@ -221,8 +221,9 @@ def test_what_many_prompts_share_does_not_count() -> None:
     prompts = [Prompt(str(i), (f"{sentence(WORDS, i, 5)} {common}",)) for i in range(30)]
     evaluated = Evaluated({"quiz": prompts})
     assert evaluated.overlap((f"{sentence(KOREAN, 1, 9)} {common}",)) is None
-    assert evaluated.overlap((prompts[3].turns[0],)) == ("quiz", "3", "whole")
-    assert Evaluated({"quiz": prompts[:5]}).overlap((f"other {common}",)) is not None
+    assert evaluated.overlap((prompts[3].questions[0],)) == ("quiz", "3", "whole")
+    for few in (2, 3, 5):
+        assert Evaluated({"quiz": prompts[:few]}).overlap((f"other {common}",)) is None
     assert Evaluated({}).overlap(("x",)) is None
 
 
@@ -232,7 +233,7 @@ def test_only_the_first_turn_is_compared_as_a_short_whole() -> None:
     assert evaluated.overlap(("tell me of apples", "go on")) is None
     assert evaluated.overlap(("Go on!", "x")) == ("quiz", "1", "whole")
     later = Evaluated({"quiz": [Prompt("1", (LONG,))]}).overlap(("hello", f"Please answer. {LONG}"))
-    assert later == ("quiz", "1", "words"), "a long prompt is found in every turn"
+    assert later == ("quiz", "1", "whole"), "a long prompt is found in every turn"
 
 
 def test_contaminated_conversations_are_left_out_and_named(tmp_path: Path) -> None:

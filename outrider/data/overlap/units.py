@@ -1,0 +1,195 @@
+"""What of a text is compared with another: the question that it asks, without the layout of a task, in units.
+
+A text states its question as a whole, in the docstring of a stub of code, in the prose around code, or in a stem with
+options.  Instructions about the answer (`Please reason step by step`, `Answer with the letter only`) and the texts that
+the layouts of tasks add are left out, wherever they stand.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.data.ngram_hashes import LETTERS, Pieces, once, words_of
+from outrider.data.overlap.content import tokens, weight, word_weight
+from outrider.data.overlap.layout_texts import LAYOUTS
+from outrider.data.overlap.plain import plain_text
+from outrider.data.overlap.vocabulary import INSTRUCTION, OPENERS, STOP, TRIGGERS
+
+SPECIFIC = 1.0
+"""Weight of the content words of a short text that proves something where it stands inside a longer one."""
+_INSTRUCTING = STOP | INSTRUCTION
+_LONGEST_INSTRUCTION = 40
+_BREAK = re.compile(r"(?<=[.!?:;])[\"')\]*_]*\s+|\s*\n\s*|(?<=[。！？；：])")
+_PLACEHOLDER = re.compile(r"\{\w+\}")
+_DOCSTRING = re.compile(r"(?:\"\"\"|''')(.*?)(?:\"\"\"|'''|\Z)", re.DOTALL)
+_EXAMPLES = re.compile(r">>>|\b[Ff]or example\b|\b[Ee]xamples?\b\s*[:\n]|\be\.g\.|\[input/output\]", re.IGNORECASE)
+_APPENDIX = re.compile(
+    r"\n\W*(?:(?:examples?|constraints|input|output|notes?)\b[ \d]*\W*(?:\n|$)|(?:example|sample)\b)", re.IGNORECASE
+)
+"""Where the examples and constraints of a problem begin."""
+_OPTION = re.compile(r"(?:^|(?<=\s))[(\[]?([A-Ja-j])[).:\]]\s+", re.MULTILINE)
+_FIRST_OPTION = tuple(f"{letter}{mark}" for letter in "Aa" for mark in ").:]")
+_FEWEST_OPTIONS = 3
+
+Words = Sequence[str]
+Bags = Sequence[np.ndarray]
+
+
+class Units(NamedTuple):
+    """The units of one text."""
+
+    runs: np.ndarray
+    """[n] uint64, hashes of its runs of 13 words; none where it is shorter."""
+    whole: int | None
+    """Hash of all its words; None where it has none."""
+    wholes: np.ndarray
+    """[n] uint64, hashes of other statements of its question: docstring, stem and options in any order."""
+    stem: int | None
+    """Hash of a question without its options."""
+    spans: np.ndarray
+    """[n] uint64, hashes of sentences in a row that are shorter than a run, but specific."""
+    span_weights: np.ndarray
+    """[n] float, of the content words in each."""
+    weight: float
+    """Of all its content words."""
+    statements: tuple[Bags, ...]
+    """The content tokens of each sentence: of all of it, and of each docstring."""
+
+
+def sentences(text: str) -> list[list[str]]:
+    """The normalised words of each sentence, line or label."""
+    return [words for piece in _BREAK.split(text) if (words := words_of(piece))]
+
+
+@functools.cache
+def _of_layouts() -> frozenset[tuple[str, ...]]:
+    """All sentences that layouts of tasks add."""
+    texts = (_PLACEHOLDER.sub("\n", layout) for layout in LAYOUTS)
+    return frozenset(tuple(words) for text in texts for words in sentences(text))
+
+
+def is_instruction(words: Words) -> bool:
+    """Whether a sentence only says how to answer, or is a label or a greeting."""
+    if len(words) > _LONGEST_INSTRUCTION:
+        return False
+    is_labelled = words[0] in TRIGGERS
+    is_about_answer = all(word in _INSTRUCTING or (is_labelled and word.isdecimal()) for word in words)
+    return (is_about_answer and not TRIGGERS.isdisjoint(words)) or tuple(words) in _of_layouts()
+
+
+def bare(text: str) -> list[list[str]]:
+    """The question that a text asks, as sentences of normalised words, without layouts and instructions; of a text that
+    has nothing else, all of it."""
+    listed = sentences(plain_text(text))
+    return [_without_openers(words) for words in listed if not is_instruction(words)] or listed
+
+
+def _without_openers(words: list[str]) -> list[str]:
+    begin = next((i for i, word in enumerate(words) if word not in OPENERS), 0)
+    end = len(words) - (words[-1] in ("please", "thanks") and len(words) > begin + 1)
+    return words[begin:end]
+
+
+def units(text: str) -> Units:
+    """The units of a text."""
+    listed = bare(text)
+    words = list(chain.from_iterable(listed))
+    if not words:
+        nothing = np.empty(0, np.uint64)
+        return Units(nothing, None, nothing, None, nothing, np.empty(0), 0.0, ())
+    pieces = Pieces(words)
+    sentence_tokens = [tokens(sentence) for sentence in listed]
+    spans, span_weights = _spans(pieces, listed, sentence_tokens)
+    docstrings = [one for one in map(bare, _docstrings(text)) if _weight(one) >= SPECIFIC]
+    wholes, stem = [_hash(chain.from_iterable(one)) for one in docstrings], None
+    if (places := _options(text)) is not None:
+        wholes.append(_hash(_with_options(text, places)))
+        stem = _hash(_words(text[: places[0].start()]))
+    statements = [sentence_tokens, *([tokens(sentence) for sentence in one] for one in docstrings)]
+    return Units(
+        pieces.runs(), int(pieces.wholes([0], [len(words)])[0]), once(np.array(wholes, np.uint64)), stem, spans,
+        span_weights, weight(list(chain.from_iterable(sentence_tokens))),
+        tuple(tuple(_bag(one) for one in each if one) for each in statements),
+    )  # fmt: skip
+
+
+def statements_of(question: str) -> list[Bags]:
+    """The content tokens of each sentence that states a question: of its docstrings, where it has some, else of what
+    comes before its examples and constraints."""
+    listed = [one for one in map(bare, _docstrings(question)) if _weight(one) >= SPECIFIC]
+    if not listed:
+        head = bare(_APPENDIX.split(question, maxsplit=1)[0])
+        listed = [head if _weight(head) >= SPECIFIC else bare(question)]
+    return [[_bag(one) for one in map(tokens, each) if one] for each in listed]
+
+
+def placed_runs(question: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every run of a question (hash, first word, word after the last), and the weight of each of its words."""
+    words = _words(question)
+    return *Pieces(words).placed_runs(), np.array(list(map(word_weight, words)))
+
+
+def _bag(listed: Sequence[int]) -> np.ndarray:
+    return np.array(sorted(set(listed)), np.uint32)
+
+
+def _weight(listed: Sequence[Words]) -> float:
+    return weight(list(chain.from_iterable(map(tokens, listed))))
+
+
+def _hash(words: Iterable[str]) -> int:
+    words = list(words)
+    return int(Pieces(words).wholes([0], [len(words)])[0])
+
+
+def _spans(
+    pieces: Pieces, listed: Sequence[Words], sentence_tokens: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Hashes and weights of all sentences in a row that are shorter than a run."""
+    places = [0, *accumulate(map(len, listed))]
+    totals = [0.0, *accumulate(weight(each) if len(each) < LETTERS else 0.0 for each in sentence_tokens)]
+    begins, ends, weights = list[int](), list[int](), list[float]()
+    for first, begin in enumerate(places[:-1]):
+        for last in range(first + 1, len(places)):
+            if not pieces.is_short(begin, places[last]):
+                break
+            if totals[last] - totals[first] >= SPECIFIC:
+                begins.append(begin)
+                ends.append(places[last])
+                weights.append(totals[last] - totals[first])
+    return pieces.wholes(begins, ends), np.array(weights)
+
+
+def _docstrings(text: str) -> list[str]:
+    """The docstrings of stubs of code, without their examples."""
+    if '"""' not in text and "'''" not in text:
+        return []
+    return [_EXAMPLES.split(docstring, maxsplit=1)[0] for docstring in _DOCSTRING.findall(text)]
+
+
+def _words(text: str) -> list[str]:
+    return list(chain.from_iterable(bare(text)))
+
+
+def _options(text: str) -> list[re.Match[str]] | None:
+    """Where the options of a multiple choice begin, a, b, c and so on; None where there are none."""
+    if not any(mark in text for mark in _FIRST_OPTION):
+        return None
+    places = list[re.Match[str]]()
+    for match in _OPTION.finditer(text):
+        if ord(match[1].lower()) == ord("a") + len(places):
+            places.append(match)
+    return places if len(places) >= _FEWEST_OPTIONS else None
+
+
+def _with_options(text: str, places: Sequence[re.Match[str]]) -> list[str]:
+    """The stem, then the options without their letters in the order of the alphabet."""
+    texts = [text[one.end() : following.start()] for one, following in pairwise(places)]
+    last = text[places[-1].end() :].split("\n", 1)[0]
+    return [*_words(text[: places[0].start()]), *chain.from_iterable(sorted(_words(one) for one in [*texts, last]))]
