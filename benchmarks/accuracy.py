@@ -9,9 +9,7 @@ whose logits are compared; steps: it takes the first 4 of these one by one.  tra
 text in the same type.  A path holds if its root mean square is at most 1.5 times transformers', and its largest
 difference at most 3 times, over all contexts.
 
-Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too), `block`
-(a dflash drafter of two layers with random weights: its logits on the target's states), and `gpu kernels`, which
-Triton interprets, over two layers and 64 tokens.
+Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,5 +139,4 @@ def row(
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     main()

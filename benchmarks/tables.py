@@ -1127,7 +1127,39 @@ def versus_speculators(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 11)), _promises(found)])
 
 
+def real_model(found: dict[str, Any]) -> str:
+    kinds = list(dict.fromkeys(row["kind"] for row in found["table"]))
+    ways = list(dict.fromkeys(row["way"] for row in found["table"]))
+    speed = {(row["way"], row["kind"]): row["tokens_per_s"] for row in found["table"]}
+    lines = [[way, *(f"{speed[way, kind]:.0f}" for kind in kinds)] for way in ways]
+    texts = "; ".join(
+        f"{way}: {own['equal']} of {own['texts']} texts are transformers' own"
+        + (f", {own['ties']} part at a tie of at most {own['margin']:.1e}" if own["ties"] else "")
+        for way, own in found["texts"].items()
+    )
+    said = f"Tokens/s of whole requests, {found['prompts']} prompts of each kind x {found['new']} tokens. {texts}. "
+    table = _table(["way", *kinds], lines, slice(1, len(kinds) + 1))
+    return "\n\n".join([said + _machine(found), table, _promises(found)])
+
+
+def accuracy(found: dict[str, Any]) -> str:
+    rows = [row for row in found["rows"] if "rms_ratio" in row]
+    paths, contexts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("path", "context"))
+    by = {(row["path"], row["context"]): row for row in rows}
+    cell = lambda row: f"{row['rms_ratio']:.2f}, {row['largest_ratio']:.2f}"
+    lines = [[path, *(cell(by[path, context]) for context in contexts)] for path in paths]
+    base = [row for row in found["rows"] if row["path"] == "transformers"]
+    lines.append(
+        ["transformers: root mean square, largest", *(f"{row['rms']:.1e}, {row['largest']:.1e}" for row in base)]
+    )
+    held = sum(one["holds"] for one in found["promises"])
+    said = f"{held} of {len(found['promises'])} hold at most 1.5 and 3 times what transformers loses. "
+    heads = ["path", *(f"{context:,} tokens" for context in contexts)]
+    return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads)))])
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "real_model": real_model, "accuracy": accuracy,
     "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
     "products": products, "products_avx2": products,
     "large": large, "large_17b": large, "large_avx2": large,
