@@ -9,7 +9,9 @@ whose logits are compared; steps: it takes the first 4 of these one by one.  tra
 text in the same type.  A path holds if its root mean square is at most 1.5 times transformers', and its largest
 difference at most 3 times, over all contexts.
 
-Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too).
+Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too); `block`, a
+dflash drafter of two layers with random weights on the target's states of 100 tokens, plain and compiled, beside its
+modules without our products; and `gpu kernels`, which Triton interprets, over two layers and 64 tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,15 +27,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which others do
+
 import torch
 from batch_time import write
 from torch import Tensor
 
-from outrider import prepacked
+from outrider import load_drafter, prepacked
+from outrider.compiled.block import alike
 from outrider.decoding.draft import Draft
 from outrider.targets.accuracy import Loss
 from outrider.targets.load import load_target
 from outrider.targets.selftest import chain_of
+from outrider.targets.step import TracedPass
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, STEPS = 8, 4
@@ -47,10 +54,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    contexts = [int(length) for length in options.contexts.split(",")]
+    contexts = [int(length) for length in options.contexts.split(",") if length]
     rows = []
     for dtype in options.dtypes.split(","):
-        rows += paths(options.target, dtype, contexts, not options.no_compile)
+        rows += paths(options.target, dtype, contexts, not options.no_compile) if contexts else []
+    rows += [*block(options.target, not options.no_compile), *gpu_kernels(options.target)]
     promises = [
         {
             "promise": f"{row['path']} in {row['dtype']}, {row['context']} tokens", "wanted": f"{RMS} and {LARGEST}",
@@ -110,6 +118,50 @@ def paths(name: str, dtype: str, contexts: list[int], compile: bool) -> list[dic
     return rows
 
 
+@torch.inference_mode()
+def block(name: str, compile: bool) -> list[dict[str, Any]]:
+    """A block drafter's logits."""
+    target: Any = load_target(name, dtype="float32", compile=False)
+    torch.manual_seed(0)
+    drafter: Any = load_drafter("dflash", target, layers=2, block=8)
+    step = drafter.steps[0]
+    exact = step.exact()
+    with prepacked.disabled():
+        base = step.predicted(step.traced)
+    ways = {"block, plain": step.traced}
+    if compile:
+        step.get(build=True)
+        ways["block, compiled"] = step.graph.forward
+    rows = []
+    for path, way in ways.items():
+        loss, usual = (Loss.between(alike(own, exact)) for own in (step.predicted(way), base))
+        rows.append(of_losses(path, "float32", 100, loss, usual))
+    return rows
+
+
+@torch.inference_mode()
+def gpu_kernels(name: str, context: int = 64, layers: int = 2) -> list[dict[str, Any]]:
+    """A pass by our Triton kernels."""
+    from outrider.targets.gpu_pass import GpuPass  # Triton reads how it runs when it is imported
+
+    whole: Any = load_target(name, dtype="float32", compile=False)
+    model = copy.deepcopy(whole.model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+    target: Any = load_target(model, compile=False)
+    tokens, span = text(whole, context + NODES), slice(context, context + NODES)
+    exact = copy.deepcopy(model).double()
+    with whole_float64():
+        reference = exact(tokens, use_cache=False).logits[0]
+    with prepacked.disabled():
+        theirs = model(tokens, use_cache=False).logits[0].double()
+    cache = target.allocate(1, context + 2 * NODES)
+    target.prefill(cache, [0], tokens[:, :context], [context])
+    cache.open([0], NODES)
+    given = target.step._arguments(tokens[:, span], cache, None, (0,))
+    found = GpuPass(target, TracedPass(target, []))(*given)[0][0].double()
+    return [row("gpu kernels, chain", "float32", context, found, reference[span], theirs[span])]
+
+
 def chain(target: Any, cache: Any, tokens: Tensor) -> Tensor:
     """Logits [NODES, V] of one pass over these tokens."""
     logits: Tensor = target.verify(cache, [0], tokens[:, 0], chain_of(tokens[:, 1:])).logits[0]
@@ -131,11 +183,13 @@ def row(
     """base: transformers' own logits of the same tokens, with whose loss this one's is compared."""
     loss = Loss.between([(found, wanted)])
     made: dict[str, Any] = {"path": path, "dtype": dtype, "context": context, **loss._asdict()}
-    if base is not None:
-        usual = Loss.between([(base, wanted)])
-        made |= {"rms_ratio": loss.rms / usual.rms, "largest_ratio": loss.largest / usual.largest}
-        made["holds"] = made["rms_ratio"] <= RMS and made["largest_ratio"] <= LARGEST
-    return made
+    return made if base is None else of_losses(path, dtype, context, loss, Loss.between([(base, wanted)]))
+
+
+def of_losses(path: str, dtype: str, context: int, loss: Loss, usual: Loss) -> dict[str, Any]:
+    ratios = {"rms_ratio": loss.rms / usual.rms, "largest_ratio": loss.largest / usual.largest}
+    holds = ratios["rms_ratio"] <= RMS and ratios["largest_ratio"] <= LARGEST
+    return {"path": path, "dtype": dtype, "context": context, **loss._asdict(), **ratios, "holds": holds}
 
 
 if __name__ == "__main__":

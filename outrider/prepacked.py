@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple
@@ -45,11 +45,15 @@ class Prepacked(NamedTuple):
     stamp: tuple[int, int]
 
 
-def pack(model: nn.Module) -> None:
+def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
     """Give the linear layers of `model` packed weights, used while `enabled` is open; else they are as they were.
 
+    changed: names of weights whose packs are made again, whatever torch counted.
     Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
     """
+    for name, module in model.named_modules():
+        if f"{name}.weight" in changed and isinstance(module, nn.Linear):
+            _weights.pop(module, None)
     layers = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
     if not layers or sum(layer.weight.nbytes for layer in layers) > SHARE * machine.free_memory():
         return
@@ -173,7 +177,8 @@ def _fits(layer: nn.Linear) -> bool:
 
 
 def _stamp(layer: nn.Linear) -> tuple[int, int]:
-    return layer.weight.data_ptr(), layer.weight._version
+    weight = layer.weight
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version  # which these do not count
 
 
 # ── ways to multiply ──────────────────────────────────────────────────────────────────────────────────────────────────

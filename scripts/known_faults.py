@@ -273,7 +273,7 @@ FAULTS = [
     ),
     fault(
         "a model decodes with its old weights after an optimizer step",
-        ("_stamp", "layer.weight.data_ptr(), layer.weight._version", "layer.weight.data_ptr(), 0"),
+        ("_stamp", "0 if weight.is_inference() else weight._version", "0"),
     ),
     fault(
         "a write to weights that torch does not count goes unnoticed: PEFT's merge, `param.data.copy_`",

@@ -118,6 +118,19 @@ def test_an_embedding_that_was_resized_is_refused_by_name(in_panels):
         outrider.generate(target, [PROMPT], max_new_tokens=2)
 
 
+def test_a_model_made_in_inference_mode_is_decoded_and_watched(in_panels):
+    """Catches `RuntimeError: Inference tensors do not track version counter` from a load under inference_mode."""
+    with torch.inference_mode():
+        target = outrider.load_target(tiny_model(3).float())
+        before = outrider.generate(target, [PROMPT], max_new_tokens=4)[0].tokens
+        assert outrider.generate(target, [PROMPT], max_new_tokens=4)[0].tokens == before
+        target.model.get_parameter(DOWN).neg_()
+        assert DOWN in target.refresh()
+        torch.testing.assert_close(
+            logits(target), target.model(torch.tensor([PROMPT])).logits[0, -1], atol=1e-4, rtol=1e-4
+        )
+
+
 @pytest.mark.parametrize("has_library", [True, False])
 def test_every_value_counts(has_library, monkeypatch):
     """Catches a hash that samples, or that does not see the order: one bit anywhere, and two words swapped."""

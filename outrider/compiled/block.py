@@ -85,25 +85,33 @@ class CompiledBlock(Compiled):
 
     @torch.inference_mode()
     def compare(self, graph: Runnable) -> str:
-        loss = Loss.between(alike(self._predicted(self.traced), self._predicted(graph.forward)))
+        loss = Loss.between(alike(self.predicted(self.traced), self.predicted(graph.forward)))
         return self._allowance().exceeded(loss)
 
     def _allowance(self) -> Allowance:
         """What the number type loses on these passes; where that can't be measured, 64 units of rounding."""
         dtype: torch.dtype = self.backbone.fc.weight.dtype
-        target = self.backbone.target
-        exact = converted(target, compared_with(dtype)) if isinstance(target, TransformersTarget) else None
-        plain = self._predicted(self.traced)
-        if exact is None:
-            # at least that of float32: norms and rotary positions are computed in it
-            unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-            most = 64 * unit * max(float(found.abs().max()) for _, found in plain)
-            return Allowance(most, most)
-        other = copy.deepcopy(self.traced, {id(target): exact}).to(compared_with(dtype))
+        exact = self.exact()
         with prepacked.disabled():
-            return Allowance.of(alike(self._predicted(self.traced), CompiledBlock(other, ())._predicted(other)), dtype)
+            plain = self.predicted(self.traced)
+        if exact is not None:
+            return Allowance.of(alike(plain, exact), dtype)
+        # at least that of float32: norms and rotary positions are computed in it
+        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        most = 64 * unit * max(float(found.abs().max()) for _, found in plain)
+        return Allowance(most, most)
 
-    def _predicted(self, run: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
+    def exact(self) -> list[tuple[Tensor, Tensor]] | None:
+        """`predicted` of the same weights in float64, or in float32 where these are float64; None where the target
+        can't be copied."""
+        target, other = self.backbone.target, compared_with(self.backbone.fc.weight.dtype)
+        exact = converted(target, other) if isinstance(target, TransformersTarget) else None
+        if exact is None:
+            return None
+        traced = copy.deepcopy(self.traced, {id(target): exact}).to(other)
+        return CompiledBlock(traced, ()).predicted(traced)
+
+    def predicted(self, run: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
         """For passes of several sizes, the chain [R, K] and its logits or distributions [R, K, V]."""
         sizes = (1, 1), (1, 4), (3, 1), (3, 4)
         results = [run(*self._arguments(*self._pass(rows, new))) for rows, new in sizes]

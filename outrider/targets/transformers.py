@@ -119,7 +119,7 @@ class TransformersTarget(Passes):
                 "it again"
             )
         if self.device.type == "cpu" and self.is_whole:
-            prepacked.pack(self.model)
+            prepacked.pack(self.model, changed)
         self.spec = replace(self.spec, weights_hash=hash_weights(self.model))
         self.step.renew()
         return changed
