@@ -1144,10 +1144,12 @@ def real_model(found: dict[str, Any]) -> str:
 
 def accuracy(found: dict[str, Any]) -> str:
     rows = [row for row in found["rows"] if "rms_ratio" in row]
-    paths, contexts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("path", "context"))
+    paths, contexts = list(dict.fromkeys(row["path"] for row in rows)), sorted({row["context"] for row in rows})
     by = {(row["path"], row["context"]): row for row in rows}
     cell = lambda row: f"{row['rms_ratio']:.2f}, {row['largest_ratio']:.2f}"
-    lines = [[path, *(cell(by[path, context]) for context in contexts)] for path in paths]
+    lines = [
+        [path, *(cell(by[path, context]) if (path, context) in by else "" for context in contexts)] for path in paths
+    ]
     base = [row for row in found["rows"] if row["path"] == "transformers"]
     lines.append(
         ["transformers: root mean square, largest", *(f"{row['rms']:.1e}, {row['largest']:.1e}" for row in base)]
