@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Stamp(NamedTuple):
     dtype: torch.dtype
     digest: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, digest: int) -> Stamp:
+        return cls(id(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, digest)
+
 
 class Contents:
     """The weights of one model, watched."""
@@ -44,7 +49,10 @@ class Contents:
         Their version counters are raised, so that whoever stamps by these sees the change too.
         """
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        stamps = {name: _stamp(tensor) for name, tensor in tensors.items()}
+        digests = digests_of(list(tensors.values()))
+        stamps = {
+            name: Stamp.of(tensor, hashed) for (name, tensor), hashed in zip(tensors.items(), digests, strict=True)
+        }
         before, self._stamps = self._stamps, stamps
         if before is None:
             return []
@@ -55,35 +63,36 @@ class Contents:
         return changed + [name for name in before if name not in stamps]
 
 
-def _stamp(tensor: Tensor) -> Stamp:
-    return Stamp(id(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, digest(tensor))
-
-
 @torch.no_grad()
-def digest(tensor: Tensor) -> int:
-    """A hash of what a tensor holds; of tensors that have no memory of their own here, 0."""
+def digests_of(tensors: Sequence[Tensor]) -> list[int]:
+    """A hash of what each holds; of tensors that have no memory of their own here, 0."""
+    hashed = [_digest(tensor) for tensor in tensors]
+    sums = [each for each in hashed if isinstance(each, Tensor)]
+    on_device = iter(torch.stack(sums).tolist() if sums else ())  # waits for a GPU once
+    return [next(on_device) if isinstance(each, Tensor) else each for each in hashed]
+
+
+def _digest(tensor: Tensor) -> int | Tensor:
+    """A hash, on a GPU as a tensor of one number."""
     if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return 0
-    plain = tensor.detach()
+    plain = tensor.detach().contiguous()
     if plain.device.type != "cpu":
         return _on_device(plain)
-    if not plain.is_contiguous():  # a transposed weight is dense all the same
-        plain = plain.contiguous()
     library = kernels.library()
     if library is None:
         data = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    library.outrider_digest.restype = ctypes.c_uint64
     hashed: int = library.outrider_digest(ctypes.c_void_p(plain.data_ptr()), ctypes.c_int64(plain.nbytes))
     return hashed
 
 
-def _on_device(plain: Tensor) -> int:
+def _on_device(plain: Tensor) -> Tensor:
     """By sums of its words, each times a number of its place: one pass over the memory of a GPU."""
     size = 4 if plain.nbytes % 4 == 0 else 1
-    words = plain.contiguous().view(-1).view(torch.int32 if size == 4 else torch.uint8)
+    words = plain.view(-1).view(torch.int32 if size == 4 else torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(words.split(PART)):
         places = torch.arange(len(part), dtype=torch.int32, device=words.device) * 2 + (2 * number + 1)
         total = total * 31 + (part.to(torch.int32) * places).sum(dtype=torch.int64)
-    return int(total)
+    return total

@@ -253,8 +253,10 @@ def memory() -> int:
     return whole
 
 
-def free_memory() -> int:
-    """Bytes of memory that are not in use, within what the container is given."""
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes of memory that are not in use: of a GPU, or of this machine within what the container is given."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     free = _memory_line("MemAvailable")
     with suppress(OSError, ValueError):  # no container, or one without a limit
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))

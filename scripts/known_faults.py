@@ -281,7 +281,7 @@ FAULTS = [
     ),
     fault(
         "half of a weight may change unnoticed",
-        ("digest", "ctypes.c_int64(plain.nbytes)", "ctypes.c_int64(plain.nbytes // 2)"),
+        ("_digest", "ctypes.c_int64(plain.nbytes)", "ctypes.c_int64(plain.nbytes // 2)"),
     ),
     fault(
         "a graph goes on with weights that were changed through .data",

@@ -26,18 +26,16 @@ def compile(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="As in a run file's target section.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of a Hugging Face id.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     background: Annotated[bool, typer.Option("--background", help="At the lowest priority.")] = False,
 ) -> None:
-    """Compile the steps of a target and a drafter for this machine; `decode`, `evaluate`, `serve` and `run` use them.
+    """Compile the steps of a target and a drafter for this machine's CPU; all other verbs use them.
 
-    They do so by themselves where it was not done before: `evaluate` and `run` first, `decode` and `serve` in the
-    background.
+    `evaluate`, `prepare` and `run` do so by themselves first, `decode` and `serve` in the background.
     """
     if background:
         os.nice(LOWEST)
     machine.set_up_process()
-    loaded = load_target(target, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    loaded = load_target(target, device="cpu", dtype=dtype, revision=revision)
     seconds = loaded.compile()
     _say("target", target, seconds)
     if drafter is not None:

@@ -93,9 +93,7 @@ def decode(
     if compile and built is not None:
         compile_drafter(built, Printer())
     if compile is None and isinstance(loaded, TransformersTarget):
-        steps = [loaded.step, *(built.steps if built else ())]
-        chosen = [] if drafter is None else ["--drafter", drafter, *(f"--set={setting}" for setting in settings or ())]
-        background.build(steps, ["--target", target, *chosen])
+        background.build([loaded.step, *(built.steps if built else ())], target, drafter, settings or ())
     asked = Sampling(temperature, top_k, top_p, seed)
 
     def pieces(drafter: Drafter | None) -> Iterator[Piece]:

@@ -205,7 +205,7 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     printer.loaded(target)
     drafter, label, names = _drafter(served, target, printer, learned)
     if served.target.compile is None and isinstance(target, TransformersTarget):
-        background.build([target.step, *(drafter.steps if drafter else ())], _to_compile(served, learned))
+        _compile_in_background(served, learned, target, drafter)
     name, post = config.name or _name_of(target.spec.name), Post()
     telemetry = Telemetry(name, config.slots, drafter=label)
     memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
@@ -220,17 +220,20 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     return Service(engine, target, config, name=name, drafters=names, log=log), post, learner
 
 
-def _to_compile(served: Served, learned: learning.Folder | None) -> list[str]:
-    """Arguments of `outrider compile` for what is served."""
-    section = served.target
-    chosen = {"--target": section.name, "--dtype": section.dtype, "--revision": section.revision}
-    settings: dict[str, Any] = {}
+def _compile_in_background(
+    served: Served, learned: learning.Folder | None, target: TransformersTarget, drafter: Drafter | None
+) -> None:
+    section, kind, settings = served.target, None, dict[str, Any]()
+    if section.trust_remote_code:  # another process would run that code too
+        return
     if served.drafter is not None:
         kind, settings = (served.drafter, {}) if isinstance(served.drafter, str) else parted(served.drafter)
-        chosen["--drafter"] = kind if learned is None else str(learned.current)
-    given = [f"{option}={value}" for option, value in chosen.items() if value is not None]
-    given += [f"--set={key}={json.dumps(value)}" for key, value in settings.items()]
-    return [*given, *(["--trust-remote-code"] if section.trust_remote_code else [])]
+    background.build(
+        [target.step, *(drafter.steps if drafter else ())], section.name,
+        kind if learned is None else str(learned.current),
+        [f"{key}={json.dumps(value)}" for key, value in settings.items()],
+        dtype=section.dtype, revision=section.revision,
+    )  # fmt: skip
 
 
 def _learned(served: Served) -> learning.Folder | None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,26 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider import cache, kernels, lock, machine, prepacked
-from outrider.compiled import rewrite
+from outrider import kernels, machine, prepacked
+from outrider.compiled import rewrite, shelf
 from outrider.compiled.build import NotCompiled, build_package, builds, may_build, refuse_large, weights_of
 from outrider.compiled.key import fingerprint, values_of
 from outrider.compiled.package import Package
+from outrider.compiled.shelf import Slower, folder
 from outrider.contents import Contents
 from outrider.decoding.protocols import Drafter
 from outrider.errors import first_line
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1800.0
-"""For which a process waits while another one compiles."""
 AWAIT_S = 2.0
 """Between two looks for a graph that another process builds."""
-
-
-def folder() -> Path:
-    """Where packages are stored."""
-    return cache.folder() / "compiled"
 
 
 class Graph:
@@ -83,16 +76,12 @@ class Graph:
         return self.package.run(flat(args))
 
 
-def compile_passes(drafter: Drafter, again: bool = True) -> float:
+def compile_passes(drafter: Drafter, unasked: bool = False) -> float:
     """Have a drafter's own passes compiled; returns the seconds it took.  NotCompiled says why not.
 
-    again: even where that failed before on this machine.
+    unasked: only those of which nothing is known against it.
     """
-    return sum(step.get(build=True, again=again) for step in drafter.steps)
-
-
-class Slower(NotCompiled):
-    """There is a compiled step, and the plain path is faster."""
+    return sum(step.get(build=True) for step in drafter.steps if not unasked or step.is_possible)
 
 
 class Runnable(Protocol):
@@ -127,17 +116,15 @@ class Compiled:
         self._checked_for: Callable[[], Any] = lambda: None
         self._is_sound = False
 
-    def get(self, build: bool, again: bool = True) -> float:
+    def get(self, build: bool) -> float:
         """Take the graph from disk, or compile it; returns the seconds that compiling took.
 
-        again: compile it even where that failed before on this machine.
         NotCompiled says why there is none: this model can't be compiled, the graph is not on disk, or its
         logits differ from the plain path's.
         """
         if self.graph is not None and not self._is_stale():
             return 0.0
         model = self._plain_model()
-        is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
         if self._is_stale():
             self.graph, self._key = None, ""  # so that `compare` compares with the plain path
             # inference tensors count no changes
@@ -145,10 +132,10 @@ class Compiled:
             self._version = _version(self._weights)
             if prepacked.way_of(model) == "panels":
                 prepacked.pack(model)  # layers whose weights changed
-        if not is_on_cpu:
+        if not _is_on_cpu(model):
             if not build:
                 raise NotCompiled(f"there is no compiled {self.name}: on a GPU it is made where the target is loaded")
-            self._take(self.cuda_graphs(), None)
+            self._take(self.cuda_graphs())
             return 0.0
         if prepacked.way_of(model) != "panels":
             refuse_large(model)
@@ -156,13 +143,13 @@ class Compiled:
         if path is None and not build:
             raise NotCompiled(f"there is no compiled {self.name} of this model: none is in {folder()}")
         if path is not None:
-            self._take(Graph(path, self.traced), path)
+            self._take_package(path)
             return seconds
-        with self._building(again):
+        with shelf.building(self._path(holds_weights=False)):
             path = self._on_disk()  # where another process has built it meanwhile
             if path is None:
                 path, seconds = self._build()
-            self._take(Graph(path, self.traced), path)
+            self._take_package(path)
         return seconds
 
     def _plain_model(self) -> nn.Module:
@@ -174,71 +161,40 @@ class Compiled:
             )
         return model
 
-    def _take(self, graph: Runnable, path: Path | None) -> None:
-        """Use this graph.  path: of a package.  NotCompiled where it is wrong, or slower than the plain path."""
-        if not self._was_checked(path) and (difference := self.compare(graph)):
-            if path is not None:
+    def _take_package(self, path: Path) -> None:
+        """Use this package.  NotCompiled where it is wrong, or slower than the plain path."""
+        graph = Graph(path, self.traced)
+        if not shelf.was_checked(path):
+            if difference := self.compare(graph):
                 path.unlink(missing_ok=True)
-            raise NotCompiled(f"compiled logits differ from plain ones by {difference}; its steps stay plain")
-        if path is not None:
-            with contextlib.suppress(OSError):  # a folder that can't be written costs a comparison a process
-                self._checked(path).write_text(json.dumps(_stamp(path)))
-            if not self._pays(graph):
-                raise Slower("its compiled steps are slower than plain ones on this machine; its steps stay plain")
+                raise NotCompiled(f"compiled logits differ from plain ones by {difference}; its steps stay plain")
+            shelf.note_checked(path)
+        if not self._pays(graph):
+            raise Slower("its compiled steps are slower than plain ones on this machine; its steps stay plain")
         self.graph, self.path = graph, path
         if self.watches:
             self.contents = Contents(self.model())
             self.contents.changes()
 
-    def _was_checked(self, path: Path | None) -> bool:
-        """Whether this very file was compared with the plain path before."""
-        try:
-            return path is not None and json.loads(self._checked(path).read_text()) == _stamp(path)
-        except (OSError, ValueError):
-            return False
-
-    @staticmethod
-    def _checked(path: Path) -> Path:
-        return path.with_suffix(".checked")
-
-    @contextlib.contextmanager
-    def _building(self, again: bool) -> Iterator[None]:
-        """While this is open, no other process compiles.  NotCompiled where it failed before, and when it fails now,
-        which is noted."""
-        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        refused, one_by_one = self._path(holds_weights=False).with_suffix(".refused"), folder() / ".building"
-        one_by_one.touch()
-        busy = NotCompiled("another process has been compiling for half an hour; its steps stay plain")
-        with lock.held(one_by_one, busy, patience_s=PATIENCE_S):
-            if refused.exists() and not again:
-                raise NotCompiled(refused.read_text())
-            refused.unlink(missing_ok=True)
-            try:
-                yield
-            except Slower:  # which another measurement may correct
-                raise
-            except NotCompiled as reason:
-                refused.write_text(str(reason))
-                raise
+    def _take(self, graph: Runnable) -> None:
+        """Use what was captured.  NotCompiled where it is wrong."""
+        if difference := self.compare(graph):
+            raise NotCompiled(f"captured logits differ from plain ones by {difference}; its steps stay plain")
+        self.graph = graph
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is no package yet, and nothing is known against compiling one."""
+        """Whether there is no package yet, steps may be compiled unasked, and nothing is known against it."""
         try:
-            on_cpu = all(weight.device.type == "cpu" for weight in self._plain_model().parameters())
+            is_on_cpu = _is_on_cpu(self._plain_model())
         except NotCompiled:
             return False
-        if not on_cpu or not may_build() or self._on_disk() is not None:
-            return False
-        return not self._path(holds_weights=False).with_suffix(".refused").exists()
+        return is_on_cpu and may_build() and not self.is_on_disk and not shelf.was_refused(self._path(False))
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether there is a package, used or not."""
-        try:
-            return self.model() is not None and self._on_disk() is not None
-        except NotCompiled:
-            return False
+        """Whether there is a package of this model, used or not; for models whose steps can be traced."""
+        return self._on_disk() is not None
 
     def await_graph(self) -> None:
         """From now on, take the graph as soon as another process has built it."""
@@ -287,7 +243,7 @@ class Compiled:
 
     def _build(self) -> tuple[Path, float]:
         """Compile in the fastest way; the first time on a machine all ways are compiled and timed."""
-        log.warning("compiling the %s: one to two minutes, once on this machine", self._described())
+        log.warning("compiling a %s: one to two minutes, once on this machine", self.name)
         traced, arguments, dims = self.example()
         possible = builds(traced)
         question = f"products in a compiled {self._described()}: {list(possible)}"
@@ -411,10 +367,8 @@ def dense(tensor: Tensor, *shape: int) -> Tensor:
     return tensor.expand(*shape).contiguous()
 
 
-def _stamp(path: Path) -> list[int]:
-    """Size and time of last change."""
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+def _is_on_cpu(model: nn.Module) -> bool:
+    return {weight.device.type for weight in model.parameters()} == {"cpu"}
 
 
 def _version(weights: Sequence[Tensor]) -> int:

@@ -15,11 +15,13 @@ LOG = "background.log"
 """What that process prints, in the folder of packages."""
 
 
-def build(steps: Sequence[Compiled], arguments: Sequence[str]) -> None:
+def build(
+    steps: Sequence[Compiled], target: str, drafter: str | None, settings: Sequence[str] = (), **options: str | None
+) -> None:
     """Have those of these steps built that have no package, and take each as soon as it is there.
 
-    steps: the target's first; where it can't be compiled, nothing is built.  arguments: of `outrider compile`, for the
-    same target and drafter.
+    steps: the target's first; where it can't be compiled, nothing is built.  The others are arguments of `outrider
+    compile` for the same target and drafter: settings is its `--set`, options are by their names.
     """
     missing = [step for step in steps if step.graph is None and step.is_possible]
     if not missing or (steps[0].graph is None and steps[0] is not missing[0]):
@@ -28,6 +30,9 @@ def build(steps: Sequence[Compiled], arguments: Sequence[str]) -> None:
         "compiling in the background, one to two minutes a step, once on this machine; steps are plain until then"
     )
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    given = {"target": target, "drafter": drafter, **options}
+    arguments = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    arguments += [f"--set={setting}" for setting in settings]
     command = [sys.executable, "-m", "outrider", "compile", "--background", *arguments]
     with (folder() / LOG).open("ab") as output:
         # a session of its own: Ctrl-C here does not end it

@@ -11,7 +11,6 @@ found too.  Above temperature 0, distributions are compared (`two_samples`); sco
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -30,6 +29,7 @@ from outrider.measure import tasks
 from outrider.measure.prompts import as_tokens
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.targets.accuracy import recast
 from outrider.targets.transformers import TransformersTarget
 
 Verdict = Literal["equal", "tie", "bug"]
@@ -241,13 +241,7 @@ class Audit:
         model: Any = self.model
         if self.target.spec.quantised is not None:
             return None
-        if model.dtype == torch.float64:
-            return model
-        if 8 * model.num_parameters() > _free_bytes(self.target.device) / 2:
-            return None
-        copied = type(model)._from_config(model.config, dtype=torch.float64).to(self.target.device).eval()
-        copied.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-        return copied
+        return model if model.dtype == torch.float64 else recast(model, torch.float64)
 
 
 def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
@@ -272,15 +266,6 @@ def _shortfalls(logits: Tensor, tokens: tuple[int | None, int | None]) -> tuple[
 def _largest(shortfall: tuple[float | None, float | None]) -> float:
     """Infinite where one text ended and the other did not: no logit explains that."""
     return max(math.inf if value is None else value for value in shortfall)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not known on every system
-        return 0
 
 
 # ── sampled ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -80,6 +80,7 @@ def _check() -> None:
 def _loaded(path: Path) -> ctypes.CDLL:
     # global: compiled packages find the kernels by their names
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    loaded.outrider_digest.restype = ctypes.c_uint64
     for name in ("multiply", "gated"):
         torch.library.register_fake(f"outrider::{name}")(lambda x, _w, outputs: x.new_empty(*x.shape[:-1], outputs))
     torch.library.register_fake("outrider::attend")(_attended)

@@ -348,7 +348,7 @@ def missing(name: str, model: Anatomy) -> str | None:
         return f"no weights of {name} are on this machine"
     free, wanted = machine.free_memory(), 4.0 * model.parameters  # a CPU computes in float32
     if torch.cuda.is_available():
-        free, wanted = torch.cuda.mem_get_info()[0], model.weight_bytes
+        free, wanted = machine.free_memory("cuda"), model.weight_bytes
     if wanted > free / 2:
         return f"the weights of {name} take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free here"
     return None

@@ -60,7 +60,7 @@ def load_all(
         source = None if kind in kinds() else describe(kind)
         drafter = load_drafter(kind, target, **own)
         if compile or (compile is None and target.step.graph is not None):
-            compile_drafter(drafter, reporter, again=bool(compile))
+            compile_drafter(drafter, reporter, unasked=not compile)
         label = kind if source is None else source.kind
         if label in found.drafters:  # a second one of its kind
             settings = ", ".join(f"{key}={value}" for key, value in own.items())
@@ -106,13 +106,10 @@ def _weights_hash(source: Source, settings: Mapping[str, Any]) -> str:
     return total.hexdigest()[:16]
 
 
-def compile_drafter(drafter: Drafter, reporter: Reporter, again: bool = True) -> None:
-    """Have a drafter's own passes compiled, where it has such; it works without.
-
-    again: even where that failed before on this machine.
-    """
+def compile_drafter(drafter: Drafter, reporter: Reporter, unasked: bool = False) -> None:
+    """As `compile_passes`; where it can't be, that is reported, and the drafter works without."""
     try:
-        compile_passes(drafter, again)
+        compile_passes(drafter, unasked)
     except NotCompiled as reason:
         reporter.not_compiled(reason)
 

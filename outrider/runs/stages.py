@@ -152,7 +152,8 @@ def target_of(
         section = section.model_copy(update={"device": distributed.device_of(section.device)})
     reporter.loading(section)
     why = "its weights are wanted here" if chosen is None else why_weights(settings, chosen) if reads else None
-    how = section.load_options()
+    decodes = chosen is None or any(stage != "train" for stage in chosen)
+    how = section.load_options() if decodes else section.model_dump(exclude={"name"})
     if why is None:
         target: Any = load_served(section.name, **{key: how[key] for key in how if key not in NOT_SERVED})
     else:

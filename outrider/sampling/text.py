@@ -15,6 +15,7 @@ at least four bytes precede what is decoded again (no UTF-8 character has more),
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -111,19 +112,20 @@ class TextStream:
         """Final text that was not given out, since it may begin a stop string."""
         self._end: str | None = None
         """All that is left of a text that is over, until it is given out."""
-        self._begin(before)
+        if before:
+            self._begin(before)
 
     def _begin(self, before: Sequence[int]) -> None:
         """Put the last tokens before the text into the window, as text that was given out."""
-        context = [token for token in before if token not in self._detokenizer.skipped]
+        shown = (token for token in reversed(before) if token not in self._detokenizer.skipped)
         # an open run of bytes is text by itself: what follows does not change it
-        while context and context[-1] in self._detokenizer.byte_tokens:
-            context.pop()
-        if len(context) > CONTEXT and len(self._detokenizer.decode(context[-CONTEXT:])) >= MIN_FINAL:
-            context = context[-CONTEXT:]
+        backwards = itertools.dropwhile(self._detokenizer.byte_tokens.__contains__, shown)
+        context = [*itertools.islice(backwards, CONTEXT)][::-1]
+        if len(self._detokenizer.decode(context)) < MIN_FINAL:
+            context = [*backwards][::-1] + context
         # half a character at the end is the text's to complete
-        shown = self._detokenizer.decode(context).removesuffix("\ufffd")
-        self._window, self._read, self._final_length = context, len(context), len(shown)
+        text = self._detokenizer.decode(context).removesuffix("\ufffd")
+        self._window, self._read, self._final_length = context, len(context), len(text)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
         """`write`, and the text that has become final."""

@@ -35,7 +35,7 @@ RMS, LARGEST = 2.5, 4.0
 """Two paths may differ by so many times what the number type loses: one of them by all of that, and the other, the fast
 one, by 1.5 times its root mean square and 3 times its largest."""
 UNITS = 4
-"""Units of rounding of the largest logit that are always allowed."""
+"""Units of rounding of the largest logit by which one may always differ; the root mean square by one."""
 
 
 class Loss(NamedTuple):
@@ -63,12 +63,9 @@ class Allowance(NamedTuple):
         """pairs: logits in `compared_with(dtype)` and in `dtype`, either first."""
         pairs = list(pairs)
         loss = Loss.between(pairs)
-        units = (
-            UNITS
-            * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-            * max(float(one.abs().max()) for one, _ in pairs)
-        )
-        return cls(max(RMS * loss.rms, units / 4), max(LARGEST * loss.largest, units))
+        eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        unit = eps * max(float(one.abs().max()) for one, _ in pairs)
+        return cls(max(RMS * loss.rms, unit), max(LARGEST * loss.largest, UNITS * unit))
 
     def exceeded(self, loss: Loss) -> str:
         """What is too large, in words; "" for nothing."""
@@ -96,12 +93,12 @@ def texts(target: Any, rows: int, count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def passes(target: Any, prompt: int = PROMPT) -> Iterator[tuple[Any, Tensor, Draft]]:
+def passes(target: Any) -> Iterator[tuple[Any, Tensor, Draft]]:
     """Passes after prompts of unequal length that `target` has read: its cache, anchors [B], and a draft.
 
     Single steps, chains and, where its mode has them, trees; of one slot and of several.
     """
-    prompt = max(len(ROWS) + 1, min(prompt, target.spec.context // 2))
+    prompt = max(max(ROWS) + 1, min(PROMPT, target.spec.context // 2))
     for rows in ROWS:
         text = texts(target, rows, prompt + NODES).to(target.device)
         cache, lengths = target.allocate(rows, prompt + 2 * NODES), [prompt - row for row in range(rows)]
@@ -116,22 +113,28 @@ def passes(target: Any, prompt: int = PROMPT) -> Iterator[tuple[Any, Tensor, Dra
             yield cache, rest[:, 0], draft
 
 
-def logits(target: Any, prompt: int = PROMPT) -> Iterator[Tensor]:
+def logits(target: Any) -> Iterator[Tensor]:
     """The target's own of these passes, [B, N+1, V] each."""
-    for cache, anchors, draft in passes(target, prompt):
+    for cache, anchors, draft in passes(target):
         yield target.verify(cache, range(len(anchors)), anchors, draft).logits
 
 
-def converted(target: Any, dtype: torch.dtype) -> Any:
-    """The same target computed in `dtype`, by transformers' own modules; None where its weights are no plain numbers,
-    or memory has no room."""
-    model = target.model
+def recast(model: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy of a model in another number type, on its device; None where its weights are no plain numbers, or the copy
+    would take more than half of the free memory."""
     weights = list(model.parameters())
-    if not target.is_whole or not all(type(weight) is nn.Parameter for weight in weights):
+    needed = dtype.itemsize * sum(weight.numel() for weight in weights)
+    is_plain = all(type(weight) is nn.Parameter for weight in weights)
+    fits = is_plain and needed <= SHARE * machine.free_memory(weights[0].device)
+    return copy.deepcopy(model).to(dtype) if fits else None
+
+
+def converted(target: Any, dtype: torch.dtype) -> Any:
+    """The same target computed in `dtype`, by transformers' own modules; None where it can't be copied."""
+    model = recast(target.model, dtype) if target.is_whole else None
+    if model is None:
         return None
-    if dtype.itemsize * sum(weight.numel() for weight in weights) > SHARE * machine.free_memory():
-        return None
-    made = type(target)(copy.deepcopy(model).to(dtype), target.tokenizer, target.spec.name, tested=False)
+    made = type(target)(model, target.tokenizer, target.spec.name, tested=False)
     made.family, made.spec = target.family, replace(made.spec, mode=target.spec.mode)
     return made
 

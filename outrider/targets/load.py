@@ -33,6 +33,9 @@ from outrider.targets.turns import closing_of, names_of
 
 log = logging.getLogger(__name__)
 
+Compile = bool | Literal["auto"] | None
+"""Whether steps are compiled, see `load_target`."""
+
 
 def load_target(
     target: str | Path | PreTrainedModel,
@@ -45,7 +48,7 @@ def load_target(
     quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    compile: bool | Literal["auto"] | None = None,
+    compile: Compile = None,
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
@@ -123,7 +126,7 @@ def _refuse_with_parts(count: int, **options: Any) -> None:
 def _from_checkpoint(
     *, name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None, device_map: Any = None,
     quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
-    compile: bool | Literal["auto"] | None,
+    compile: Compile,
     parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
     """The target of a checkpoint, as `load_target`.  parts: processes that have one each, of which this has its own."""
@@ -216,21 +219,19 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
     return base
 
 
-def _compiled(target: TransformersTarget, compile: bool | Literal["auto"] | None) -> TransformersTarget:
+def _compiled(target: TransformersTarget, compile: Compile) -> TransformersTarget:
     if not target.is_whole:
         log.warning(
             "%s: its weights are not all in one place, so its steps stay plain, and no kernels of ours run",
             target.spec.name,
         )  # fmt: skip
         compile = False
+    is_wanted = compile == "auto" and target.step.is_possible
     if compile is True:
         target.compile()
-    elif compile is None and target.device.type == "cuda":  # seconds, where a compiled step takes minutes
+    elif is_wanted or (compile is not False and target.device.type == "cuda"):  # captured there, in seconds
         with suppress(NotCompiled):
             target.compile()
-    elif compile == "auto" and (target.device.type == "cuda" or target.step.is_possible):
-        with suppress(NotCompiled):
-            target.step.get(build=True, again=False)
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)

@@ -41,7 +41,7 @@ def slot_length(target: Target, slots: int, length: int | None, budget_bytes: in
     context, each = target.spec.context, token_bytes(target)
     if length is not None and length < 2:
         raise ConfigError(f"length must be at least 2 tokens, a prompt's and an answer's, got {length}")
-    free = free_bytes(target.device)
+    free = machine.free_memory(target.device)
     budget = budget_bytes if budget_bytes is not None else free if length is not None else int(SHARE * free)
     source = "free" if budget_bytes is None else "given"
     refuse_above(budget, slots, min(length or 2, context), each, source, more)
@@ -63,11 +63,6 @@ def refuse_above(budget: int, slots: int, length: int, each: int, source: str, m
         f"{slots} slots of {length:,} tokens take up to {_gb(taken)}, and {_gb(budget)} {whose}; {slots} slots of "
         f"{tokens:,} tokens fit, or {fit} of {length:,}: choose fewer slots or shorter texts, or another memory_gb"
     )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.free_memory()
 
 
 def _gb(size: float) -> str:

@@ -36,7 +36,7 @@ def test_the_length_is_the_context_or_what_the_budget_allows(target):
 
 def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, monkeypatch):
     """Catches slots that fail in the middle of a text, hours after the start; and a budget that is not believed."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 100 * TOKEN)
+    monkeypatch.setattr(memory.machine, "free_memory", lambda device: 4 * 100 * TOKEN)
     assert slot_length(target, 4, 100, None) == 100
     assert slot_length(target, 4, None, None) == 50
     with pytest.raises(ConfigError, match=r"are free for them; 4 slots of 91 tokens fit, or 3 of 110"):

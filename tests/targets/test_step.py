@@ -353,15 +353,15 @@ def test_what_is_missing_is_built_once_in_the_background(fast, monkeypatch, tmp_
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(background.subprocess, "Popen", lambda command, **_: started.append(command))
     target = load_target(model_of())
-    background.build([target.step], ["--target", "x"])
+    background.build([target.step], "x", None, ["length=3"])
     assert not started, "OUTRIDER_COMPILE=off, as in all tests"
     monkeypatch.delenv("OUTRIDER_COMPILE")
-    background.build([target.step], ["--target", "x"])
-    assert [command[-3:] for command in started] == [["--background", "--target", "x"]]
+    background.build([target.step], "x", None, ["length=3"])
+    assert [command[-3:] for command in started] == [["--background", "--target=x", "--set=length=3"]]
     assert target.step._awaited_at is not None
-    background.build([load_target(tiny("mamba2")).step], [])
+    background.build([load_target(tiny("mamba2")).step], "x", None)
     monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda step: tmp_path)
-    background.build([target.step], [])
+    background.build([target.step], "x", None)
     assert len(started) == 1
 
 
