@@ -297,6 +297,10 @@ FAULTS = [
         ("free_memory", "free = min(free, limit - used)", "free = max(free, limit - used)"),
     ),
     fault(
+        "prompts are read by plain passes where the compiled step was checked in an earlier process",
+        ("CompiledStep.get", "        self._learn_shapes()\n", ""),
+    ),
+    fault(
         "1.52 times at 1.00 tokens per step is printed as a speed-up",
         ("trust", "refused = dict.fromkeys(FIGURES)", "refused = {}"),
     ),

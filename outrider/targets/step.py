@@ -80,6 +80,21 @@ class CompiledStep(Compiled):
         model: nn.Module = self.target.model
         return model
 
+    def get(self, build: bool) -> float:
+        """As `Compiled.get`; caches have buffers from then on before a prompt is read, so that its first chunk passes
+        compiled too."""
+        seconds = super().get(build)
+        self._learn_shapes()
+        return seconds
+
+    @torch.inference_mode()
+    def _learn_shapes(self) -> None:
+        """By reading one token."""
+        if self.shapes is None:
+            cache = self.target.allocate(1, 1)
+            self.target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=self.target.device), [1])
+            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
+
     @property
     def traced(self) -> nn.Module:
         return TracedPass(self.target, [])
@@ -173,10 +188,8 @@ class CompiledStep(Compiled):
         """An open pass after noise in slots of unequal length, and its tokens [rows, width]."""
         before, noise = min(BEFORE, self.target.spec.context // 2), torch.Generator().manual_seed(5)
         tokens = torch.randint(self.target.spec.vocabulary, (rows, width), generator=noise).to(self.target.device)
+        self._learn_shapes()
         cache = self.target.allocate(rows, before + width + 8)
-        if self.shapes is None:
-            self.target.prefill(cache, [0], tokens[:1, :1], [1])
-            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
         cache.lengths = [before - row for row in range(rows)]
         cache.open(range(rows), width)
         for buffer in cache.buffers:

@@ -185,6 +185,15 @@ def test_a_prompt_is_read_by_the_graph(fast, slow):
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
+def test_the_first_chunk_passes_compiled_where_the_package_was_checked_before(fast):
+    """Catches prompts read by plain passes in every process but the first, which compares and times the package."""
+    again = load_target(model_of())
+    assert again.step.path == fast.step.path
+    with counted(again) as calls:
+        again.prefill(again.allocate(1, 40), [0], torch.tensor([[3, 4, 5]]), [3])
+    assert calls == [False]
+
+
 def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkeypatch):
     """Catches short prompts that are padded to a long one, which a CPU pays for."""
     lengths = [45, 8, 40, 5, 6]
