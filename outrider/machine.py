@@ -11,26 +11,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
 import logging
 import math
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider import cache
-from outrider.contention import watched
+from outrider import cache, measurements
+from outrider.measurements import Figures, best_times
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +45,8 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 MALLOC = {-3: 2**25, -1: 2**31 - 1, -2: 0}
 """glibc's M_MMAP_THRESHOLD at its highest, M_TRIM_THRESHOLD, M_TOP_PAD."""
 INT8 = "int8 weights"
-MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 12, 0.015
-"""The ways are timed in turn until this much time is spent on each; the fastest run counts."""
 UNKNOWN_MEMORY = 2**32
 """Bytes taken to be free where the system does not say."""
-MEASUREMENTS = 3
-"""Processes that measure, the first ones."""
-TRIES, LONG_S = 3, 5.0
-"""Times that a process measures while other programs disturb it, unless one takes longer than this."""
-OTHERS = 0.3
-"""Processors that work for other programs, from which on a measurement counts as disturbed."""
-BUSY = 1.5
-"""Running programs per thread, ours included, from which on times are not stored."""
 HOPELESS = 10.0
 """A type this many times as slow as float32 is not timed at more rows: its time grows with the rows."""
 
@@ -83,22 +71,22 @@ class MatmulTimes:
 
 def matmul_times() -> MatmulTimes:
     """The times of this machine; measured where they are not known yet."""
-    return MatmulTimes(_timed("products", _time_matmuls))
+    return MatmulTimes(measurements.timed(_place("products"), _time_matmuls))
 
 
 def fastest(
     question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1,
-    measurements: int = MEASUREMENTS,
+    processes: int = measurements.PROCESSES,
 ) -> str:  # fmt: skip
     """Name of the fastest way: the first one, unless another is `margin` times as fast.
 
     Timed by the first processes on a machine, each in a quiet moment; the least times count.
 
     question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways:
-    called only where the answer is not known yet.  measurements: processes that time them, 1 where that takes long.
+    called only where the answer is not known yet.  processes: that time them, 1 where that takes long.
     """
-    measure = lambda: {way: {"ms": ms} for way, ms in _best_times(ways()).items()}
-    found = _timed(question, measure, measurements)
+    measure = lambda: {way: {"ms": ms} for way, ms in best_times(ways()).items()}
+    found = measurements.timed(_place(question), measure, processes)
     ms = {way: own["ms"] for way, own in found.items()}
     usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
     return best if ms[best] * margin <= ms[usual] else usual
@@ -179,7 +167,9 @@ def gflops(rows: int, dtype: Precision = "float32", device: torch.device | str =
     """GFLOP/s of this device in products of about so many rows in this type; of a GPU, in large ones."""
     if torch.device(device).type != "cpu":
         question = f"large products of {dtype} on {torch.cuda.get_device_name(device)}"
-        ms = _timed(question, lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[dtype]["ms"]
+        ms = measurements.timed(_place(question), lambda: {dtype: {"ms": _time_large(dtype, torch.device(device))}})[
+            dtype
+        ]["ms"]
         return 2 * LARGE**3 / ms / 1e6
     timed = max((one for one in ROWS if one <= rows), default=ROWS[0])
     return 2 * LAYERS * WIDTH**2 * timed / matmul_times().ms[dtype][str(timed)] / 1e6
@@ -200,20 +190,6 @@ def describe(device: torch.device | str = "cpu") -> str:
 
 
 # ── what is known of it ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def keeping(path: Path) -> Iterator[Path]:
-    """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's
-    alone.
-
-    In a folder of its own, so that several processes may do so at once.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as place:
-        part = Path(place) / path.name
-        yield part
-        part.replace(path)
 
 
 def identity() -> tuple[object, ...]:
@@ -282,95 +258,19 @@ def _cpu_line(name: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
-def is_busy() -> bool:
-    """Whether other programs used most of the cores in the last minute; times may then be wrong."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * torch.get_num_threads()
-
-
-def remembered(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+def remembered(question: str, measure: Callable[[], Figures]) -> Figures:
     """Figures that depend on this machine and on what `question` names, but not on how busy it is: measured once."""
-    path = _place(question)
-    if path not in _memory:
-        stored = _read(path)
-        if stored is None:
-            stored = Record(measure(), MEASUREMENTS)
-            _write(path, stored)
-        _memory[path] = stored.ms
-    return _memory[path]
+    return measurements.remembered(_place(question), measure)
 
 
 def forget() -> None:
     """Forget all measurements; they are made again when asked for."""
-    _memory.clear()
-    for path in _place("").parent.glob("*.json"):
-        path.unlink(missing_ok=True)
-
-
-_memory: dict[Path, dict[str, dict[str, float]]] = {}
-
-
-class Record(NamedTuple):
-    """What is stored under a question."""
-
-    ms: dict[str, dict[str, float]]
-    """By way, then by column: the least of all measurements, since load only adds."""
-    measurements: int
-
-
-def _timed(
-    question: str, measure: Callable[[], dict[str, dict[str, float]]], measurements: int = MEASUREMENTS
-) -> dict[str, dict[str, float]]:
-    """The times under this question: each of the first processes measures, and a moment of load is corrected so."""
-    path = _place(question)
-    if path not in _memory:
-        stored = _read(path)
-        if stored is None or stored.measurements < measurements:
-            stored = _measured(path, stored, measure)
-        _memory[path] = stored.ms
-    return _memory[path]
-
-
-def _measured(path: Path, stored: Record | None, measure: Callable[[], dict[str, dict[str, float]]]) -> Record:
-    """Measure, again where other programs disturbed it; stored where one time was quiet."""
-    times, count = {} if stored is None else stored.ms, 1 if stored is None else stored.measurements + 1
-    for _ in range(TRIES):
-        found, contention = watched(measure)
-        times = _least(times, found) if times else found
-        if not contention.is_high and (contention.others or 0.0) < OTHERS and not is_busy():
-            _write(path, Record(times, count))
-            return Record(times, count)
-        if contention.seconds > LONG_S:
-            break
-    log.info("other programs are busy: these times are used now, and the next process measures again")
-    return Record(times, count)
-
-
-def _least(one: dict[str, dict[str, float]], other: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The shorter time of each way and column that both have."""
-    if {way: own.keys() for way, own in one.items()} != {way: own.keys() for way, own in other.items()}:
-        return other
-    return {way: {column: min(ms, other[way][column]) for column, ms in own.items()} for way, own in one.items()}
+    measurements.forget(_place("").parent)
 
 
 def _place(question: str) -> Path:
     machine = hashlib.sha256(repr(identity()).encode()).hexdigest()[:16]
     return cache.folder() / "machine" / machine / f"{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
-
-
-def _read(path: Path) -> Record | None:
-    """None for a file that is missing, damaged, or was written by another version."""
-    try:
-        record = json.loads(path.read_text())
-        ms = {way: {column: float(ms) for column, ms in own.items()} for way, own in record["ms"].items()}
-        return Record(ms, int(record["measurements"]))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None
-
-
-def _write(path: Path, record: Record) -> None:
-    about = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    with suppress(OSError), keeping(path) as part:  # a folder that can't be written costs a measurement a process
-        part.write_text(json.dumps(about | record._asdict()))
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -386,9 +286,9 @@ def _time_matmuls() -> dict[str, dict[str, float]]:
                 found[name][str(rows)] = found[name][str(before)] * rows / before
             else:
                 ways[name] = _linear(dtype, rows)
-        for way, ms in _best_times(ways).items():
+        for way, ms in best_times(ways).items():
             found[way][str(rows)] = ms
-    for name, ms in _best_times({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
+    for name, ms in best_times({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
         found[name][TRAINING] = ms
     log.info("timed the matrix products of this machine in %.1f s: %s", time.perf_counter() - began, found)
     return found
@@ -410,7 +310,7 @@ def _time_large(dtype: Precision, device: torch.device) -> float:
         torch.cuda.synchronize(device)
 
     product()
-    return _best_times({"": product})[""]
+    return best_times({"": product})[""]
 
 
 def _training_step(dtype: torch.dtype) -> Callable[[], object]:
@@ -423,21 +323,3 @@ def _training_step(dtype: torch.dtype) -> Callable[[], object]:
         return square @ square
 
     return step
-
-
-def _best_times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each way's fastest run, the first one left out, which pages memory in and wakes threads.
-
-    Run in turn, so that other load slows all ways; long ones run fewer times.
-    """
-    taken: dict[str, list[float]] = {way: [] for way in ways}
-    for run in ways.values():
-        run()
-    for repeat in range(MAX_REPEATS):
-        for way, run in ways.items():
-            spent = sum(taken[way])
-            if spent < ENOUGH_S or (repeat < MIN_REPEATS and spent < LONG_S):
-                began = time.perf_counter()
-                run()
-                taken[way].append(time.perf_counter() - began)
-    return {way: 1e3 * min(own) for way, own in taken.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from outrider import machine
+from outrider import machine, measurements
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
 from outrider.contention import Contention
@@ -29,9 +29,9 @@ TABLES = {
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test's own, on a machine that is not busy."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine, "_memory", {})
-    monkeypatch.setattr(machine, "is_busy", lambda: False)
-    monkeypatch.setattr(machine, "watched", lambda work: (work(), Contention(0.1, 0.0, 0.0, 0.0, 1.0)))
+    monkeypatch.setattr(measurements, "_memory", {})
+    monkeypatch.setattr(measurements, "is_busy", lambda: False)
+    monkeypatch.setattr(measurements, "watched", lambda work: (work(), Contention(0.1, 0.0, 0.0, 0.0, 1.0)))
     return tmp_path
 
 
@@ -54,22 +54,22 @@ def test_the_first_processes_measure_in_a_quiet_moment(place: Path, monkeypatch:
     number of threads takes over."""
     calls: list[int] = []
     monkeypatch.setattr(machine, "_time_matmuls", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
-    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    monkeypatch.setattr(measurements, "is_busy", lambda: True)
     assert machine.matmul_times().ms == TABLES["without"]
     assert not machine._place("products").exists()
-    monkeypatch.setattr(machine, "is_busy", lambda: False)
-    machine._memory.clear()  # as in another process
+    monkeypatch.setattr(measurements, "is_busy", lambda: False)
+    measurements._memory.clear()  # as in another process
     for _ in range(5):
         assert machine.matmul_times().ms == TABLES["without"]
-        machine._memory.clear()
+        measurements._memory.clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert machine.matmul_times().ms == TABLES["without"]
-    assert calls == [1] * machine.TRIES + [1] * machine.MEASUREMENTS + [3]
+    assert calls == [1] * measurements.TRIES + [1] * measurements.PROCESSES + [3]
     machine.forget()
     machine.matmul_times()
     assert calls[-2:] == [3, 3]
     monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
-    machine._memory.clear()
+    measurements._memory.clear()
     assert machine.matmul_times().ms == TABLES["without"]
 
 
@@ -91,7 +91,7 @@ def test_a_time_that_load_made_long_is_corrected(place: Path, monkeypatch: pytes
         naps = {"usual": next(slept), "other": 0.005}
         run = {way: lambda nap=nap: time.sleep(nap) for way, nap in naps.items()}
         found = machine.fastest("load", lambda run=run: run)
-        machine._memory.clear()
+        measurements._memory.clear()
     assert found == "usual"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from outrider import machine
+from outrider import machine, measurements
 from outrider.cli import console
 from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
 from outrider.compiled import NotCompiled
@@ -87,7 +87,7 @@ class Printer(Reporter):
 
 def why_slow() -> str:
     """Why work takes long here, and what helps."""
-    if machine.is_busy():
+    if measurements.is_busy():
         return "Other programs keep this machine busy; end them, the run goes on where it was"
     return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
 

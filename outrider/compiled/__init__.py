@@ -266,7 +266,7 @@ class Compiled:
             return found
 
         try:
-            chosen = machine.fastest(question, ways, measurements=1) if len(possible) > 1 else next(iter(possible))
+            chosen = machine.fastest(question, ways, processes=1) if len(possible) > 1 else next(iter(possible))
             if not parts[chosen].exists():
                 build(chosen)
             path = self._path(holds_weights=not Graph(parts[chosen], traced).weights)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from outrider import kernels, machine, prepacked
+from outrider import cache, kernels, prepacked
 from outrider.compiled import rewrite
 from outrider.compiled.package import written
 from outrider.errors import OutriderError, first_line
@@ -93,7 +93,7 @@ def build_package(
     try:
         # inductor packs weights for oneDNN itself
         with (
-            machine.keeping(path) as part,
+            cache.keeping(path) as part,
             torch.no_grad(),
             prepacked.enabled("panels"),
             prepacked.as_parameters(function),

@@ -134,7 +134,7 @@ def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
     tool = compiler()
     if tool is None:
         raise OSError("there is no C++ compiler here; install g++")
-    with machine.keeping(path) as part:
+    with cache.keeping(path) as part:
         for arguments in commands:
             try:
                 made = subprocess.run([tool, *arguments, "-o", part], capture_output=True, text=True, timeout=TIMEOUT_S)

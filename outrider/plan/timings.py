@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider import cache, machine
+from outrider import cache, machine, measurements
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
@@ -140,7 +140,7 @@ def cached(target: Target) -> Timings:
 
 def keep(target: Target, found: Timings) -> Path | None:
     """Write the times; None where they may be wrong, since other programs were busy, or can't be written."""
-    if machine.is_busy():
+    if measurements.is_busy():
         log.info("other programs are busy: these times are used now, and the next plan measures again")
         return None
     rows = lambda cells: [[list(key), list(cell)] for key, cell in cells.items()]
@@ -150,7 +150,7 @@ def keep(target: Target, found: Timings) -> Path | None:
         "drafts": {name: rows(cells) for name, cells in found.drafts.items()},
         "prompt_s": found.prompt_s, "prompts": found.prompts,
     }  # fmt: skip
-    with suppress(OSError), machine.keeping(place(target)) as part:
+    with suppress(OSError), cache.keeping(place(target)) as part:
         part.write_text(json.dumps(content), encoding="utf-8")
         return place(target)
     return None

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider import cache, machine
+from outrider import cache
 from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
@@ -138,7 +138,7 @@ def _read(path: Path) -> Trust | None:
 
 def _write(path: Path, found: Trust) -> None:
     # without a folder to write to, the miniature is tested at every load
-    with suppress(OSError), machine.keeping(path) as part:
+    with suppress(OSError), cache.keeping(path) as part:
         part.write_text(json.dumps(asdict(found)))
 
 

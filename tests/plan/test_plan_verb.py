@@ -11,7 +11,7 @@ from tiny import folder as folder
 from verbs import outrider_with
 
 from benchmarks import plan as benchmark
-from outrider import machine
+from outrider import measurements
 from outrider.drafters import find
 from outrider.generation import batch
 from outrider.plan import timings
@@ -165,7 +165,7 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.Ca
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of its own for times, and a machine that is not busy."""
     monkeypatch.setattr(timings, "folder", lambda: tmp_path / "times")
-    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    monkeypatch.setattr(measurements, "is_busy", lambda: False)
     return tmp_path / "times"
 
 
@@ -212,7 +212,7 @@ def test_texts_of_a_batch_are_of_unequal_lengths() -> None:
 
 def test_times_of_a_busy_machine_are_not_kept(target: Target, quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a table that is wrong for good; and a damaged file that stops every plan."""
-    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    monkeypatch.setattr(measurements, "is_busy", lambda: True)
     assert timings.keep(target, Timings(prompt_s=1.0)) is None and timings.cached(target) == Timings()
     timings.place(target).parent.mkdir(parents=True)
     timings.place(target).write_text('{"passes": 3}')

@@ -1,0 +1,134 @@
+"""Figures that are measured once and stored: times of a quiet moment, the least of the first processes'."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from outrider import cache
+from outrider.contention import watched
+
+log = logging.getLogger(__name__)
+
+Figures = dict[str, dict[str, float]]
+"""By way, then by column."""
+MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 12, 0.015
+"""The ways are timed in turn until this much time is spent on each; the fastest run counts."""
+PROCESSES = 3
+"""That measure, the first ones."""
+TRIES, LONG_S = 3, 5.0
+"""Times that a process measures while other programs disturb it, unless one takes longer than this."""
+OTHERS = 0.3
+"""Processors that work for other programs, from which on a measurement counts as disturbed."""
+BUSY = 1.5
+"""Running programs per thread, ours included, from which on times are not stored."""
+
+_memory: dict[Path, Figures] = {}
+
+
+class Record(NamedTuple):
+    """What is stored under a question."""
+
+    ms: Figures
+    """By way, then by column: the least of all measurements, since load only adds."""
+    processes: int
+    """That measured."""
+
+
+def timed(path: Path, measure: Callable[[], Figures], processes: int = PROCESSES) -> Figures:
+    """The times stored in this file: each of the first processes measures, and a moment of load is corrected so."""
+    if path not in _memory:
+        stored = _read(path)
+        if stored is None or stored.processes < processes:
+            stored = _measured(path, stored, measure)
+        _memory[path] = stored.ms
+    return _memory[path]
+
+
+def _measured(path: Path, stored: Record | None, measure: Callable[[], Figures]) -> Record:
+    """Measure, again where other programs disturbed it; stored where one time was quiet."""
+    times, count = {} if stored is None else stored.ms, 1 if stored is None else stored.processes + 1
+    for _ in range(TRIES):
+        found, contention = watched(measure)
+        times = _least(times, found) if times else found
+        if not contention.is_high and (contention.others or 0.0) < OTHERS and not is_busy():
+            _write(path, Record(times, count))
+            return Record(times, count)
+        if contention.seconds > LONG_S:
+            break
+    log.info("other programs are busy: these times are used now, and the next process measures again")
+    return Record(times, count)
+
+
+def _least(one: Figures, other: Figures) -> Figures:
+    """The shorter time of each way and column that both have."""
+    if {way: own.keys() for way, own in one.items()} != {way: own.keys() for way, own in other.items()}:
+        return other
+    return {way: {column: min(ms, other[way][column]) for column, ms in own.items()} for way, own in one.items()}
+
+
+def remembered(path: Path, measure: Callable[[], Figures]) -> Figures:
+    """The figures stored in this file, which no load changes; empty ones, of what can't be measured now, are not
+    stored."""
+    if path not in _memory:
+        stored = _read(path)
+        if stored is None:
+            stored = Record(measure(), 1)
+            if stored.ms:
+                _write(path, stored)
+        _memory[path] = stored.ms
+    return _memory[path]
+
+
+def forget(folder: Path) -> None:
+    """Forget all that is stored in this folder."""
+    _memory.clear()
+    for path in folder.glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Record | None:
+    """None for a file that is missing, damaged, or was written by another version."""
+    try:
+        record = json.loads(path.read_text())
+        ms = {way: {column: float(ms) for column, ms in own.items()} for way, own in record["ms"].items()}
+        return Record(ms, int(record["processes"]))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def _write(path: Path, record: Record) -> None:
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    with suppress(OSError), cache.keeping(path) as part:  # a folder that can't be written costs a measurement a process
+        part.write_text(json.dumps(about | record._asdict()))
+
+
+def is_busy() -> bool:
+    """Whether other programs used most of the cores in the last minute; times may then be wrong."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * torch.get_num_threads()
+
+
+def best_times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each way's fastest run, the first one left out, which pages memory in and wakes threads.
+
+    Run in turn, so that other load slows all ways; long ones run fewer times.
+    """
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for run in ways.values():
+        run()
+    for repeat in range(MAX_REPEATS):
+        for way, run in ways.items():
+            spent = sum(taken[way])
+            if spent < ENOUGH_S or (repeat < MIN_REPEATS and spent < LONG_S):
+                began = time.perf_counter()
+                run()
+                taken[way].append(time.perf_counter() - began)
+    return {way: 1e3 * min(own) for way, own in taken.items()}
