@@ -26,8 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,15 @@ from batch_time import promise, write
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engines import llama_cpp  # noqa: E402
+from benchmarks import peers  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
-from outrider import generate, load_drafter, machine  # noqa: E402
+from benchmarks.peers import Answers  # noqa: E402
+from outrider import load_drafter, machine  # noqa: E402
 from outrider.export import gguf  # noqa: E402
 from outrider.targets import accuracy  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
-Answer = Callable[[list[int], int], list[int]]
-"""(prompt, new tokens) to the tokens of the answer, without what ends it."""
 TUNED = tuple(itertools.product((1, 2), ("on", "off")))
 """Threads, as a share of all, and flash attention."""
 
@@ -69,7 +68,7 @@ def main() -> int:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as place:
         ways = dict(ours(target))
         if not options.no_transformers:
-            ways["transformers"] = partial(by_transformers, target)
+            ways["transformers"] = partial(peers.transformers, target, {})
         tuned = dict(llama_ways(stack, target, Path(place), options.gguf, prompts))
         ways |= {name: answer for name, (answer, _) in tuned.items()}
         rows = measured(ways, prompts, options.new, options.rounds)
@@ -96,27 +95,14 @@ def read(target: Any, path: str, count: int) -> list[list[int]]:
 # ── ways ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ours(target: Any) -> Iterator[tuple[str, Answer]]:
+def ours(target: Any) -> Iterator[tuple[str, Answers]]:
     for name in ("plain", "ngram", "suffix"):
-        yield name, partial(by_us, target, None if name == "plain" else load_drafter(name, target))
-
-
-def by_us(target: Any, drafter: Any, prompt: list[int], new: int) -> list[int]:
-    return without_ends(target, generate(target, [prompt], drafter, max_new_tokens=new)[0].tokens)
-
-
-@torch.inference_mode()
-def by_transformers(target: Any, prompt: list[int], new: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    text = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=min(target.ends)
-    )
-    return without_ends(target, text[0, len(prompt) :].tolist())
+        yield name, partial(peers.outrider, target, None if name == "plain" else load_drafter(name, target), False)
 
 
 def llama_ways(
     stack: ExitStack, target: Any, place: Path, file: Path | None, prompts: dict[str, list[list[int]]]
-) -> Iterator[tuple[str, tuple[Answer, dict[str, Any]]]]:
+) -> Iterator[tuple[str, tuple[Answers, dict[str, Any]]]]:
     binary = Path(os.environ.get("LLAMA_SERVER", server()))
     if not binary.exists():
         print(f"left out: llama.cpp: no {binary}; run benchmarks/engines/build_llama.py", file=sys.stderr)
@@ -142,38 +128,27 @@ def tuned(target: Any, binary: Path, model: Path, samples: list[list[int]]) -> d
     return {"threads": threads, "flash": flash}
 
 
-@contextmanager
-def llama(target: Any, binary: Path, model: Path, threads: int, flash: str) -> Iterator[Answer]:
-    with llama_cpp.serving(binary, model, 4096, threads, ["-fa", flash]) as client:
-
-        def answer(prompt: list[int], new: int) -> list[int]:
-            body = {"prompt": prompt, "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-            return without_ends(target, client.post("/completion", json=body).raise_for_status().json()["tokens"])
-
-        yield answer
-
-
-def without_ends(target: Any, tokens: Sequence[int]) -> list[int]:
-    return [token for token in tokens if token not in target.ends]
+def llama(target: Any, binary: Path, model: Path, threads: int, flash: str) -> AbstractContextManager[Answers]:
+    return peers.llama(target, binary, model, 1, lambda: ["-fa", flash, "-t", threads, "-tb", threads])
 
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def clock(answer: Answer, prompt: list[int], new: int) -> tuple[float, list[int]]:
+def clock(answer: Answers, prompt: list[int], new: int) -> tuple[float, list[int]]:
     began = time.perf_counter()
-    tokens = answer(prompt, new)
+    [tokens] = answer([prompt], new, 1)
     return time.perf_counter() - began, tokens
 
 
 def measured(
-    ways: dict[str, Answer], prompts: dict[str, list[list[int]]], new: int, rounds: int
+    ways: dict[str, Answers], prompts: dict[str, list[list[int]]], new: int, rounds: int
 ) -> list[dict[str, Any]]:
     """A row for every request: way, kind, prompt, seconds, tokens; all ways by turns at each prompt, in an order that
     moves on."""
     for answer in ways.values():  # warm up
         for own in prompts.values():
-            answer(own[0], 16)
+            answer([own[0]], 16, 1)
     rows, order = [], list(ways)
     for _ in range(rounds):
         for kind, own in prompts.items():
@@ -202,7 +177,7 @@ def compared(
 ) -> dict[str, dict[str, Any]]:
     """Our ways' texts beside transformers' own: equal ones, ties with the largest margin, and faults."""
     every = [(kind, n, prompt) for kind, own in prompts.items() for n, prompt in enumerate(own)]
-    reference = {(kind, n): by_transformers(target, prompt, new) for kind, n, prompt in every}
+    reference = {(kind, n): peers.transformers(target, {}, [prompt], new, 1)[0] for kind, n, prompt in every}
     allowed = accuracy.allowance(target)
     exact = copy.deepcopy(target.model).double()
     found: dict[str, dict[str, Any]] = {}
