@@ -11,16 +11,14 @@ turns.
 Ours: `plain`, `ngram` and `suffix`, loaded as `outrider decode` and `evaluate` do.  llama.cpp's server with 16-bit
 weights, its threads and flash attention tuned on the first prompt of every kind; with --gguf FILE that file too.
 `transformers` is its own `generate`.  Texts are compared with `generate` of transformers: a text that parts from it
-is a tie where both tokens' logits in float64 are nearer than float32 is off (`accuracy`), else a fault.
+is a tie or a fault (`same_text.py`).
 Prints JSON; exits with 1 where a promise is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -41,9 +39,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import peers  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from benchmarks.peers import Answers  # noqa: E402
+from benchmarks.same_text import Verdicts, read  # noqa: E402
 from outrider import load_drafter, machine  # noqa: E402
 from outrider.export import gguf  # noqa: E402
-from outrider.targets import accuracy  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
@@ -84,12 +82,6 @@ def main() -> int:
         options.out,
     )  # fmt: skip
     return 0
-
-
-def read(target: Any, path: str, count: int) -> list[list[int]]:
-    """The first turns of a file's rows, as the chat template has them."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
-    return [target.encode([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
 
 
 # ── ways ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,33 +163,18 @@ def line(name: str, kind: str | None, rows: list[dict[str, Any]]) -> dict[str, A
     }  # fmt: skip
 
 
-@torch.inference_mode()
 def compared(
     target: Any, rows: list[dict[str, Any]], prompts: dict[str, list[list[int]]], new: int
 ) -> dict[str, dict[str, Any]]:
-    """Our ways' texts beside transformers' own: equal ones, ties with the largest margin, and faults."""
+    """Our ways' texts beside transformers' own."""
     every = [(kind, n, prompt) for kind, own in prompts.items() for n, prompt in enumerate(own)]
     reference = {(kind, n): peers.transformers(target, {}, [prompt], new, 1)[0] for kind, n, prompt in every}
-    allowed = accuracy.allowance(target)
-    exact = copy.deepcopy(target.model).double()
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row["way"] not in ("plain", "ngram", "suffix"):
-            continue
-        own = found.setdefault(row["way"], {"texts": 0, "tokens": 0, "equal": 0, "ties": 0, "faults": 0, "margin": 0.0})
-        wanted = reference[row["kind"], row["prompt"]]
-        own["texts"] += 1
-        own["tokens"] += len(row["tokens"])
-        if row["tokens"] == wanted:
-            own["equal"] += 1
-            continue
-        at = next(n for n, (a, b) in enumerate(itertools.zip_longest(wanted, row["tokens"])) if a != b)
-        text = prompts[row["kind"]][row["prompt"]] + wanted[:at]
-        logits = exact(torch.tensor([text])).logits[0, -1]
-        both = [each[at] if at < len(each) else min(target.ends) for each in (wanted, row["tokens"])]
-        margin = float((logits[both[0]] - logits[both[1]]).abs())
-        own["margin"] = max(own["margin"], margin)
-        own["ties" if allowed is not None and margin <= 2 * allowed.largest else "faults"] += 1
+    found = {}
+    for way in ("plain", "ngram", "suffix"):
+        own = [row for row in rows if row["way"] == way]
+        asked = [prompts[row["kind"]][row["prompt"]] for row in own]
+        verdicts = Verdicts(target, asked, [reference[row["kind"], row["prompt"]] for row in own])
+        found[way] = verdicts.of([row["tokens"] for row in own])
     return found
 
 
