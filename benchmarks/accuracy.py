@@ -4,10 +4,10 @@
                                   [--out FILE]
 
 The text is this repository's own documentation.  Reference: transformers' model in float64, its norms and softmax too,
-in one pass over the whole text.  Each path reads the first n tokens as a prompt, then verifies the next 8 in one pass,
-whose logits are compared; steps: it takes the first 4 of these one by one.  transformers: its own pass over the whole
+in one pass over the whole text.  Each path reads the first n tokens as a prompt, then verifies the next 32 in one pass,
+whose logits are compared; steps: it takes the first 16 of these one by one.  transformers: its own pass over the whole
 text in the same type.  A path holds if its root mean square is at most 1.5 times transformers', and its largest
-difference at most 3 times, over all contexts.
+difference at most 3 times, at every context.
 
 Rows: `plain` (our packed products), `compiled`, `compiled prompt` (the prompt was read by the package too); `block`, a
 dflash drafter of two layers with random weights on the target's states of 100 tokens, plain and compiled, beside its
@@ -42,7 +42,7 @@ from outrider.targets.selftest import chain_of
 from outrider.targets.step import TracedPass
 
 ROOT = Path(__file__).resolve().parent.parent
-NODES, STEPS = 8, 4
+NODES, STEPS = 32, 16
 RMS, LARGEST = 1.5, 3.0
 
 

@@ -85,7 +85,8 @@ def texts(target: Any, rows: int, count: int) -> Tensor:
     """Token ids [rows, count] of real text where the target has a tokenizer, else random ones."""
     if target.tokenizer is None:
         return torch.tensor(plain_words(target, rows, count))
-    ids = target.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
+    text = Path(__file__).read_text(encoding="utf-8")
+    ids = target.tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it may be longer than the context
     ids = [token for token in ids if token < target.spec.vocabulary]
     step = max(1, min(29, (len(ids) - count) // rows))
     ids *= -(-(count + rows * step) // max(1, len(ids)))

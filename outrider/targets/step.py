@@ -44,6 +44,12 @@ ALLOWED = 0.1
 and a part of a layer that the kernels leave out makes several tenths."""
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters beside weights."""
+    layers = sys.modules.get("peft.tuners.tuners_utils")  # nobody has adapters without having imported it
+    return layers is not None and any(isinstance(module, layers.BaseTunerLayer) for module in model.modules())
+
+
 class CompiledStep(Compiled):
     """Verify passes of a target."""
 
@@ -78,6 +84,11 @@ class CompiledStep(Compiled):
                 f"the rotary factors of {self.target.spec.name} depend on the length of each text; its steps stay plain"
             )
         model: nn.Module = self.target.model
+        if has_adapters(model):
+            raise NotCompiled(
+                f"{self.target.spec.name} has PEFT adapters beside its weights, which are switched without a trace in "
+                "a graph; its steps stay plain unless they are merged into the weights (merge_and_unload)"
+            )
         return model
 
     def get(self, build: bool) -> float:

@@ -13,7 +13,7 @@ import torch
 from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
-from benchmarks.families import tiny
+from benchmarks.families import continued, tiny
 from outrider import compiled, machine, prepacked
 from outrider.compiled import NotCompiled, background, compile_passes
 from outrider.compiled import package as package_module
@@ -412,6 +412,22 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
     with pytest.raises(NotCompiled, match="stay plain"):
         target.compile()
     assert len(generate(target, [3, 4], max_new_tokens=5)[0].tokens) == 5
+
+
+def test_adapters_that_are_switched_are_decoded_by_plain_steps(monkeypatch):
+    """Catches a graph that goes on with adapters that have been disabled, or without those that were enabled."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("tried"))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    target = load_target(peft.inject_adapter_in_model(config, model_of()).eval(), compile=False)
+    with pytest.raises(NotCompiled, match="merge_and_unload"):
+        target.compile()
+    layers = [module for module in target.model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    for switched in (False, True):
+        for layer in layers:
+            layer.enable_adapters(switched)
+        text = generate(target, [3, 4], max_new_tokens=9)[0]
+        assert [3, 4, *text.tokens] == continued(target.model, [3, 4], 9)
 
 
 def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypatch):
