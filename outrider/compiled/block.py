@@ -166,10 +166,13 @@ class _Traced(nn.Module):
         if isinstance(target, EnsembleTarget):  # it borrows the first member's
             target = target.members[0]
         whole: Any = getattr(target, "model", None)
+        borrowed = [] if whole is None else [whole.get_input_embeddings()]
+        if self.draft.reduced is not None:
+            borrowed.append(self.draft.reduced.head(self.draft.dtype))
+        elif whole is not None:
+            borrowed.append(whole.get_output_embeddings())
         # else their weights would not be in its key, nor frozen as the others are
-        self.ends = nn.ModuleList(
-            [whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else []
-        )
+        self.ends = nn.ModuleList(borrowed)
 
     def block(
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor],
@@ -206,7 +209,7 @@ class Greedy(_Traced):
         buffers: list[Tensor],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         tokens, logits, confidence = self.block(taps, counts, anchors, starts, columns, buffers, None)
-        nodes = tokens if self.tree.is_chain else self.tree.choices(logits)
+        nodes = tokens if self.tree.is_chain else self.draft.named(self.tree.choices(logits))
         return (nodes, logits) if confidence is None else (nodes, logits, confidence)
 
 

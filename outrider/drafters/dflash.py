@@ -35,8 +35,9 @@ from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
+from outrider.nn.heads import DraftVocabulary
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
-from outrider.nn.rows import DetachedRows, Labelled
+from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.sequence import check_heads
 from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig
@@ -51,7 +52,8 @@ from outrider.targets.static_pass import StaticCache
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
 Decoded = tuple[Tensor, Tensor, Tensor | None]
-"""Tokens [B, K], logits [B, K, V] and confidences [B, K] of one block a slot; None without a confidence head."""
+"""Tokens [B, K], logits [B, K, D] of the tokens that can be drafted, and confidences [B, K] of one block a slot; None
+without a confidence head."""
 
 
 class BackboneConfig(LayerConfig):
@@ -75,6 +77,9 @@ class BackboneConfig(LayerConfig):
     tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
+    vocabulary: PositiveInt | None = None
+    """Number of tokens it can draft, the most frequent ones in training, by the target's own head over them; all unless
+    given.  With a large vocabulary most of a draft's time, and of a training step's, is the head."""
     decay: PositiveFloat = 4.0
     """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
 
@@ -158,6 +163,43 @@ class BlockModel(DraftModel):
         super().__init__()
         self.backbone = Backbone(config, target)
         self.config, self.target, self.taps = self.backbone.config, target, self.backbone.taps
+        self.draft_vocabulary = None if config.vocabulary is None else DraftVocabulary(target, config.vocabulary)
+
+    @property
+    def reduced(self) -> DraftVocabulary | None:
+        return self.draft_vocabulary
+
+    def begin(self, counts: Tensor) -> None:
+        if self.draft_vocabulary is not None:
+            self.draft_vocabulary.begin(counts)
+
+    def over_all_tokens(self) -> BlockModel:
+        """The target's logits of the tokens that it did not learn are not corrected."""
+        if self.draft_vocabulary is None:
+            return self
+        whole = type(self)(self.config.model_copy(update={"vocabulary": None}), self.target)
+        whole.to(self.target.device, self.dtype)
+        own, wide = self.state_dict(), whole.state_dict()
+        ids = own.pop("draft_vocabulary.ids")
+        for name, weight in own.items():
+            if weight.shape != wide[name].shape:
+                own[name] = torch.zeros_like(wide[name]).index_copy(0, ids, weight)
+        whole.load_state_dict(own)
+        return whole
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of the tokens that it can draft: [..., D] of states [..., H]."""
+        return super().logits(states) if self.draft_vocabulary is None else self.draft_vocabulary(states)
+
+    def picked(self, logits: Tensor, slot: int, pick: Pick | None) -> Tensor:
+        """The tokens [B] of a slot's logits [B, D]: the likeliest without `pick`."""
+        if pick is not None:
+            return pick(logits if self.draft_vocabulary is None else self.draft_vocabulary.whole(logits), slot)
+        return self.named(logits.argmax(-1))
+
+    def named(self, columns: Tensor) -> Tensor:
+        """The target's tokens of columns of logits."""
+        return columns if self.draft_vocabulary is None else self.draft_vocabulary.ids[columns]
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, cache: SlotCache,
@@ -185,10 +227,10 @@ class Model(BlockModel):
         check_heads(self.backbone.shape.kv_heads, count)
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        logits = self.target.head(states)
+        logits = self.logits(states)
         if pick is None:
-            return logits.argmax(-1), logits, None
-        return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), logits, None
+            return self.named(logits.argmax(-1)), logits, None
+        return torch.stack([self.picked(logits[:, k], k, pick) for k in range(logits.shape[1])], 1), logits, None
 
 
 build = Model.build
@@ -204,6 +246,8 @@ class BlockDrafter(FeatureDrafter):
         self.backbone, self.block = model.backbone, model.config.block
         self.tree = sibling_tree(self.block, model.config.siblings)
         super().__init__(model, len(self.tree.paths), self.block + 1)
+        if model.reduced is not None:
+            prepacked.pack(model.reduced.head(model.dtype))
         # a greedy request's tree has siblings, for which the head has no confidence
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
         own = (blocks, draft_model, heads, sys.modules[__name__], sys.modules[type(model).__module__])
@@ -246,7 +290,7 @@ class BlockDrafter(FeatureDrafter):
             taps_at, anchors_at = cache.positions()[:, :new], cache.starts + real_taps
             tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, cache, pick)
         if pick is None and not self.tree.is_chain:
-            tokens = self.tree.choices(logits)
+            tokens = self.model.named(self.tree.choices(logits))
         return tokens, torch.stack(sampler.q, 1) if sampler.q else None, confidence
 
     def _compiled(self, state: DecodeState) -> CompiledBlock | None:
@@ -305,7 +349,7 @@ class StaticBlock(Unread):
         there: Any = cache.within(layout)
         tokens, logits, _ = self.model(self.features, at, slots.anchor, anchors_at, mask, there, pick)
         if not self.tree.is_chain:
-            tokens = logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
+            tokens = self.model.named(logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices))
         self.start.add_(self.counts)
         sizes = sizes_of(slots, len(self.parents))
         return fixed(tokens, self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
@@ -333,7 +377,7 @@ def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class BlockRows(DetachedRows):
+class BlockRows(SharedLabels):
     """Predictions of blocks drawn under random anchors of a batch: K rows per block, row k has label token a + 1 + k.
 
     blocks: the module that drafts them, such as `Backbone`; it has `drafted` and `weights`.

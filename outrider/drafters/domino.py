@@ -63,19 +63,19 @@ class Model(BlockModel):
         self.embed_proj = nn.Sequential(
             nn.Linear(hidden + config.gru, config.rank, bias=False),
             nn.SiLU(),
-            nn.Linear(config.rank, target.spec.vocabulary, bias=False),
+            nn.Linear(config.rank, config.vocabulary or target.spec.vocabulary, bias=False),
         )
         nn.init.zeros_(self.embed_proj[2].weight)  # type: ignore[arg-type]
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        base, read = self.target.head(states), self.prefix_gru.start(states[:, 0])
+        base, read = self.logits(states), self.prefix_gru.start(states[:, 0])
         tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
             read = self.prefix_gru(self._words(tokens[-1]), read)
             corrected.append(
                 base[:, k] if k < self.config.pure_prefix else base[:, k] + self._delta(states[:, k], read)
             )
-            tokens.append(corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k))
+            tokens.append(self.picked(corrected[-1], k, pick))
         return torch.stack(tokens[1:], 1), torch.stack(corrected, 1), None
 
     def corrections(self, states: Tensor, previous: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class DominoRows(BlockRows):
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         whole, is_base = self.whole(states, rows), self.is_base[rows].unflatten(0, (-1, self.slots))[..., None]
-        return (self.target.head(whole[0]) + self.model.corrections(*whole) * ~is_base).flatten(0, 1)
+        return (self.model.logits(whole[0]) + self.model.corrections(*whole) * ~is_base).flatten(0, 1)
 
 
 def base_share(progress: float, curriculum: float) -> float:

@@ -44,7 +44,9 @@ class Model(BlockModel):
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target)
         self.has_confidence = config.confidence
-        self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
+        self.markov_head = MarkovHead(
+            config.markov, target.spec.vocabulary, target.spec.hidden, config.rank, config.vocabulary
+        )  # fmt: skip
         self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
         self.confidence_head = (
             ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
@@ -54,12 +56,12 @@ class Model(BlockModel):
         check_heads(self.backbone.shape.kv_heads, count)
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        base, state = self.target.head(states), self.markov_head.start(states[:, 0])
+        base, state = self.logits(states), self.markov_head.start(states[:, 0])
         tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
             bias, state = self.markov_head(tokens[-1], states[:, k], state)
             corrected.append(base[:, k] + bias)
-            tokens.append(corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k))
+            tokens.append(self.picked(corrected[-1], k, pick))
         drafted, logits = torch.stack(tokens, 1), torch.stack(corrected, 1)
         if self.confidence_head is None:
             return drafted[:, 1:], logits, None
@@ -71,7 +73,7 @@ class Model(BlockModel):
         return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
 
     def taught(self, states: Tensor, previous: Tensor) -> Tensor:
-        return self.target.head(states) + self.markov_head.along(previous, states)
+        return self.logits(states) + self.markov_head.along(previous, states)
 
     def terms(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.confidence_head is None:

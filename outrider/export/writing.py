@@ -64,7 +64,15 @@ def export_folder(
 def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mapping[str, Any]]:
     """The model of a checkpoint or of a folder of others, and its manifest."""
     if is_checkpoint(folder):
-        return load_model(folder, target), manifest_of(folder)
+        checkpoint, manifest = load_model(folder, target), dict(manifest_of(folder))
+        model = checkpoint.over_all_tokens()
+        if model is not checkpoint:
+            manifest["config"] = manifest_for(model)["config"]
+            logging.getLogger(__name__).warning(
+                "%s drafts %d of the target's tokens; as exported it drafts from all of them, and costs what its target's "
+                "whole head costs", folder, manifest_of(folder)["config"]["vocabulary"],
+            )  # fmt: skip
+        return model, manifest
     model = imported(folder, target)
     return model, manifest_for(model, *described(folder))
 

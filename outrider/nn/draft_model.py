@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from pydantic import NonNegativeInt
@@ -25,6 +25,9 @@ from outrider.nn.sequence import Stripe
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.attention_mask import positions
 from outrider.targets.protocol import Target, TargetSpec
+
+if TYPE_CHECKING:
+    from outrider.nn.heads import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ class DraftModel(nn.Module, ABC):
     each."""
     progress: float = 1.0
     """Share of the training that is done, set before every step; 1 where no training runs."""
+    _target_head: tuple[torch.dtype, nn.Module] | None = None
 
     def begin(self, counts: Tensor) -> None:
         """Called once, before the first step, to take from the data what needs no training.  counts [V] int64."""
@@ -192,6 +196,27 @@ class DraftModel(nn.Module, ABC):
         """[..., V] of states [..., H]."""
         return self.target.head(states)
 
+    @property
+    def reduced(self) -> DraftVocabulary | None:
+        """The tokens that it can draft by the target's own head; None where that is all of them, or the head its
+        own."""
+        return None
+
+    def over_all_tokens(self) -> DraftModel:
+        """This model, drafting from all tokens: formats of others have no `reduced`."""
+        return self
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of the target, of its states [..., H] after the final norm."""
+        dtype = multiplied_in(hidden)
+        if dtype == hidden.dtype or self.target.spec.quantised is not None:
+            return self.target.head(hidden)
+        # autocast keeps the casts of weights that are trained, and makes those of frozen ones anew at every product
+        if self._target_head is None or self._target_head[0] != dtype:
+            every = torch.arange(self.target.spec.vocabulary, device=self.target.device)
+            self._target_head = dtype, self.target.head_over(every, dtype)
+        return self._target_head[1](hidden)
+
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         """As `Predictions.extra`; rows: what `predict` gave."""
         return {}
@@ -210,6 +235,12 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def drafter(self) -> Drafter: ...
+
+
+def multiplied_in(states: Tensor) -> torch.dtype:
+    """The type in which states are multiplied by weights here."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def picked(values: Tensor, at: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.nn.draft_model import Batch, drawn, labelled
+from outrider.nn.heads import DraftVocabulary
 from outrider.nn.top_logprobs import TopLogprobs
 
 
@@ -66,6 +67,9 @@ class DetachedRows:
         """final: the target's hidden states [..., H], or its likeliest tokens, of which `rows.hidden_at` counts."""
         self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
+        self._drafted: DraftVocabulary | None = model.reduced
+        if self._drafted is not None:
+            self.labels, self.vocabulary = self._drafted.labels(self.labels), len(self._drafted.ids) + 1
         self._final = final.flat() if isinstance(final, TopLogprobs) else final.flatten(0, -2)
         self._states, self.states = states, states.detach()
         self._leaves: dict[tuple[int, int], Tensor] = {}
@@ -80,7 +84,9 @@ class DetachedRows:
         for part in whole_blocks(self.block, rows):
             with torch.no_grad():
                 target = self.target_logits(part)
-            found = [(self.head(self.leaf(part), part), target, part)]
+            draft = self.head(self.leaf(part), part)
+            found = [(draft if self._drafted is None else self._drafted.with_others(draft), target, part)]
+            del draft
             del target
             yield found.pop()  # nothing of it stays here, so that one chunk's logits are gone before the next one's
             self._collect()
@@ -101,9 +107,11 @@ class DetachedRows:
 
     def _logits_of(self, at: Tensor) -> Tensor:
         """The target's logits [m, V] of its final states of these numbers."""
+        drafted = self._drafted
         if isinstance(self._final, TopLogprobs):
-            return self._final.logits(at, self.vocabulary)
-        return self.target.head(self._final[at])
+            return self._final.logits(at, self.vocabulary) if drafted is None else drafted.reduced_top(self._final, at)
+        logits = self.model.target_logits(self._final[at])
+        return logits if drafted is None else drafted.reduced(logits)
 
     def hidden(self, part: slice) -> Tensor:
         """The target's hidden states [m, H] that predict these rows' labels."""

@@ -149,6 +149,25 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
     return 1.0 if scale is None else scale, finish or (lambda values: values), logits[0]
 
 
+class PartialHead(nn.Module):
+    """An output layer over some of its tokens: copies of their rows, frozen, and what the family does to logits."""
+
+    def __init__(
+        self, rows: Tensor, bias: Tensor | None, finish: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ):  # fmt: skip
+        """rows [n, H], bias [n]."""
+        super().__init__()
+        self.rows = nn.Linear(rows.shape[1], len(rows), bias is not None, rows.device, dtype).requires_grad_(False)
+        self.rows.weight.copy_(rows)
+        if bias is not None:
+            self.rows.bias.copy_(bias)
+        self.finish = finish
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H]; returns [..., n]."""
+        return self.finish(self.rows(hidden.to(self.rows.weight.dtype)))
+
+
 def copied(module: nn.Module, device: torch.device) -> Any:
     """A module without children, on another device; without hooks and packed weights."""
     there = copy.copy(module)

@@ -283,6 +283,9 @@ class EnsembleTarget:
     def head_rows(self, tokens: Tensor) -> Tensor:
         return self.members[0].head_rows(tokens)
 
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        return self.members[0].head_over(tokens, dtype)
+
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         return self.members[0].embedding_rows(tokens)
 

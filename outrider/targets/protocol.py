@@ -88,6 +88,9 @@ class Target(decoding.Target, Protocol):
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""
 
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        """`head` over these ids [n] alone, its weights copied and of this type: hidden [..., H] to logits [..., n]."""
+
     def copy_to(self, device: torch.device) -> Target:
         """This target for a drafter on another device: embedding and head are copied there."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from outrider.errors import TargetError, first_line
@@ -78,6 +78,9 @@ class ServedTarget:
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]."""
         return self._ends.head_rows(tokens)
+
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        return self._ends.head_over(tokens, dtype)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the input embedding for these ids [n], without the family's scale."""

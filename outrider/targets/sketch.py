@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import byte_model, catalog, ngram_embedding  # noqa: F401, registers them
+from outrider.targets.anatomy import PartialHead
 from outrider.targets.ensemble_folder import described
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
@@ -37,6 +38,9 @@ class Sketch:
         """Whether its passes take a probe is known with its weights."""
 
     head_rows = embedding_rows = embed
+
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        return PartialHead(self.head_rows(tokens), None, lambda values: values, dtype)
 
     def layer(self, index: int) -> nn.Module:
         return self._layers[index]

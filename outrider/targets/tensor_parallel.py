@@ -297,6 +297,9 @@ class TensorParallelTarget:
     def head_rows(self, tokens: Tensor) -> Tensor:
         return self._lender().head_rows(tokens)
 
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        return self._lender().head_over(tokens, dtype)
+
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         return self._lender().embedding_rows(tokens)
 

@@ -27,7 +27,15 @@ from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import chunks, gpu_attention, hooks, quantised, spread
-from outrider.targets.anatomy import copied, decoder_layers, final_norm, output_layer, trunk, what_ends_do
+from outrider.targets.anatomy import (
+    PartialHead,
+    copied,
+    decoder_layers,
+    final_norm,
+    output_layer,
+    trunk,
+    what_ends_do,
+)
 from outrider.targets.attention_mask import TextCache, Tree, additive, limited, positions
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import COLUMNS
@@ -188,6 +196,10 @@ class TransformersTarget(Passes):
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""
         return quantised.values(spread.weight_of(self._head))[tokens]
+
+    def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
+        bias = None if self._head.bias is None else self._head.bias[tokens]
+        return PartialHead(self.head_rows(tokens), bias, self._finish, dtype)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""

@@ -22,6 +22,7 @@ SLOW = [(DSPARK, 3, GREEDY), (DOMINO, 3, SEEDED)]
 FAST = [
     (DSPARK, 3, DRAWN), (TREE, 3, SEEDED), (Case("dspark", {"markov": "rnn"}), 3, GREEDY),
     (Case("dflash", {"anchor_predicts": False}), 3, DRAWN), (DOMINO, 1, SEEDED),
+    (Case("dspark", {"vocabulary": 40, "siblings": (2,)}), 3, GREEDY),
 ]  # fmt: skip
 
 

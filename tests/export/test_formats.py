@@ -156,6 +156,18 @@ def test_what_is_written_reads_back_as_it_was(format, kind, target, made, sent, 
     assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
 
 
+def test_a_draft_vocabulary_is_written_as_all_tokens(target, tmp_path, caplog):
+    """Catches an engine that reads the rows of a reduced correction as those of other tokens."""
+    few = fresh("dspark", SETTINGS["deepspec", "dspark"] | {"vocabulary": 20}, target, tmp_path / "few")
+    import_folder(export_folder(few, "deepspec", tmp_path / "there", target), tmp_path / "back", target)
+    assert "drafts 20 of the target's tokens" in caplog.text
+    before, after = load_model(few, target), load_model(tmp_path / "back", target)
+    ids, correction = before.reduced.ids, after.markov_head.markov_w2.weight
+    assert after.reduced is None
+    assert torch.equal(correction[ids], before.markov_head.markov_w2.weight)
+    assert int(correction.any(1).sum()) == 20
+
+
 @pytest.mark.parametrize(("kind", "scaling"), [("eagle3", None), ("dspark", {"rope_type": "linear", "factor": 2.0})])
 def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, tmp_path):
     """Catches the commonest loss of all: transformers lets rope_scaling, even none, take the place of

@@ -11,7 +11,9 @@ from conftest import SHAPE
 from outrider.errors import DrafterError
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import copy_layers, resolve_taps
-from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind, ReducedHead
+from outrider.nn.heads import ConfidenceHead, DraftVocabulary, MarkovHead, MarkovKind, ReducedHead
+from outrider.nn.top_logprobs import TopLogprobs
+from outrider.training import losses
 
 KINDS = typing.get_args(MarkovKind)
 
@@ -74,6 +76,46 @@ def test_a_reduced_head_begins_as_the_targets_own_rows(target):
     with torch.no_grad():
         head.lm_head.weight += 1
     torch.testing.assert_close(target.head(hidden), whole)
+
+
+def vocabulary_of(target, ids: list[int]) -> DraftVocabulary:
+    vocabulary, counts = DraftVocabulary(target, len(ids)), torch.zeros(target.spec.vocabulary)
+    counts[ids] = 1
+    vocabulary.begin(counts)
+    return vocabulary
+
+
+@pytest.mark.parametrize("name", sorted(losses.DIVERGENCES))
+def test_losses_over_a_draft_vocabulary_are_those_over_all_tokens(name, target):
+    """Catches a target's distribution that is renormalised over what can be drafted, a label in another column, and
+    the mass of the others lost where the target's likeliest tokens are stored."""
+    torch.manual_seed(1)
+    vocabulary = vocabulary_of(target, [3, 5, 8, 20, 21, 40, 63])
+    theirs, drafted = 3 * torch.randn(50, 64), torch.randn(50, 7)
+    labels = torch.randint(64, (50,))
+    top = TopLogprobs.of(theirs, 6)
+    for own, reduced in (
+        (theirs, vocabulary.reduced(theirs)),
+        (top.logits(slice(None), 64), vocabulary.reduced_top(top, torch.arange(50))),
+    ):
+        whole, few = (drafted.clone().requires_grad_() for _ in range(2))
+        expected = losses.combine({name: 1.0}, vocabulary.whole(whole), own, labels)
+        found = losses.combine({name: 1.0}, vocabulary.with_others(few), reduced, vocabulary.labels(labels))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        expected.sum().backward()
+        found.sum().backward()
+        torch.testing.assert_close(few.grad, whole.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_draft_vocabulary_has_the_targets_own_logits(target):
+    """Catches rows of other tokens, those of the ids before a checkpoint was loaded, and a head that is saved."""
+    vocabulary, other = vocabulary_of(target, [3, 40, 63]), vocabulary_of(target, [1, 2, 9])
+    hidden = torch.randn(2, target.spec.hidden, dtype=torch.float64)
+    other(hidden)
+    other.load_state_dict(vocabulary.state_dict())
+    torch.testing.assert_close(other(hidden), target.head(hidden)[..., [3, 40, 63]], rtol=1e-12, atol=1e-12)
+    assert set(vocabulary.state_dict()) == {"ids"}
+    assert not list(vocabulary.parameters())
 
 
 def test_a_hash_tells_two_vocabularies_apart(target):
