@@ -69,8 +69,8 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
         if model is not checkpoint:
             manifest["config"] = manifest_for(model)["config"]
             logging.getLogger(__name__).warning(
-                "%s drafts %d of the target's tokens; as exported it drafts from all of them, and costs what its target's "
-                "whole head costs", folder, manifest_of(folder)["config"]["vocabulary"],
+                "%s drafts %d of the target's tokens; as exported it drafts from all of them, by the target's whole "
+                "head", folder, manifest_of(folder)["config"]["vocabulary"],
             )  # fmt: skip
         return model, manifest
     model = imported(folder, target)
