@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import kernels, machine
+from outrider.contents import Contents
 from outrider.kernels.pages import LargePages
 
 Way = Literal["plain", "onednn", "panels"]
@@ -63,6 +64,22 @@ def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
     for layer, weight in zip(layers, prepacked([layer.weight.detach() for layer in layers], way), strict=True):
         _weights[layer] = Prepacked(way, weight, _stamp(layer))
         layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+
+
+class Packed:
+    """A model with packed weights, which are packed anew once they have changed."""
+
+    def __init__(self, model: nn.Module):
+        pack(model)
+        self.model, self._contents = model, Contents(model)
+        self._contents.changes()
+
+    def refresh(self) -> bool:
+        """Whether a weight changed since the last call, however that was done."""
+        changed = self._contents.changes()
+        if changed:
+            pack(self.model, changed)
+        return bool(changed)
 
 
 @contextmanager

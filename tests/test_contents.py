@@ -1,5 +1,6 @@
 """Weights that change after loading, in every way that torch allows: the text is that of the weights as they are."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.contents import Contents, digests_of
 from outrider.errors import TargetError
 from outrider.targets.transformers import TransformersTarget
 from tests.conftest import tiny_model
+from tests.drafters.proposals import watch
 
 PROMPT = [5, 9, 2, 33, 7]
 
@@ -117,8 +119,42 @@ def test_an_embedding_that_was_resized_is_refused_by_name(in_panels):
     model = tiny_model(3).float()
     target = outrider.load_target(model)
     model.resize_token_embeddings(70)
-    with pytest.raises(TargetError, match="replaced or resized after it was loaded; load it again"):
+    with pytest.raises(TargetError, match="replaced after it was loaded; load it again"):
         outrider.generate(target, [PROMPT], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("what", ["trunk", "layers"])
+def test_layers_that_were_replaced_are_refused_by_name(what, in_panels):
+    """Catches states that are read of layers which the model no longer has: wrong text, and no word of it."""
+    model = tiny_model(3).float()
+    target = outrider.load_target(model)
+    if what == "trunk":
+        words, model.model = model.model.embed_tokens, copy.deepcopy(model.model)
+        model.model.embed_tokens = words
+    else:
+        model.model.layers = copy.deepcopy(model.model.layers)
+    model.model.layers[1].mlp.down_proj.weight.data.neg_()
+    with pytest.raises(TargetError, match="replaced after it was loaded; load it again"):
+        outrider.generate(target, [PROMPT], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "medusa", "ngram_embedding", "deer"])
+def test_drafts_are_of_the_drafters_weights_as_they_are(kind, in_panels):
+    """Catches a drafter that drafts by the weights that were packed when it was built."""
+
+    target = outrider.load_target(tiny_model(3).float())
+    drafter = outrider.load_drafter(kind, target, **({"mask_token": 3} if kind == "deer" else {}))
+    for weight in drafter.model.parameters():
+        weight.data.copy_(noisy(weight))
+
+    def drafted() -> list[list[list[int]]]:
+        seen = watch(drafter)
+        outrider.generate(target, PROMPT, drafter, max_new_tokens=6)
+        return [proposal.tokens for proposal in seen]
+
+    packed = drafted()
+    with prepacked.disabled():
+        assert packed == drafted()
 
 
 def test_a_model_made_in_inference_mode_is_decoded_and_watched(in_panels):

@@ -317,8 +317,10 @@ class Compiled:
     def renew(self) -> None:
         """Take the graph anew, since weights changed; where none is on disk, steps are plain from here on."""
         had, self.graph = self.graph is not None, None
+        self._key = ""  # weights that were one may be two
         self._checked_for = lambda: None
         if had:
+            self._version = -1
             with contextlib.suppress(NotCompiled):
                 self.get(build=False)
 

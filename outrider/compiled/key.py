@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ from torch import nn
 
 from outrider import kernels, machine, prepacked
 
+INLINED = 8
+"""Most numbers of a vector that inductor writes into the code: packages don't read it from the model."""
+
 
 def fingerprint(model: nn.Module, *more: object) -> str:
     """What a package depends on, 16 hex digits: every weight's name and shape, which of them are one, and how each is
-    multiplied; settings and code in `more`; torch, threads and the processor.
+    multiplied; the values of short vectors; settings and code in `more`; torch, threads and the processor.
     """
     linear = prepacked.way_of(model), prepacked.layout(model), kernels.source()
     digest, first = hashlib.sha256(repr((machine.identity(), linear, more)).encode()), dict[int, str]()
     for name, weight in sorted(model.state_dict().items()):
         shared = first.setdefault(weight.data_ptr(), name)
         digest.update(f"{name} {shared} {tuple(weight.shape)} {weight.dtype}".encode())
+    for name, values in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if values.ndim <= 1 and values.numel() <= INLINED:
+            digest.update(f"{name} {values.tolist()}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -153,6 +153,7 @@ class GraphBatch:
         """length: tokens of the longest text.  Raises NoStatic where the step can't be one of tensors alone."""
         self.wish, self.drafter, self.length, target = wish, drafter, length, wish.target
         self.cache = made(target, target.allocate(wish.slots, length + draft_columns(drafter)))
+        drafter.refresh()
         self.memory: Any = drafter.allocate(self.cache)
         with prepacked.enabled():
             own = drafter.static(self.memory, wish.is_greedy)

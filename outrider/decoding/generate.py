@@ -40,6 +40,7 @@ def advance(
         return
     longest = min(max(len(request.prompt) + request.max_new_tokens for _, request in queue), state.context)
     cache = target.allocate(slots, longest + draft_columns(drafter))
+    drafter.refresh()
     memory: Any = drafter.allocate(cache)
     state.judge.allocate(target, cache)
     serving: dict[int, int] = {}

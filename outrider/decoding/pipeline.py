@@ -100,6 +100,7 @@ def cycles(
         return
     state.admit(0, request)
     room: Any = Room(1, len(request.prompt) + request.max_new_tokens + len(stages))
+    drafter.refresh()
     memory = drafter.allocate(room)
     _read_prompt(stages, drafter, memory, state)
     flight = [InFlight(state.tokens[0][-1])]

@@ -96,6 +96,9 @@ class Drafter:
     watches: bool = False
     """As a member of an ensemble it observes every step as it was, with other members' nodes; see `nn.ensemble`."""
 
+    def refresh(self) -> None:
+        """Take note of weights that were changed since the last batch, however that was done; called before each."""
+
     def allocate(self, cache: Cache) -> Any:
         """Its memory; slots and length are the cache's."""
 

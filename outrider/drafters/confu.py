@@ -108,6 +108,9 @@ class Confu(Drafter):
         self.taps, self.limit, self.hidden = self.head.taps, self.head.limit, self.head.hidden
         self.probe_rows = (self.limit + 1) * model.config.rows
 
+    def refresh(self) -> None:
+        self.head.refresh()
+
     def allocate(self, cache: Cache) -> Memory:
         memory = self.head.allocate(cache)
         memory.guide = torch.zeros_like(memory.outputs)

@@ -170,9 +170,12 @@ class MaskDrafter(Drafter):
     values."""
 
     def __init__(self, model: Model):
-        prepacked.pack(model)
+        self._packed = prepacked.Packed(model)
         self.model = model
         self.limit = model.config.block
+
+    def refresh(self) -> None:
+        self._packed.refresh()
 
     def allocate(self, cache: Cache) -> SlotCache:
         # besides the text: the masks, and as many columns again, since slots bring unequal numbers of new tokens

@@ -197,9 +197,12 @@ class MedusaDrafter(StateDrafter):
     """Drafts a tree of the heads' choices after one state per slot."""
 
     def __init__(self, model: Model):
-        prepacked.pack(model)
+        self._packed = prepacked.Packed(model)
         self.model, self.hidden, self.tree = model, model.target.spec.hidden, RankTree(_paths(model))
         super().__init__(model.target, model.accuracies.dtype, len(self.tree.paths))
+
+    def refresh(self) -> None:
+        self._packed.refresh()
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None

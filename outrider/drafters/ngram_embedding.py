@@ -64,10 +64,13 @@ class NgramDrafter(Drafter):
     """Drafts a chain or a tree.  Its memory is the text."""
 
     def __init__(self, model: Model):
-        prepacked.pack(model)
+        self._packed = prepacked.Packed(model)
         self.model, self.order = model, model.config.order
         self.branching = Branching(allowed(model.config, model.target))
         self.limit = self.branching.limit
+
+    def refresh(self) -> None:
+        self._packed.refresh()
 
     @torch.inference_mode()
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:

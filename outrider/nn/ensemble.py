@@ -57,6 +57,10 @@ class Ensemble(Drafter):
         self.steps = tuple(step for drafter in drafters for step in drafter.steps)
         self.learns = any(drafter.learns for drafter in drafters)
 
+    def refresh(self) -> None:
+        for drafter in self.drafters:
+            drafter.refresh()
+
     def allocate(self, cache: Cache) -> EnsembleMemory:
         return EnsembleMemory(parts=[drafter.allocate(cache) for drafter in self.drafters])
 

@@ -151,10 +151,15 @@ class FeatureDrafter(Drafter, ABC):
 
     def __init__(self, model: DraftModel, limit: int, most: int):
         """most: features of one slot that the next draft reads."""
-        prepacked.pack(model)
+        self._packed = prepacked.Packed(model)
         self.model: Any = model
         self.limit, self.most = limit, most
         self.taps, self.hidden = model.taps, model.target.spec.hidden
+
+    def refresh(self) -> None:
+        if self._packed.refresh():
+            for step in self.steps:
+                step.renew()
 
     def admit(
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]

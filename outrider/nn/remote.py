@@ -30,6 +30,9 @@ class RemoteDrafter(Drafter):
         self.model = getattr(drafter, "model", None)
         """Its draft model, where it has one."""
 
+    def refresh(self) -> None:
+        self.drafter.refresh()
+
     def allocate(self, cache: Cache) -> Any:
         return self.drafter.allocate(cache)
 

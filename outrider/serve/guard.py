@@ -57,6 +57,9 @@ class GuardedDrafter(Drafter):
         """Ask this one from now on; it takes over the memory of the one before, see `shape_of`."""
         self.inner = inner
 
+    def refresh(self) -> None:
+        self.inner.refresh()
+
     def allocate(self, cache: Cache) -> Any:
         return self.inner.allocate(cache)
 

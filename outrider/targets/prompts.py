@@ -107,9 +107,17 @@ def encoded(text: str, tokenizer: Any) -> list[int]:
     """Token ids of a text, with what the tokenizer puts before one; not twice where a chat template wrote it
     already."""
     tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=True))
-    begin = tokenizer.bos_token_id
-    is_double = begin is not None and tokens[:2] == [begin, begin] and text.startswith(str(tokenizer.bos_token))
-    return tokens[1:] if is_double else tokens
+    begin = _beginning(tokenizer)
+    count = len(begin)
+    is_double = tokens[: 2 * count] == 2 * begin and text.startswith(tokenizer.decode(begin[:1])) if count else False
+    return tokens[count:] if is_double else tokens
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text, such as the one token for its beginning, or GLM's two."""
+    whole, plain = (list(tokenizer.encode("a", add_special_tokens=adds)) for adds in (True, False))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+    return whole[: next(starts, 0)]
 
 
 def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:

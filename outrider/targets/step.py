@@ -59,7 +59,8 @@ class CompiledStep(Compiled):
         super().__init__()
         self.target = target
         self.shapes: SlotCache | None = None
-        """A cache with buffers of the shapes that the graph reads."""
+        """A cache with buffers of the shapes that the graph reads, for weights of type `_shaped_in`."""
+        self._shaped_in: torch.dtype | None = None
         self._lock = threading.Lock()
 
     def model(self) -> nn.Module:
@@ -98,6 +99,11 @@ class CompiledStep(Compiled):
         self._learn_shapes()
         return seconds
 
+    def renew(self) -> None:
+        if self._shaped_in != self.target.model.dtype:
+            self.shapes = None
+        super().renew()
+
     @torch.inference_mode()
     def _learn_shapes(self) -> None:
         """By reading one token."""
@@ -105,6 +111,7 @@ class CompiledStep(Compiled):
             cache = self.target.allocate(1, 1)
             self.target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=self.target.device), [1])
             self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
+            self._shaped_in = self.target.model.dtype
 
     @property
     def traced(self) -> nn.Module:

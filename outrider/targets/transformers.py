@@ -119,13 +119,15 @@ class TransformersTarget(Passes):
         changed = self._contents.changes()
         if not changed:
             return []
-        ends = self.model.get_input_embeddings(), output_layer(self.model)
-        words = spread.weight_of(self._model_head).shape[0]
-        if ends != (self._embedding, self._model_head) or words != self.spec.vocabulary:
+        parts = self.model.get_input_embeddings(), output_layer(self.model), trunk(self.model)
+        words, layers = spread.weight_of(self._model_head).shape[0], decoder_layers(self.model)
+        if parts != (self._embedding, self._model_head, self._trunk) or layers is not self._decoder_layers:
             raise TargetError(
-                f"the embedding or output layer of {self.spec.name} was replaced or resized after it was loaded; load "
-                "it again"
+                f"the embedding, the output layer or the layers of {self.spec.name} were replaced after it was loaded; "
+                "load it again"
             )
+        if words != self.spec.vocabulary:
+            raise TargetError(f"the vocabulary of {self.spec.name} was resized after it was loaded; load it again")
         if self.device.type == "cpu" and self.is_whole:
             prepacked.pack(self.model, changed)
         self.spec = replace(self.spec, weights_hash=hash_weights(self.model))

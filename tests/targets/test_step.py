@@ -273,6 +273,7 @@ def test_a_package_without_weights_serves_every_model_of_its_shape_by_our_kernel
 
     def agrees(target: TransformersTarget) -> None:
         plain = load_target(copy.deepcopy(target.model), compile=False)
+        target.refresh()  # which takes the graph anew where weights have changed
         with counted(target) as calls:
             assert written(target, None, 2) == written(plain, None, 2)
         assert calls
@@ -301,7 +302,29 @@ def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch)
         keys.add(key())
     with patch.object(fast.model.config, "rms_norm_eps", 0.5):
         keys.add(key())
-    assert len(keys) == 6
+    turned = model_of()
+    turned.model.rotary_emb.inv_freq.mul_(0.5)  # inductor writes short vectors into the package
+    keys.add(key(turned))
+    assert len(keys) == 7
+
+
+def test_weights_that_were_one_and_are_two_are_another_key(monkeypatch):
+    """Catches a package that reads the embedding where the output layer has become another."""
+    target = load_target(model_of(tie_word_embeddings=True), compile=False)
+    before = target.step._path(holds_weights=False)
+    target.model.lm_head.weight = torch.nn.Parameter(-target.model.lm_head.weight.data)
+    assert target.refresh() == ["lm_head.weight"]
+    assert target.step._path(holds_weights=False) != before
+
+
+def test_a_model_that_is_cast_after_its_steps_were_compiled_decodes_on(package):
+    """Catches a cache of the former type of numbers, which attention refuses."""
+    target = load_target(model_of())
+    assert target.step.graph is not None
+    generate(target, [3, 4], max_new_tokens=3)
+    target.model.to(torch.float32)
+    text = generate(target, [3, 4], max_new_tokens=9)[0]
+    assert [3, 4, *text.tokens] == continued(model_of().to(torch.float32), [3, 4], 9)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,12 @@ def test_a_template_that_wrote_the_beginning_gets_no_second_one():
     target = target_of(tokenizer, 0)
     assert target.encode("<|im_start|>a b")[:2] == [1, tokenizer.convert_tokens_to_ids("a")]
     assert target.encode("a b")[0] == 1 and target.encode("a b")[1] != 1
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    names = [("<|im_start|>", 1), ("<|im_end|>", end)]  # two tokens, as GLM has them, and no bos_token
+    two = TemplateProcessing(single="<|im_start|> <|im_end|> $A", special_tokens=names)
+    tokenizer.bos_token, tokenizer.backend_tokenizer.post_processor = None, two
+    assert target.encode("<|im_start|><|im_end|>a b")[:3] == [1, end, tokenizer.convert_tokens_to_ids("a")]
+    assert target.encode("a b")[:2] == [1, end] and target.encode("a b")[2] not in (1, end)
 
 
 def test_a_text_with_a_token_that_has_no_embedding_says_so():
