@@ -314,11 +314,14 @@ def _time_large(dtype: Precision, device: torch.device) -> float:
 
 
 def _training_step(dtype: torch.dtype) -> Callable[[], object]:
-    x, weight = torch.ones(TRAINED, TRAINED), torch.ones(TRAINED, TRAINED, requires_grad=True)
-    square = torch.ones(TRAINED, TRAINED, dtype=dtype)
+    with torch.inference_mode(False):  # a target may be loaded in it, and nothing there has a gradient
+        x, weight = torch.ones(TRAINED, TRAINED), torch.ones(TRAINED, TRAINED, requires_grad=True)
+        square = torch.ones(TRAINED, TRAINED, dtype=dtype)
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def step() -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), torch.enable_grad():
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             F.linear(x, weight).float().sum().backward()
         return square @ square
 

@@ -284,6 +284,47 @@ FAULTS = [
         ("_digest", "ctypes.c_int64(plain.nbytes)", "ctypes.c_int64(plain.nbytes // 2)"),
     ),
     fault(
+        "a drafter drafts by the weights that were packed when it was built",
+        ("FeatureDrafter.refresh", "if self._packed.refresh():", "if False:"),
+    ),
+    fault(
+        "a package has another model's short vectors in its code, such as rotary frequencies",
+        ("fingerprint", "values.ndim <= 1 and values.numel() <= INLINED", "False"),
+    ),
+    fault(
+        "a package reads the embedding where the output layer has become another weight",
+        ("Compiled.renew", '        self._key = ""  # weights that were one may be two\n', ""),
+    ),
+    fault(
+        "layers that were replaced after loading are read as they were, and text is silently wrong",
+        ("TransformersTarget.refresh", "(self._embedding, self._model_head, self._trunk)", "(*parts[:2], parts[2])"),
+        ("TransformersTarget.refresh", " or layers is not self._decoder_layers:", ":"),
+    ),
+    fault(
+        "a model with PEFT adapters is compiled, and goes on with one that has been disabled",
+        ("has_adapters", "return layers is not None and", "return False and layers is not None and"),
+    ),
+    fault(
+        "a text that begins with the tokenizer's two tokens for its beginning gets them twice",
+        ("encoded", "return tokens[count:] if is_double else tokens", "return tokens"),
+    ),
+    fault(
+        "a draft over fewer tokens learns the target's distribution renormalised over them",
+        ("DraftVocabulary.reduced", "others = everything + ", "others = everything - 1e9 + "),
+    ),
+    fault(
+        "a drafter over fewer tokens names columns of its logits as the target's tokens",
+        (
+            "BlockModel.named",
+            "return columns if self.draft_vocabulary is None else self.draft_vocabulary.ids[columns]",
+            "return columns",
+        ),
+    ),
+    fault(
+        "a drafter over fewer tokens is exported with its rows as those of the target's first tokens",
+        ("BlockModel.over_all_tokens", "index_copy(0, ids, weight)", "index_copy(0, torch.arange(len(ids)), weight)"),
+    ),
+    fault(
         "a graph goes on with weights that were changed through .data",
         ("Contents.changes", "torch.autograd.graph.increment_version(tensors[name])", "pass"),
     ),

@@ -219,3 +219,11 @@ def test_free_memory_is_what_the_container_has_left(monkeypatch, tmp_path):
     assert machine.free_memory() == 9000 * 1024
     said["/proc/meminfo"] = ""
     assert machine.free_memory() == machine.UNKNOWN_MEMORY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_step_is_timed_in_inference_mode_too(dtype):
+    """Catches `element 0 of tensors does not require grad` where the first target of a machine is loaded in it."""
+    with torch.inference_mode():
+        step = machine._training_step(dtype)
+        assert step().dtype == dtype

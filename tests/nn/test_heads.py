@@ -7,12 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SHAPE
+from drafters.proposals import watch
 
+from outrider import load_drafter
 from outrider.errors import DrafterError
+from outrider.generation import generate
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import copy_layers, resolve_taps
 from outrider.nn.heads import ConfidenceHead, DraftVocabulary, MarkovHead, MarkovKind, ReducedHead
 from outrider.nn.top_logprobs import TopLogprobs
+from outrider.sampling.settings import Sampling
 from outrider.training import losses
 
 KINDS = typing.get_args(MarkovKind)
@@ -116,6 +120,21 @@ def test_a_draft_vocabulary_has_the_targets_own_logits(target):
     torch.testing.assert_close(other(hidden), target.head(hidden)[..., [3, 40, 63]], rtol=1e-12, atol=1e-12)
     assert set(vocabulary.state_dict()) == {"ids"}
     assert not list(vocabulary.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"siblings": (2,)}], ids=["chain", "tree"])
+def test_only_tokens_of_the_draft_vocabulary_are_drafted(options, target):
+    """Catches columns of logits that are taken for tokens of the target, greedy or drawn."""
+    torch.manual_seed(2)
+    drafter = load_drafter("dspark", target, layers=1, vocabulary=5, **options)
+    counts = torch.zeros(target.spec.vocabulary)
+    counts[[20, 31, 40, 50, 63]] = 1
+    drafter.model.begin(counts)
+    seen = watch(drafter)
+    for sampling in (None, Sampling(temperature=1.0, seed=1)):
+        generate(target, [3, 4], drafter, max_new_tokens=12, sampling=sampling)
+    drafted = {token for proposal in seen for tokens in proposal.tokens for token in tokens}
+    assert drafted and drafted <= {20, 31, 40, 50, 63}
 
 
 def test_a_hash_tells_two_vocabularies_apart(target):
