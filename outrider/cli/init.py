@@ -49,18 +49,21 @@ def init(
     file: Annotated[
         Path | None, typer.Argument(help="Run file to write; KIND.yaml unless given.", show_default=False)
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Folder, Hugging Face id, or `demo`.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder, Hugging Face id, `smollm2` or `demo`.")] = None,
     kind: Annotated[str | None, typer.Option(help="Drafter to train, such as dspark; see `outrider drafters`.")] = None,
-    data: Annotated[str | None, typer.Option(help="Prompts: FILE.jsonl, FILE.json, FILE.txt, or a data set.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Prompts: FILE.jsonl, FILE.json, FILE.txt, a data set, or instructions:train.")
+    ] = None,
     tasks: Annotated[
         str, typer.Option(help="Prompts to measure on, such as held-out.jsonl or gsm8k,mt-bench.")
     ] = "stdlib",
 ) -> None:
     """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten."""
-    target = target or _ask("target", "Target (folder, Hugging Face id, or demo)", "demo")
+    target = target or _ask("target", "Target (folder, Hugging Face id, smollm2 or demo)", "demo")
     kind = kind or _ask("kind", "Drafter", "dspark")
     trains = trained(kind) is not None
-    data = data or (_ask("data", "Prompts (file, data set, or stdlib:train)", "stdlib:train") if trains else None)
+    library = "stdlib:train" if target == "demo" else "instructions:train"
+    data = data or (_ask("data", f"Prompts (file, data set, or {library})", library) if trains else None)
     place = file or Path(f"{kind}.yaml")
     if place.exists():
         raise ConfigError(f"{place} exists already; name another file, or edit that one")

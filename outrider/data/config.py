@@ -17,8 +17,8 @@ from outrider.errors import ConfigError
 from outrider.hub import is_local
 
 LIBRARY = "stdlib:train"
-BUILT_IN = ("stdlib:", "packages:")
-"""How paths begin that name no file: pieces of Python source that is installed."""
+BUILT_IN = ("stdlib:", "instructions:", "packages:")
+"""How paths begin that name no file: pieces of Python source that is installed, and instructions of our own."""
 
 
 class Source(Base):
@@ -27,7 +27,8 @@ class Source(Base):
     name: str | None = None
     """A Hugging Face data set, such as `mlabonne/open-perfectblend`."""
     path: str | None = None
-    """`stdlib:train`, `packages:NAME,…`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a folder of such files."""
+    """`stdlib:train`, `instructions:train`, `packages:NAME,…`, FILE.jsonl, FILE.json, FILE.parquet, FILE.txt, or a
+    folder of such files."""
     config: str | None = None
     """Configuration of a data set that has several."""
     split: str = "train"
@@ -61,7 +62,8 @@ class Config(Base):
     """Where prompts come from, and how the target answers them."""
 
     conversations: str = LIBRARY
-    """`stdlib:train`, `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
+    """`stdlib:train` (Python, for the demo target), `instructions:train` (720 of chat, code, maths, rewriting and more,
+    for chat models), `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
     FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""

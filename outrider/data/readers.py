@@ -7,9 +7,12 @@ sets of the Hugging Face hub.
 
 import codecs
 import functools
+import itertools
 import json
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -96,6 +99,8 @@ def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
 
 def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     kind, name = path.split(":", 1)
+    if kind == "instructions":
+        return _instructions(name, count, seed)
     if kind == "packages":
         drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
     elif name in get_args(demo.Split):
@@ -105,6 +110,17 @@ def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     else:
         raise DataError(f"stdlib:{name} is unknown; use stdlib:train or stdlib:held_out")
     return ((one, {"id": one, "prompt": text}) for one, text in drawn)
+
+
+def _instructions(split: str, count: int, seed: int) -> Iterator[Row]:
+    """Instructions for chat models, in an order by the seed."""
+    if split not in get_args(demo.Split):
+        raise DataError(f"instructions:{split} is unknown; use instructions:train or instructions:held_out")
+    lines = (resources.files("outrider.data") / "instructions.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["split"] == split]
+    random.Random(f"{split} {seed}").shuffle(rows)
+    names = (f"instructions:{split}:{number}" for number in itertools.count())
+    return ((name, {"id": name, **row}) for name, row in zip(names, rows[:count], strict=False))
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

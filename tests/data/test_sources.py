@@ -354,3 +354,24 @@ def test_the_librarys_held_out_prompts_are_not_those_of_an_evaluation() -> None:
     drawn = {prompt.id for prompt in task_prompts("stdlib", 24, 0)}
     assert len(chosen) == len(drawn) == 24
     assert len(chosen & drawn) <= 4, "short modules have few pieces"
+
+
+def test_the_instructions_are_ours_to_train_on_and_their_held_out_ones_are_others():
+    """Catches a row without a text, one that is twice, and a held-out text, or most of it, that trains too."""
+    texts = {}
+    for split, count in (("train", 720), ("held_out", 72)):
+        every = list(rows(Source(path=f"instructions:{split}", count=1000), False, Skipped(), 3))
+        texts[split] = [" ".join(row["turns"]) for _, row in every]
+        assert len(set(texts[split])) == count and all(text.strip() for text in texts[split])
+        assert [row for _, row in rows(Source(path=f"instructions:{split}", count=9), False, Skipped(), 4)] != [
+            row for _, row in every[:9]
+        ]
+
+    def grams(text: str) -> set[tuple[str, ...]]:
+        words = text.lower().split()
+        return {tuple(words[at : at + 6]) for at in range(len(words) - 5)}
+
+    trained = set().union(*map(grams, texts["train"]))
+    assert max(len(grams(text) & trained) for text in texts["held_out"]) <= 2
+    with pytest.raises(DataError, match="use instructions:train or instructions:held_out"):
+        list(rows(Source(path="instructions:test"), False, Skipped()))
