@@ -69,7 +69,7 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 16,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, decay: float = 7.0,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0,
 ) -> Drafter: ...
 
 @overload
@@ -80,8 +80,8 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 16,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, decay: float = 7.0, gru: int = 1024, rank: int = 256, pure_prefix: int = 1,
-    curriculum: float = 0.5,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0, gru: int = 1024, rank: int = 256,
+    pure_prefix: int = 1, curriculum: float = 0.5,
 ) -> Drafter: ...
 
 @overload
@@ -92,8 +92,8 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 7,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, decay: float = 4.0, markov: Literal['vanilla', 'gated', 'rnn'] = 'vanilla', rank: int = 256,
-    confidence: bool = True,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 4.0,
+    markov: Literal['vanilla', 'gated', 'rnn'] = 'vanilla', rank: int = 256, confidence: bool = True,
 ) -> Drafter: ...
 
 @overload

@@ -157,7 +157,11 @@ class PartialHead(nn.Module):
     ):  # fmt: skip
         """rows [n, H], bias [n]."""
         super().__init__()
-        self.rows = nn.Linear(rows.shape[1], len(rows), bias is not None, rows.device, dtype).requires_grad_(False)
+        # without drawing weights: it may be made in the middle of a training, whose random state counts
+        layer: Any = nn.utils.skip_init(
+            nn.Linear, rows.shape[1], len(rows), bias=bias is not None, device=rows.device, dtype=dtype
+        )
+        self.rows = layer.requires_grad_(False)
         self.rows.weight.copy_(rows)
         if bias is not None:
             self.rows.bias.copy_(bias)
