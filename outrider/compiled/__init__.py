@@ -28,7 +28,6 @@ from outrider.compiled.build import NotCompiled, build_package, builds, may_buil
 from outrider.compiled.key import fingerprint, values_of
 from outrider.compiled.package import Package
 from outrider.compiled.shelf import Slower, folder
-from outrider.contents import Contents
 from outrider.decoding.protocols import Drafter
 from outrider.errors import first_line
 
@@ -96,8 +95,6 @@ class Compiled:
     too."""
 
     name = "step"
-    watches = True
-    """Whether it notices itself that weights have changed."""
     traced: Any
     """The module that is compiled, with its weights and their names."""
 
@@ -109,8 +106,6 @@ class Compiled:
         self._key = ""
         self._weights: list[Tensor] = []
         self._version = -1
-        self.contents: Contents | None = None
-        """The weights, watched; None where the target watches them, or there is no graph yet."""
         self._awaited_at: float | None = None
         """When to look next for a graph that another process builds; None where none does."""
         self._checked_for: Callable[[], Any] = lambda: None
@@ -172,9 +167,6 @@ class Compiled:
         if not self._pays(graph):
             raise Slower("its compiled steps are slower than plain ones on this machine; its steps stay plain")
         self.graph, self.path = graph, path
-        if self.watches:
-            self.contents = Contents(self.model())
-            self.contents.changes()
 
     def _take(self, graph: Runnable) -> None:
         """Use what was captured.  NotCompiled where it is wrong."""
@@ -297,10 +289,6 @@ class Compiled:
             return False
         if self._checked_for() is not cache:
             # once per cache, so once per batch of requests
-            if self.contents is not None and self.contents.changes():
-                self.renew()
-                if self.graph is None:
-                    return False
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
         end = max(cache.lengths[row] for row in rows) + width

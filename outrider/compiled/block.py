@@ -48,8 +48,6 @@ def real(new: int, counts: Tensor, width: int) -> Tensor:
 class CompiledBlock(Compiled):
     """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to at least one."""
 
-    watches = False  # its drafter does
-
     def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
         """code: modules with the model's code, besides this one."""
         super().__init__()

@@ -31,7 +31,6 @@ class CompiledWholeStep(Compiled):
     """The package of one drafter's steps, for any number of slots."""
 
     name = "whole-step"
-    watches = False  # its batch does
 
     def __init__(self, parts: StaticStep, is_greedy: bool):
         """parts: of `SLOTS` slots."""

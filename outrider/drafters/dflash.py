@@ -32,10 +32,10 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
 from outrider.errors import DrafterError
-from outrider.nn import blocks, draft_model, heads
+from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
-from outrider.nn.heads import DraftVocabulary
+from outrider.nn.draft_vocabulary import DraftVocabulary
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.sequence import check_heads
@@ -250,7 +250,7 @@ class BlockDrafter(FeatureDrafter):
             prepacked.pack(model.reduced.head(model.dtype))
         # a greedy request's tree has siblings, for which the head has no confidence
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
-        own = (blocks, draft_model, heads, sys.modules[__name__], sys.modules[type(model).__module__])
+        own = (blocks, draft_model, draft_vocabulary, heads, sys.modules[__name__], sys.modules[type(model).__module__])
         self.greedy, self.drawn = self.steps = (
             CompiledBlock(Greedy(model, self.tree), own),
             CompiledBlock(Drawn(model), own),

@@ -70,7 +70,7 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
             manifest["config"] = manifest_for(model)["config"]
             logging.getLogger(__name__).warning(
                 "%s drafts %d of the target's tokens; as exported it drafts from all of them, by the target's whole "
-                "head", folder, manifest_of(folder)["config"]["vocabulary"],
+                "head", folder, checkpoint.config.vocabulary,
             )  # fmt: skip
         return model, manifest
     model = imported(folder, target)

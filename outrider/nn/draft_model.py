@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from pydantic import NonNegativeInt
@@ -21,13 +21,11 @@ from outrider.config import Config as Base
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError, DrafterError
+from outrider.nn.draft_vocabulary import DraftVocabulary, multiplied_in
 from outrider.nn.sequence import Stripe
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.targets.attention_mask import positions
 from outrider.targets.protocol import Target, TargetSpec
-
-if TYPE_CHECKING:
-    from outrider.nn.heads import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ class DraftModel(nn.Module, ABC):
     each."""
     progress: float = 1.0
     """Share of the training that is done, set before every step; 1 where no training runs."""
-    _target_head: tuple[torch.dtype, nn.Module] | None = None
+    _target_head: tuple[tuple[torch.dtype, str], nn.Module] | None = None
 
     def begin(self, counts: Tensor) -> None:
         """Called once, before the first step, to take from the data what needs no training.  counts [V] int64."""
@@ -212,9 +210,10 @@ class DraftModel(nn.Module, ABC):
         if dtype == hidden.dtype or self.target.spec.quantised is not None:
             return self.target.head(hidden)
         # autocast keeps the casts of weights that are trained, and makes those of frozen ones anew at every product
-        if self._target_head is None or self._target_head[0] != dtype:
+        key = dtype, self.target.spec.weights_hash
+        if self._target_head is None or self._target_head[0] != key:
             every = torch.arange(self.target.spec.vocabulary, device=self.target.device)
-            self._target_head = dtype, self.target.head_over(every, dtype)
+            self._target_head = key, self.target.head_over(every, dtype)
         return self._target_head[1](hidden)
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
@@ -235,12 +234,6 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def drafter(self) -> Drafter: ...
-
-
-def multiplied_in(states: Tensor) -> torch.dtype:
-    """The type in which states are multiplied by weights here."""
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def picked(values: Tensor, at: Tensor) -> Tensor:

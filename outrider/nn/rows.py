@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.nn.draft_model import Batch, drawn, labelled
-from outrider.nn.heads import DraftVocabulary
+from outrider.nn.draft_vocabulary import DraftVocabulary
 from outrider.nn.top_logprobs import TopLogprobs
 
 

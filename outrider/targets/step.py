@@ -53,8 +53,6 @@ def has_adapters(model: nn.Module) -> bool:
 class CompiledStep(Compiled):
     """Verify passes of a target."""
 
-    watches = False  # the target does
-
     def __init__(self, target: Any):
         super().__init__()
         self.target = target

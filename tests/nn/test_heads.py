@@ -14,7 +14,8 @@ from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import copy_layers, resolve_taps
-from outrider.nn.heads import ConfidenceHead, DraftVocabulary, MarkovHead, MarkovKind, ReducedHead
+from outrider.nn.draft_vocabulary import DraftVocabulary
+from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind, ReducedHead
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.sampling.settings import Sampling
 from outrider.training import losses
