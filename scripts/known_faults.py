@@ -355,6 +355,10 @@ FAULTS = [
         ("_measured", "with prepacked.disabled():", "with prepacked.enabled():"),
     ),
     fault(
+        "draws from every second row of weights are drawn from the rows between them",
+        ("race", "weights, keys = weights.contiguous(), keys", "weights, keys = weights, keys"),
+    ),
+    fault(
         "answers run on past the end of a turn that the template writes and generation_config does not name",
         ("TransformersTarget.ends", "frozenset() if closing is None else {closing.end}", "frozenset()"),
     ),

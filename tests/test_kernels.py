@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
+from outrider.decoding import noise
 from outrider.kernels import pages
 
 
@@ -286,3 +287,25 @@ def test_kernels_that_say_something_else_are_not_used(monkeypatch: pytest.Monkey
         assert again() is None
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q)
     assert again() is None
+
+
+@pytest.mark.parametrize("vocabulary", [1, 33, 8193, 50_257])
+def test_a_race_has_the_winners_of_its_textbook_form(vocabulary: int) -> None:
+    """Catches a bound that leaves a winner out, a chunk's edge, tokens of weight 0, strides, keys of other rows."""
+    noise_of, tokens = torch.Generator().manual_seed(vocabulary), torch.arange(vocabulary)
+    for peak in (0.0, 2.0, 9.0):
+        for dtype in (torch.float32, torch.float64):
+            weights = (peak * torch.randn(3, 2, 2, vocabulary, generator=noise_of)).softmax(-1).to(dtype)[:, :, 1]
+            weights = weights * (torch.rand(weights.shape, generator=noise_of) < 0.7)
+            keys = torch.randint(-(2**62), 2**62, (3, 2), generator=noise_of)
+            assert torch.equal(kernels.race(weights, keys), noise.race(weights, keys, tokens))
+            keys = keys[:, :1]
+            assert torch.equal(kernels.race(weights, keys), noise.race(weights, keys, tokens))
+
+
+def test_draws_are_made_by_the_kernel_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.library() is not None and noise.on_cpu is kernels.race
+    streams, weights = noise.Streams(torch.tensor([1, 2]), torch.tensor([0, 5])), torch.rand(2, 3, 9000)
+    found = streams.draw(weights, 1, noise.Purpose.DRAFT, salt=torch.arange(3))
+    monkeypatch.setattr(noise, "on_cpu", None)
+    assert torch.equal(found, streams.draw(weights, 1, noise.Purpose.DRAFT, salt=torch.arange(3)))

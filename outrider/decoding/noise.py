@@ -3,6 +3,7 @@
 So a slot's text does not depend on the rest of its batch, and a repeated step draws the same.  B slots, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -12,6 +13,9 @@ from torch import Tensor
 # SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), as int64, which wraps.
 _STEP, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 MANY = 8192  # from this vocabulary on, noise is drawn only for tokens that can win
+on_cpu: Callable[[Tensor, Tensor], Tensor] | None = None
+"""A faster `race` of weights [..., V] and keys [...] on a CPU, with the same winners; set by `outrider.kernels`, where
+it can be compiled."""
 
 
 class Purpose(IntEnum):
@@ -50,6 +54,8 @@ class Streams:
         the winner's weight set to 0 the same noise draws the second as a new draw would.
         """
         key = self.key(depth, purpose, salt)
+        if on_cpu is not None and weights.device.type == "cpu":
+            return on_cpu(weights, key)
         if weights.shape[-1] > MANY and weights.device.type == "cpu":
             flat = weights.flatten(0, -2)
             rows, tokens = flat.nonzero().unbind(-1)

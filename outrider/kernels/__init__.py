@@ -1,9 +1,9 @@
 """Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
 compiler.
 
-`multiply` and `gated`, for weights in panels (see `prepacked`), and `attend`.  All are operators of torch for eager
-code; compiled packages call them by their C names.  They are written with the compiler's own vectors: its flags say
-how wide these are.
+`multiply` and `gated`, for weights in panels (see `prepacked`), and `attend` are operators of torch for eager code;
+compiled packages call them by their C names.  `race` draws tokens.  They are written with the compiler's own vectors:
+its flags say how wide these are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider import cache, machine
+from outrider.decoding import noise
 from outrider.errors import first_line
 from outrider.kernels.pages import LargePages
 
@@ -58,6 +59,7 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = _loaded(_built())
         _check()
+        noise.on_cpu = race
     except (OSError, RuntimeError, AssertionError) as error:
         log.info("kernels are left out: %s", first_line(error))
         return None
@@ -74,6 +76,8 @@ def _check() -> None:
     mask = torch.zeros(1, 1, 3, 40).masked_fill(torch.rand(1, 1, 3, 40) < 0.2, -torch.inf)
     found = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     torch.testing.assert_close(torch.ops.outrider.attend(q, k, v, mask, 0.125), found)
+    weights, keys, tokens = torch.randn(4, 301).softmax(-1), torch.arange(4) + 5, torch.arange(301)
+    torch.testing.assert_close(race(weights, keys), noise.race(weights, keys, tokens))
 
 
 @functools.cache
@@ -81,10 +85,28 @@ def _loaded(path: Path) -> ctypes.CDLL:
     # global: compiled packages find the kernels by their names
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     loaded.outrider_digest.restype = ctypes.c_uint64
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.outrider_race.argtypes, loaded.outrider_race.restype = (
+        (pointer, ctypes.c_bool, number, number, pointer, pointer),
+        None,
+    )
     for name in ("multiply", "gated"):
         torch.library.register_fake(f"outrider::{name}")(lambda x, _w, outputs: x.new_empty(*x.shape[:-1], outputs))
     torch.library.register_fake("outrider::attend")(_attended)
     return loaded
+
+
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """`noise.race` of weights [..., V] on the CPU and keys that broadcast to [...]."""
+    if weights.dtype not in (torch.float32, torch.float64):
+        weights = weights.float()
+    weights, keys = weights.contiguous(), keys.expand(weights.shape[:-1]).contiguous()
+    winners = torch.empty_like(keys)
+    _loaded(_built()).outrider_race(
+        weights.data_ptr(), weights.dtype == torch.float64, keys.numel(), weights.shape[-1], keys.data_ptr(),
+        winners.data_ptr(),
+    )  # fmt: skip
+    return winners
 
 
 def panel_width() -> int:
