@@ -295,8 +295,8 @@ def test_a_race_has_the_winners_of_its_textbook_form(vocabulary: int) -> None:
     noise_of, tokens = torch.Generator().manual_seed(vocabulary), torch.arange(vocabulary)
     for peak in (0.0, 2.0, 9.0):
         for dtype in (torch.float32, torch.float64):
-            weights = (peak * torch.randn(3, 2, 2, vocabulary, generator=noise_of)).softmax(-1).to(dtype)[:, :, 1]
-            weights = weights * (torch.rand(weights.shape, generator=noise_of) < 0.7)
+            weights = (peak * torch.randn(3, 2, 2, vocabulary, generator=noise_of)).softmax(-1).to(dtype)
+            weights = (weights * (torch.rand(weights.shape, generator=noise_of) < 0.7))[:, :, 1]
             keys = torch.randint(-(2**62), 2**62, (3, 2), generator=noise_of)
             assert torch.equal(kernels.race(weights, keys), noise.race(weights, keys, tokens))
             keys = keys[:, :1]
