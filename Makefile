@@ -6,10 +6,10 @@ SITE := build/site-venv
 
 .PHONY: demo demo-short test test-all faults lint audit wheel site install kernels clean
 
-demo: install  ## train a drafter for the demo target and prove it
-	@$(BIN)/python scripts/demo_length.py recipes/demo-dflash.yaml recipes/demo.yaml
-	$(BIN)/outrider run recipes/demo-dflash.yaml
-	$(BIN)/outrider run recipes/demo.yaml
+MINUTES ?= 15
+
+demo: install  ## train a drafter for SmolLM2-135M-Instruct and measure it, within MINUTES=15
+	$(BIN)/python scripts/demo.py --minutes $(MINUTES)
 
 SHORT ?= demo-short
 

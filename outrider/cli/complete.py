@@ -35,10 +35,10 @@ def engines_and_formats() -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Tasks to measure on; after a comma the next one."""
-    from outrider.measure.tasks import TASKS
+    from outrider.measure.tasks import BUILT_IN, TASKS
 
     before, comma, _ = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in ("stdlib", *TASKS)]
+    return [f"{before}{comma}{name}" for name in (*BUILT_IN, *TASKS)]
 
 
 OPTIONS: dict[str, Callable[..., list[str]]] = {

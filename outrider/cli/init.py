@@ -1,20 +1,31 @@
 """`outrider init`: a run file to begin with."""
 
+import itertools
+import math
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
+from outrider import config as configs
+from outrider import machine
 from outrider.cli.console import say
 from outrider.data.config import BUILT_IN
 from outrider.data.config import Config as Prepare
 from outrider.data.conversations import read
+from outrider.data.talks import Talk, iterate_asked
 from outrider.drafters import trained
 from outrider.errors import ConfigError, OutriderError
 from outrider.hub import missing_path
-from outrider.runs.file import load
+from outrider.measure.tasks import INSTRUCTIONS
+from outrider.runs import budget
+from outrider.runs.checks import check
+from outrider.runs.file import RunConfig, load
+from outrider.targets.catalog import NAMES
+from outrider.targets.load import load_target
 
 FILE = """\
 # outrider run {file}                  all stages; or `outrider prepare`, `train`, `evaluate` one by one
@@ -43,6 +54,29 @@ evaluate:
   max_new_tokens: 96
   baselines: {baselines}  # measured in the same run
 """
+BUDGETED = """\
+prepare:  # the target answers the prompts
+  conversations: {data}
+  count: {count}
+  max_new_tokens: 224  # longest answer
+  length: 384  # longest text, prompt and answer; what is beyond is cut off
+  temperature: 0.7
+  top_p: 1.0
+  top_k: 0
+  slots: 32  # answers written at the same time
+train: {{steps: {steps}, batch: 8, lr: 8e-3, optimizer: muon, loss: {{kl: 1.0}}, log_every: 20, calibrate: 0}}
+evaluate:
+  tasks: {tasks}
+  prompts: {prompts}  # of each task
+  max_new_tokens: 96
+  temperatures: [0.0, 0.7]
+  baselines: {baselines}  # measured in the same run
+usual_minutes: {minutes}  # planned on this machine
+"""
+
+
+MOST = 4096
+"""Prompts that a planned run answers."""
 
 
 def init(
@@ -55,31 +89,83 @@ def init(
         str | None, typer.Option(help="Prompts: FILE.jsonl, FILE.json, FILE.txt, a data set, or instructions:train.")
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="Prompts to measure on, such as held-out.jsonl or gsm8k,mt-bench.")
-    ] = "stdlib",
+        str | None,
+        typer.Option(help="Prompts to measure on, such as held-out.jsonl or gsm8k,mt-bench.", show_default="stdlib"),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Plan the run for so many minutes: sizes, answers, steps and prompts by measured rates."),
+    ] = None,
 ) -> None:
-    """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten."""
+    """Write a run file, by flags, or by asking for those that are missing; an existing file is never overwritten.
+
+    With --minutes the target is loaded, its steps and the drafter's are timed, and the file has what fits.
+    """
+    began = time.monotonic()
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"--minutes is {minutes:g}; give the minutes that the whole run may take, such as 15")
     target = target or _ask("target", "Target (folder, Hugging Face id, smollm2 or demo)", "demo")
-    kind = kind or _ask("kind", "Drafter", "dspark")
+    kind = kind or ("dspark" if minutes is not None else _ask("kind", "Drafter", "dspark"))
     trains = trained(kind) is not None
     library = "stdlib:train" if target == "demo" else "instructions:train"
-    data = data or (_ask("data", f"Prompts (file, data set, or {library})", library) if trains else None)
+    if trains and data is None:
+        data = library if minutes is not None else _ask("data", f"Prompts (file, data set, or {library})", library)
     place = file or Path(f"{kind}.yaml")
     if place.exists():
         raise ConfigError(f"{place} exists already; name another file, or edit that one")
-    if target != "demo" and (problem := missing_path(target)) is not None:
-        raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or demo")
-    text = FILE + (TRAINED if trains else "") + MEASURED
+    if target not in NAMES and (problem := missing_path(target)) is not None:
+        raise ConfigError(f"--target: {problem}; give a folder, a Hugging Face id, or {' or '.join(NAMES)}")
     if data is not None and (data.startswith(BUILT_IN) or missing_path(data) is not None or Path(data).exists()):
         next(read(Prepare(conversations=data, count=1)))  # says what is wrong with its first row
-    count = "count: 512" if data is not None and data.startswith(BUILT_IN) else "# count: 1000"
+    if tasks is None:
+        tasks = "stdlib" if minutes is None or target == "demo" else ",".join(INSTRUCTIONS)
     names = [task.strip() for task in tasks.split(",")]
     values = {
-        "file": str(place), "target": _plain(target), "kind": kind, "data": _plain(data or ""), "count": count,
-        "tasks": _plain(names), "baselines": _plain([] if kind == "ngram" else ["ngram"]),
+        "file": str(place), "target": _plain(target), "kind": kind, "data": _plain(data or ""), "tasks": _plain(names)
     }  # fmt: skip
-    _write(place, text.format(**values))
+    if minutes is None:
+        count = "count: 512" if data is not None and data.startswith(BUILT_IN) else "# count: 1000"
+        values |= {"count": count, "baselines": _plain([] if kind == "ngram" else ["ngram"])}
+        text = (FILE + (TRAINED if trains else "") + MEASURED).format(**values)
+    elif trains:
+        text = _budgeted(place, values, minutes, began)
+    else:
+        raise ConfigError(f"--minutes plans a training, and drafter {kind!r} has nothing to train; leave it out")
+    _write(place, text)
     say(f"{place} is written; next: outrider run {place} --dry-run, then outrider run {place}")
+
+
+def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float) -> str:
+    """The run file of what fits into these minutes, those since `began` included."""
+    own = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 8}
+    values |= {"baselines": _plain(["ngram", "suffix", own])}
+    draft = yaml.safe_load((FILE + BUDGETED).format(**values, count=MOST, steps=1, prompts=1, minutes="{}"))
+    draft |= {"name": place.stem, "target": {"name": draft["target"]}}
+    kind = draft["drafter"]["kind"]
+    inputs = check(configs.build(RunConfig, draft), ["prepare"])
+    if inputs.target is not None:
+        budget.refuse_too_large(inputs.target)
+        draft["drafter"] |= budget.sizes(kind, inputs.target.spec.vocabulary)
+    settings = configs.build(RunConfig, draft)
+    say("loading the target; its steps and the drafter's are timed")
+    machine.set_up_process()
+    target = load_target(settings.target.name, **settings.target.load_options())
+    prompts = []
+    for one in itertools.islice(iterate_asked(inputs.asked, settings.prepare), 2 * settings.prepare.slots):
+        talk = Talk(one)
+        if talk.ask(target.tokenizer, settings.prepare, target.spec.context):
+            prompts.append(talk.tokens)
+    rates = budget.measured(settings, target, prompts)
+    here, there = f"{minutes:g} minutes", len(inputs.asked)
+    found = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)
+    longer = budget.planned(settings, rates, 4 * 60 * minutes, there)
+    say(f"{here} on {machine.describe(target.device)}: {found.line}\n{4 * minutes:g} minutes would be {longer.line}")
+    sizes = "".join(f"\n  {key}: {_plain(value)}" for key, value in draft["drafter"].items() if key != "kind")
+    planned = {stage: round(value, 2) for stage, value in found.minutes.items()}
+    file = (FILE.rstrip() + sizes + "\n" + BUDGETED).format(
+        **values, count=found.answers, steps=found.steps, prompts=found.prompts, minutes=_plain(planned)
+    )
+    return f"# {here} on {machine.describe(target.device)}: {found.line}\n{file}"
 
 
 def _ask(flag: str, question: str, default: str) -> str:
@@ -89,7 +175,7 @@ def _ask(flag: str, question: str, default: str) -> str:
     return answer
 
 
-def _plain(value: str | list[str]) -> str:
+def _plain(value: Any) -> str:
     """A value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
-from outrider.measure.tasks import listed
+from outrider.measure.tasks import BUILT_IN, listed
 
 Data = Annotated[
     Path | None,
@@ -25,7 +25,7 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     found = listed(data)
     if json_to != "-":
         console.show(_table(found, data is not None))
-        sets = "Also: stdlib, and any FILE.jsonl or FILE.txt"
+        sets = f"Also: {', '.join(BUILT_IN)}, and any FILE.jsonl or FILE.txt"
         console.say(f"prompts: used by the published evaluation, of all there are.  {sets}", "dim")
         if data is not None:
             held = sum(entry["found"] is not None for entry in found)

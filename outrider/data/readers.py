@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
@@ -100,7 +100,9 @@ def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
 def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     kind, name = path.split(":", 1)
     if kind == "instructions":
-        return _instructions(name, count, seed)
+        if name not in get_args(demo.Split):
+            raise DataError(f"instructions:{name} is unknown; use instructions:train or instructions:held_out")
+        return ((row["id"], row) for row in itertools.islice(instructions(name, seed), count))
     if kind == "packages":
         drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
     elif name in get_args(demo.Split):
@@ -112,15 +114,14 @@ def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     return ((one, {"id": one, "prompt": text}) for one, text in drawn)
 
 
-def _instructions(split: str, count: int, seed: int) -> Iterator[Row]:
-    """Instructions for chat models, in an order by the seed."""
-    if split not in get_args(demo.Split):
-        raise DataError(f"instructions:{split} is unknown; use instructions:train or instructions:held_out")
+def instructions(split: str, seed: int, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """The package's own instructions for chat models, in an order by the seed: {id, kind, split, turns}.  kinds: these
+    alone."""
     lines = (resources.files("outrider.data") / "instructions.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["split"] == split]
     random.Random(f"{split} {seed}").shuffle(rows)
-    names = (f"instructions:{split}:{number}" for number in itertools.count())
-    return ((name, {"id": name, **row}) for name, row in zip(names, rows[:count], strict=False))
+    named = ({"id": f"instructions:{split}:{number}", **row} for number, row in enumerate(rows))
+    return (row for row in named if not kinds or row["kind"] in kinds)
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

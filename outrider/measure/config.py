@@ -120,8 +120,9 @@ class Config(Base):
     def _known_pins(cls, revisions: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         measured = info.data.get("tasks", ())
         for task, revision in revisions.items():
-            if task == "stdlib":
-                raise ConfigError("stdlib is the standard library of this Python and can't be pinned; leave it out")
+            if task in tasks.BUILT_IN:
+                where = "the standard library of this Python" if task == "stdlib" else "part of this package"
+                raise ConfigError(f"{task} is {where} and can't be pinned; leave it out")
             if task not in measured and task not in tasks.TASKS:
                 raise ConfigError(f"{task!r} is not a task{nearest(task, [*tasks.TASKS, *measured])}")
             if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):

@@ -28,6 +28,8 @@ def draw(task: str, config: Config) -> PromptSet:
     if task == "stdlib":
         prompts = list(tasks.prompts(task, most, config.seed))
         return PromptSet(prompts, "the standard library of this Python", None, None)
+    if task in tasks.INSTRUCTIONS:
+        return PromptSet(list(tasks.prompts(task, most, config.seed)), tasks.OWN, None, None)
     loaded = tasks.load(task, config.data, config.revisions.get(task))
     # a file's prompts are taken in their order, a data set's by the seed
     prompts = list(loaded.some(most, config.seed) if task in tasks.TASKS else loaded.prompts[:most])

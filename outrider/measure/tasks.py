@@ -1,4 +1,5 @@
-"""Prompt sets by name: the nine of the DSpark paper, Spec-Bench's six, `stdlib`, and any FILE.jsonl or FILE.txt.
+"""Prompt sets by name: the nine of the DSpark paper, Spec-Bench's six, three of our own instructions, `stdlib`, and any
+FILE.jsonl or FILE.txt.
 
 `TASKS` is the whole list.  A data set comes from a folder of yours where that holds it, else from where it is
 published, at one commit.  Where no commit is pinned the newest is looked up, and `load` returns it.  Rows may be in the
@@ -10,6 +11,7 @@ prompts, and how many are used, are those of DSpark's published evaluation (arXi
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from outrider import demo
 from outrider.config import nearest
 from outrider.data.config import Config as Source
 from outrider.data.conversations import read
+from outrider.data.readers import instructions
 from outrider.errors import DataError
 from outrider.measure import layouts
 from outrider.measure.layouts import Prompt, Row, has, word
@@ -27,7 +30,7 @@ from outrider.measure.published import CONTENT, Lazy, Task, content_of, of_paths
 
 FILES = (".jsonl", ".json", ".txt")
 FOLDER_FILES = (".jsonl", ".json", ".parquet")
-LIBRARY = "the interpreter's standard library"
+LIBRARY, OWN = "the interpreter's standard library", "this package's own instructions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +98,25 @@ TASKS: Mapping[str, Task] = {task.name: task for task in (
 """Every named prompt set.  No revision is pinned here: none was read from the hub while this was written."""
 
 
+INSTRUCTIONS: Mapping[str, frozenset[str]] = {
+    "instructions:chat": frozenset({"chat", "explanation", "writing"}),
+    "instructions:code": frozenset({"code-python", "code-other"}),
+    "instructions:maths": frozenset({"maths"}),
+}
+"""Held-out instructions of this package, by their kinds."""
+BUILT_IN = ("stdlib", *INSTRUCTIONS)
+"""Prompt sets that need neither a file nor a network."""
+
+
 def task_name(task: str) -> str:
     return Path(task).stem if task.endswith(FILES) else task
 
 
 def check(task: str) -> str:
     """The task's name, if it is known.  Raises DataError, which lists the known ones."""
-    if task != "stdlib" and task not in TASKS and not task.endswith(FILES):
+    if task not in BUILT_IN and task not in TASKS and not task.endswith(FILES):
         raise DataError(
-            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; or give a file of prompts, such as mine.jsonl"
+            f"unknown task {task!r}{nearest(task, [*BUILT_IN, *TASKS])}; or give a file of prompts, such as mine.jsonl"
         )
     return task
 
@@ -111,12 +124,16 @@ def check(task: str) -> str:
 def prompts(
     task: str, most: int, seed: int = 0, data: str | Path | None = None, revision: str | None = None
 ) -> Iterator[Prompt]:
-    """Up to `most` prompts: of `stdlib` and named tasks by seed, of a file in its order.  Raises DataError as `load`
+    """Up to `most` prompts: of built-in and named tasks by seed, of a file in its order.  Raises DataError as `load`
     does."""
     if check(task) == "stdlib":
         _refuse_other(None, LIBRARY, revision)
         for name, text in demo.prompts("held_out", most, seed):
             yield Prompt(name, (text,))
+    elif task in INSTRUCTIONS:
+        _refuse_other(None, OWN, revision)
+        for row in itertools.islice(instructions("held_out", seed, INSTRUCTIONS[task]), most):
+            yield Prompt(row["id"], tuple(row["turns"]))
     elif task.endswith(FILES):
         if revision is not None and Path(task).exists():  # the reader reports a missing file
             _refuse_other(content_of([Path(task)]), task, revision)
@@ -132,9 +149,10 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     for rows in an unknown layout, for rows that are not the pinned ones, and where there is neither a folder nor a
     network.
     """
-    if check(task) == "stdlib" or task.endswith(FILES):
+    if check(task) in BUILT_IN or task.endswith(FILES):
         drawn = tuple(prompts(task, 10**9, revision=revision))
-        source, content = (LIBRARY, None) if task == "stdlib" else (task, content_of([Path(task)]))
+        built_in = LIBRARY if task == "stdlib" else OWN
+        source, content = (built_in, None) if task in BUILT_IN else (task, content_of([Path(task)]))
         return PromptSet(drawn, source, content, len(drawn))
     known = TASKS[task]
     paths = found(known, data) if data is not None else ()

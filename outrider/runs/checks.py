@@ -167,7 +167,7 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
         raise ConfigError(f"no checkpoint in {own}; run `outrider train` first, or leave the `train:` section out")
     for choice in config.baselines:
         if isinstance(choice, dict):
-            _check_parts(choice, "evaluate.baselines")
+            _check_parts(choice, "evaluate.baselines", made=str(own) if "train" in stages else None)
         elif choice not in kinds():
             try:
                 loading.describe(choice)
@@ -176,8 +176,9 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
     return {task: draw(task, config) for task in config.tasks}
 
 
-def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError or DataError for a model or a corpus that is missing."""
+def _check_parts(drafter: Mapping[str, Any], where: str, made: str | None = None) -> None:
+    """Raises ConfigError or DataError for a model or a corpus that is missing.  made: the checkpoint that will be
+    there."""
     model = drafter.get("model")
     if isinstance(model, str) and model not in catalog.NAMES and not drafter.get("new"):
         _refuse_missing(f"{where}.model", model, "a folder, or a Hugging Face id")
@@ -185,8 +186,8 @@ def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
         corpora.find(name)
     for part in (drafter.get("base"), drafter.get("retriever"), *(drafter.get("members") or ())):
         if isinstance(part, dict):
-            _check_parts(part, where)
-        elif isinstance(part, str) and part not in kinds():
+            _check_parts(part, where, made)
+        elif isinstance(part, str) and part not in kinds() and part != made:
             loading.find_folder(part)
 
 
