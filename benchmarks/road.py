@@ -1,7 +1,9 @@
-"""What the road promises, against what `make demo` measured last: `python benchmarks/road.py > road.json`.
+"""What the road promises, against what the small target's demo measured last: `python benchmarks/road.py > road.json`.
 
-Reads runs/demo/report.json (one interleaved run), times `outrider --help`, and says of every promise what was wanted,
-what was found, and whether it holds.  --readme also puts the report's table into README.md.
+That is `outrider run recipes/demo-dflash.yaml`, then `outrider run recipes/demo.yaml name=demo-small`.
+
+Reads runs/demo-small/report.json (one interleaved run), times `outrider --help`, and says of every promise what was
+wanted, what was found, and whether it holds.  --readme also puts the report's table into README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument("--report", type=Path, default=ROOT / "runs" / "demo-small")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     report = Report.load(options.report)

@@ -17,20 +17,21 @@ from pathlib import Path
 from outrider.errors import TargetError
 from outrider.targets import catalog
 
+MINUTES = 15.0
 SMALL = ("recipes/demo-dflash.yaml", "recipes/demo.yaml")
 """Run files for the small target: the drafter to compare with, and the demo's own."""
 
 
 def main() -> int:
     began, options = time.monotonic(), argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--minutes", type=float, default=15, help="for all of it but installing packages")
+    options.add_argument("--minutes", type=float, default=MINUTES, help="for all of it but installing packages")
     minutes = options.parse_args().minutes
     try:
         catalog.smollm2()
     except TargetError as error:
         print(f"demo      on the small target, about 20 minutes, because smollm2 can't be fetched: {error}", flush=True)
-        return _outrider("run", SMALL[0]) or _outrider("run", SMALL[1])
-    file = Path(f"runs/demo-{minutes:g}-minutes.yaml")
+        return _outrider("run", SMALL[0]) or _outrider("run", SMALL[1], "name=demo-small")
+    file = Path("runs/demo.yaml" if minutes == MINUTES else f"runs/demo-{minutes:g}-minutes.yaml")
     file.parent.mkdir(exist_ok=True)
     if not file.exists():
         left = minutes - (time.monotonic() - began) / 60

@@ -355,6 +355,26 @@ FAULTS = [
         ("_measured", "with prepacked.disabled():", "with prepacked.enabled():"),
     ),
     fault(
+        "a planned run does not count the passes over its texts, and takes longer than its minutes",
+        (
+            "planned",
+            "steps = int((rest - answers * (rates.answer + rates.read)) / rates.step)",
+            "steps = int(rest / rates.step)",
+        ),
+    ),
+    fault(
+        "a planned run learns a handful of prompts by heart",
+        ("planned", "steps = min(steps, MOST_PASSES * answers // batch)\n", "\n"),
+    ),
+    fault(
+        "maths is measured on prompts of all kinds",
+        ("prompts", ", INSTRUCTIONS[task]), most)", "), most)"),
+    ),
+    fault(
+        "on a CPU nodes behind the end of a slot's draft are accepted",
+        ("accept", "draft.sizes, temperature.to", "0 * draft.sizes + width - 1, temperature.to"),
+    ),
+    fault(
         "draws from every second row of weights are drawn from the rows between them",
         ("race", "weights, keys = weights.contiguous(), keys", "weights, keys = weights, keys"),
     ),

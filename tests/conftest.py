@@ -112,8 +112,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER") or ROOT / "benchmarks/engines/build/build/bin/llama-server")
 """Built by `python benchmarks/engines/build_llama.py`; tests that ask it are collected where it is."""
-TRAINED = ROOT / "runs/demo/checkpoint"
-"""Trained by `make demo`."""
+TRAINED = ROOT / "runs/demo-small/checkpoint"
+"""Trained by `outrider run recipes/demo.yaml name=demo-small`."""
 collect_ignore = [
     *([] if LLAMA_SERVER.exists() else ["data/test_llama_answers.py"]),
     *([] if LLAMA_SERVER.exists() and TRAINED.exists() else ["engines/test_built_llama_server.py"]),

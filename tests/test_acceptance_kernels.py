@@ -1,4 +1,5 @@
-"""Kernels that accept and draw, run by Triton's interpreter where there is no GPU, against the plain rule."""
+"""Kernels that accept and draw, against the plain rule: a GPU's, run by Triton's interpreter where there is none, and a
+CPU's."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,11 +18,12 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Request, Scores, likeliest
 from outrider.errors import DrafterError
-from outrider.kernels import acceptance, selection
+from outrider.kernels import acceptance, accepting, selection
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
+KERNELS = pytest.mark.parametrize("kernels", [acceptance, *([accepting] if DEVICE == "cpu" else [])])
 FEW = settings(max_examples=15)
 """The interpreter takes a hundredth of a second for a chunk of a row."""
 
@@ -51,8 +53,8 @@ class Case:
     def p(self) -> Tensor:
         return distribution(self.logits, Settings(self.temperature, None, None))
 
-    def found(self) -> Accepted:
-        return selection.accepted(acceptance.accept(self.draft, self.logits, self.temperature, self.streams))
+    def found(self, kernels: Any = acceptance) -> Accepted:
+        return selection.accepted(kernels.accept(self.draft, self.logits, self.temperature, self.streams))
 
     def wanted(self) -> Accepted:
         return accept(self.draft, self.p, self.streams)
@@ -110,32 +112,35 @@ def cases(draw: Any) -> Case:
 TYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
+@KERNELS
 @FEW
-@given(cases())
-def test_kernels_accept_what_the_rule_accepts(case):
+@given(case=cases())
+def test_kernels_accept_what_the_rule_accepts(kernels, case):
     """Catches another coin, residual, sibling order, chunk or row; and an id, q or size taken at its word."""
-    assert case.found() == case.wanted() or (case.logits.dtype != torch.float64 and case.is_tie())
+    assert case.found(kernels) == case.wanted() or (case.logits.dtype != torch.float64 and case.is_tie())
 
 
+@KERNELS
 @FEW
-@given(cases())
-def test_greedy_kernels_accept_what_the_rule_accepts(case):
+@given(case=cases())
+def test_greedy_kernels_accept_what_the_rule_accepts(kernels, case):
     """Catches a second of equals, a child that nobody chose, a choice that is not finite."""
     draft, choice = case.draft, likeliest(case.logits)
     one_hot = torch.zeros_like(case.logits).scatter_(-1, choice[..., None], 1.0)
     wanted = accept(replace(draft, q=None), one_hot, case.streams)
     for known in (None, choice):
-        assert selection.accepted(acceptance.accept_greedy(draft, case.logits, known)) == wanted
+        assert selection.accepted(kernels.accept_greedy(draft, case.logits, known)) == wanted
     ties = case.logits.round()
     assert torch.equal(acceptance.likeliest(ties), likeliest(ties))
 
 
+@KERNELS
 @FEW
-@given(cases(), st.integers(0, 3))
-def test_kernels_draw_a_block_as_it_is_drawn_plainly(case, depth):
+@given(case=cases(), depth=st.integers(0, 3))
+def test_kernels_draw_a_block_as_it_is_drawn_plainly(kernels, case, depth):
     """Catches the noise of another depth, purpose or slot, and a q that is not what was drawn from."""
     logits, p = case.logits[:, 0], case.p[:, 0]
-    q, tokens = acceptance.sample(logits, case.temperature, case.streams, depth)
+    q, tokens = kernels.sample(logits, case.temperature, case.streams, depth)
     torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-12)
     wanted = case.streams.draw(p, depth, Purpose.DRAFT)
     for b in (tokens != wanted).nonzero()[:, 0].tolist():
@@ -170,6 +175,17 @@ def test_numbers_that_are_not_finite_are_told():
         assert rows[:, -1].tolist() == [1, 0, 0, 0]
 
 
+def test_numbers_of_the_rows_that_are_read_are_told_on_a_cpu():
+    """Catches a NaN that the largest logit does not show, at any temperature."""
+    for temperature in (0.0, 0.7):
+        case = fixed_case(TREE, slots=4)
+        case.logits[1, 0, 70], case.logits[2, 0, 3], case.logits[3, 0, :] = torch.nan, torch.inf, -torch.inf
+        for dtype in (torch.float32, torch.float64):
+            own = case.logits.to(dtype).cpu(), torch.full((4,), temperature), Streams(*torch.zeros(2, 4).long())
+            rows = accepting.accept(replace(case.draft, q=None), *own)
+            assert rows[:, -1].tolist() == [1, 0, 0, 0]
+
+
 def test_a_q_over_another_vocabulary_is_refused_by_kernels_too():
     """Catches a kernel that reads beside q."""
     case = fixed_case(TREE, slots=1)
@@ -192,7 +208,7 @@ def test_rows_of_larger_tensors_are_read_where_they_lie():
 
 
 def test_kernels_that_accept_otherwise_are_not_taken(monkeypatch):
-    """Catches a trial that does not look: of rule, greedy walk and draws; and a CPU that gets kernels."""
+    """Catches a trial that does not look: of rule, greedy walk and draws; and a CPU that gets a GPU's kernels."""
     device = torch.device(DEVICE)
     for name, value in {"VOCABULARY": 60, "SLOTS": 4, "CHAIN": (-1, 0), "TREE": (-1, -1, 0)}.items():
         monkeypatch.setattr(selection, name, value)
@@ -206,7 +222,7 @@ def test_kernels_that_accept_otherwise_are_not_taken(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(acceptance, name, fault)
             assert reason in selection.difference(acceptance, device)
-    assert selection.acceptance_kernels(torch.device("cpu")) is None
+    assert selection.acceptance_kernels(torch.device("cpu")) is accepting
 
 
 def judged(case: Case, sampling: dict[str, Any], kernels: Any) -> Accepted:
@@ -219,20 +235,22 @@ def judged(case: Case, sampling: dict[str, Any], kernels: Any) -> Accepted:
     return judge(case.draft, Scores(case.logits, case.logits, None), state)
 
 
+@KERNELS
 @pytest.mark.parametrize(
     ("sampling", "asked"), [({}, False), ({"temperature": 0.8}, True), ({"temperature": 0.8, "top_k": 4}, False)]
 )
-def test_a_judge_asks_kernels_where_they_apply(sampling, asked, monkeypatch):
+def test_a_judge_asks_kernels_where_they_apply(kernels, sampling, asked, monkeypatch):
     """Catches cuts that kernels do not know, and kernels that nobody asks; greedy drafts are faster without them."""
-    calls, real = [], acceptance.accept
-    monkeypatch.setattr(acceptance, "accept", lambda *own: calls.append(1) or real(*own))
+    calls, real = [], kernels.accept
+    monkeypatch.setattr(kernels, "accept", lambda *own: calls.append(1) or real(*own))
     case = fixed_case(TREE, slots=2)
-    assert judged(case, sampling, acceptance) == judged(case, sampling, None)
+    assert judged(case, sampling, kernels) == judged(case, sampling, None)
     assert bool(calls) == asked
 
 
-def test_a_judge_goes_the_plain_way_where_logits_are_not_finite():
+@KERNELS
+def test_a_judge_goes_the_plain_way_where_logits_are_not_finite(kernels):
     """Catches an error about a request's numbers that kernels swallow."""
     case = fixed_case(TREE, slots=2)
     case.logits[0, 0, 5] = torch.inf
-    assert judged(case, {"temperature": 0.8}, acceptance) == judged(case, {"temperature": 0.8}, None)
+    assert judged(case, {"temperature": 0.8}, kernels) == judged(case, {"temperature": 0.8}, None)

@@ -26,6 +26,7 @@ from outrider.runs.checks import check
 from outrider.runs.file import RunConfig, load
 from outrider.targets.catalog import NAMES
 from outrider.targets.load import load_target
+from outrider.targets.sketch import sketch
 
 FILE = """\
 # outrider run {file}                  all stages; or `outrider prepare`, `train`, `evaluate` one by one
@@ -58,8 +59,8 @@ BUDGETED = """\
 prepare:  # the target answers the prompts
   conversations: {data}
   count: {count}
-  max_new_tokens: 224  # longest answer
-  length: 384  # longest text, prompt and answer; what is beyond is cut off
+  max_new_tokens: {answer}  # longest answer
+  length: {length}  # longest text, prompt and answer; what is beyond is cut off
   temperature: 0.7
   top_p: 1.0
   top_k: 0
@@ -75,8 +76,8 @@ usual_minutes: {minutes}  # planned on this machine
 """
 
 
-MOST = 4096
-"""Prompts that a planned run answers."""
+MOST, LENGTH = 4096, 384
+"""Prompts that a planned run answers at most, and its longest text."""
 
 
 def init(
@@ -137,16 +138,18 @@ def init(
 
 def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float) -> str:
     """The run file of what fits into these minutes, those since `began` included."""
+    on_paper = sketch(yaml.safe_load(values["target"]))
+    budget.refuse_too_large(on_paper)
+    length = min(LENGTH, on_paper.spec.context or LENGTH)
     own = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 8}
-    values |= {"baselines": _plain(["ngram", "suffix", own])}
+    values |= {
+        "baselines": _plain(["ngram", "suffix", own]), "length": str(length), "answer": str(7 * length // 12)
+    }  # fmt: skip
     draft = yaml.safe_load((FILE + BUDGETED).format(**values, count=MOST, steps=1, prompts=1, minutes="{}"))
     draft |= {"name": place.stem, "target": {"name": draft["target"]}}
-    kind = draft["drafter"]["kind"]
-    inputs = check(configs.build(RunConfig, draft), ["prepare"])
-    if inputs.target is not None:
-        budget.refuse_too_large(inputs.target)
-        draft["drafter"] |= budget.sizes(kind, inputs.target.spec.vocabulary)
+    draft["drafter"] |= budget.sizes(draft["drafter"]["kind"], on_paper.spec.vocabulary)
     settings = configs.build(RunConfig, draft)
+    inputs = check(settings, ["prepare"])
     say("loading the target; its steps and the drafter's are timed")
     machine.set_up_process()
     target = load_target(settings.target.name, **settings.target.load_options())

@@ -124,7 +124,7 @@ class Wish(NamedTuple):
     has_seeded: bool
     ends: frozenset[int]
     kernels: Any
-    """That draw and accept; see `SamplingJudge.kernels`."""
+    """Of a GPU, that draw and accept; see `SamplingJudge.kernels`.  On a CPU the step's package does."""
     recorder: Recorder | None
     """None: steps are a compiled package."""
 
@@ -134,7 +134,7 @@ class Wish(NamedTuple):
         return cls(
             target, len(state.tokens), all(each.temperature == 0 for each in settings),
             state.shared_noise and any(each.seed is not None for each in settings), state.ends,
-            judge.kernels if isinstance(judge, SamplingJudge) else None,
+            judge.kernels if isinstance(judge, SamplingJudge) and target.device.type == "cuda" else None,
             recorder or _recorder(target),
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Streams:
         the winner's weight set to 0 the same noise draws the second as a new draw would.
         """
         key = self.key(depth, purpose, salt)
-        if on_cpu is not None and weights.device.type == "cpu":
+        if on_cpu is not None and weights.device.type == "cpu" and type(weights) is Tensor:  # not while it is traced
             return on_cpu(weights, key)
         if weights.shape[-1] > MANY and weights.device.type == "cpu":
             flat = weights.flatten(0, -2)

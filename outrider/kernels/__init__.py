@@ -1,9 +1,9 @@
 """Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
 compiler.
 
-`multiply` and `gated`, for weights in panels (see `prepacked`), and `attend` are operators of torch for eager code;
-compiled packages call them by their C names.  `race` draws tokens.  They are written with the compiler's own vectors:
-its flags say how wide these are.
+`multiply` and `gated`, for weights in panels (see `prepacked`), `attend` and `race`, which draws tokens, are operators
+of torch for eager code; compiled packages call them by their C names.  The acceptance rule (see `accepting`) is called
+with pointers.  They are written with the compiler's own vectors: its flags say how wide these are.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ SHIMS = {
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
 """Operators, and their names for compiled packages, which call them without torch's dispatcher."""
+C_TYPES = {"b": ctypes.c_bool, "n": ctypes.c_int64, "p": ctypes.c_void_p}
+CALLED = {"accept": "bppnnnpppppppp", "sample": "bpnnpppp"}
+"""Functions that are called with numbers and pointers to tensors, and the types of their arguments."""
 TIMEOUT_S = 120
 
 
@@ -85,15 +88,19 @@ def _loaded(path: Path) -> ctypes.CDLL:
     # global: compiled packages find the kernels by their names
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     loaded.outrider_digest.restype = ctypes.c_uint64
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.outrider_race.argtypes, loaded.outrider_race.restype = (
-        (pointer, ctypes.c_bool, number, number, pointer, pointer),
-        None,
-    )
+    for name, types in CALLED.items():
+        function = getattr(loaded, f"outrider_{name}")
+        function.argtypes, function.restype = [C_TYPES[each] for each in types], None
     for name in ("multiply", "gated"):
         torch.library.register_fake(f"outrider::{name}")(lambda x, _w, outputs: x.new_empty(*x.shape[:-1], outputs))
     torch.library.register_fake("outrider::attend")(_attended)
+    torch.library.register_fake("outrider::race")(lambda _weights, keys: torch.empty_like(keys))
     return loaded
+
+
+def call(name: str, *arguments: int | bool | None) -> None:
+    """Call one of `CALLED`, whose tensors the caller holds."""
+    getattr(_loaded(_built()), f"outrider_{name}")(*arguments)
 
 
 def race(weights: Tensor, keys: Tensor) -> Tensor:
@@ -101,12 +108,8 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
     weights, keys = weights.contiguous(), keys.expand(weights.shape[:-1]).contiguous()
-    winners = torch.empty_like(keys)
-    _loaded(_built()).outrider_race(
-        weights.data_ptr(), weights.dtype == torch.float64, keys.numel(), weights.shape[-1], keys.data_ptr(),
-        winners.data_ptr(),
-    )  # fmt: skip
-    return winners
+    found: Tensor = torch.ops.outrider.race(weights, keys)
+    return found
 
 
 def panel_width() -> int:

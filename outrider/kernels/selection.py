@@ -1,6 +1,6 @@
 """Which kernels accept and draw on a device: ours, where they choose the tokens that the plain ways choose.
 
-They need CUDA and Triton, and are tried once per device and process.  On a CPU there are none.
+They need CUDA and Triton, or a C++ compiler on a CPU, and are tried once per device and process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import likeliest
 from outrider.errors import first_line
+from outrider.kernels import accepting, library
 from outrider.sampling.distribution import tempered
 from outrider.sampling.judge import AcceptanceKernels
 
@@ -31,18 +32,21 @@ CHAIN, TREE = (-1, 0, 1, 2), (-1, -1, -1, 0, 0)
 @functools.cache
 def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
     """The kernels that accept and draw on this device; None where the plain ways do."""
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and library() is None):
         return None
+    own: AcceptanceKernels = accepting
     try:
-        from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
+        if device.type == "cuda":
+            from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
 
-        wrong = difference(acceptance, device)
+            own = acceptance
+        wrong = difference(own, device)
     except Exception as error:  # no Triton, no C compiler for it, a GPU that it does not know
         wrong = first_line(error)
     if wrong:
         log.info("drafts are accepted and drawn on %s as torch writes it: %s", device, wrong)
         return None
-    return acceptance
+    return own
 
 
 @torch.inference_mode()

@@ -33,8 +33,6 @@ FEWEST_ANSWERS, FEWEST_STEPS = 48, 40
 """Below these a drafter learns nothing worth measuring."""
 EVALUATION, PROMPTS = 0.25, (3, 24)
 """Share of the time that the evaluation takes, and the fewest and most prompts of a task."""
-ANSWERED = 0.72
-"""Mean length of an answer over the longest allowed, as SmolLM2-135M-Instruct answers our instructions with 224."""
 STARTING_S, COMPILING_S = 20.0, 60.0
 """Loading and checking in every run; compiling a drafter's block, greedy and drawn, on two cores."""
 
@@ -48,10 +46,8 @@ DRAFTED = 8192
 class Rates(NamedTuple):
     """Seconds that this machine takes."""
 
-    prompt: float
-    """To read a prompt whose answer is written beside others."""
-    token: float
-    """To write a token of these answers."""
+    answer: float
+    """To answer a prompt, beside others."""
     alone: float
     """To write a token of a single text."""
     reference: float
@@ -112,23 +108,22 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
         "slots": prepare.slots, "temperature": prepare.temperature, "top_p": prepare.top_p, "top_k": prepare.top_k,
         "seed": 0,
     }  # fmt: skip
-    prompt, token = _of_answers(lambda most: generate(target, some, max_new_tokens=most, **how), len(some))
-    _, alone = _of_answers(lambda most: generate(target, some[0], max_new_tokens=most), 1)
+    generate(target, some, max_new_tokens=2, **how)  # what is made once
+    began = time.perf_counter()
+    answers = [len(one.tokens) for one in generate(target, some, max_new_tokens=prepare.max_new_tokens, **how)]
+    answer = (time.perf_counter() - began) / len(some)
+    longest = some[answers.index(max(answers))]
+    alone = _seconds(lambda: generate(target, longest, max_new_tokens=32)) / min(32, max(answers))
     text = torch.tensor([some[0]], device=target.device)
     model: Any = target.model
     reference = _seconds(lambda: model.generate(text, max_new_tokens=8, min_new_tokens=8, do_sample=False)) / 8
     config = with_dtype(train, settings.folder, target.device)
     drafter = find(kind).Model(settings.drafter_config, target).to(target.device)
-    width = min(round(statistics.mean(map(len, some)) + answer_tokens(settings)), prepare.length)
+    width = min(round(statistics.mean(map(len, some)) + statistics.mean(answers)), prepare.length)
     rows = torch.tensor(some[0]).repeat(config.batch, width)[:, :width]
     read = _seconds(lambda: states_of(target, rows, drafter.taps, config.dtype)) / config.batch
     texts = [Answer("", [0] * width, [(min(len(one), width - 4), width)]) for one in some]
-    return Rates(prompt, token, alone, reference, read, costs(drafter, config, texts, width).seconds(config.batch))
-
-
-def answer_tokens(settings: RunConfig) -> float:
-    """Mean length of an answer, estimated."""
-    return ANSWERED * settings.prepare.max_new_tokens
+    return Rates(answer, alone, reference, read, costs(drafter, config, texts, width).seconds(config.batch))
 
 
 def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | None) -> Plan:
@@ -136,25 +131,25 @@ def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | 
 
     Raises ConfigError where not even the smallest run fits.
     """
-    answer = rates.prompt + answer_tokens(settings) * rates.token
     prompts, evaluating = _evaluation(settings, rates, EVALUATION * seconds)
     rest, batch = seconds - STARTING_S - evaluating, settings.train.batch if settings.train else 1
-    answers = int(rest / (answer + rates.read + PASSES * rates.step / batch))
+    answers = int(rest / (rates.answer + rates.read + PASSES * rates.step / batch))
     if available is not None and answers > available:
         answers = available
-    steps = int((rest - answers * (answer + rates.read)) / rates.step) if answers > 0 else 0
+    steps = int((rest - answers * (rates.answer + rates.read)) / rates.step) if answers > 0 else 0
     steps = min(steps, MOST_PASSES * answers // batch)
     if answers < FEWEST_ANSWERS or steps < FEWEST_STEPS:
         _, least = _evaluation(settings, rates, 0)
         few = FEWEST_ANSWERS * max(1.0, FEWEST_STEPS * batch / (PASSES * FEWEST_ANSWERS))
-        least += STARTING_S + few * (answer + rates.read + PASSES * rates.step / batch)
+        least += STARTING_S + few * (rates.answer + rates.read + PASSES * rates.step / batch)
         raise ConfigError(
-            f"{max(seconds, 0) / 60:.1f} minutes are left, which are {max(answers, 0)} answers and {steps} steps; a "
-            f"drafter wants at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
+            f"{max(seconds, 0) / 60:.1f} minutes are left, which are {max(answers, 0)} answers and {max(steps, 0)} "
+            "steps; "
+            f"a drafter wants at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
             f"{max(1, math.ceil((least - seconds) / 60))} more --minutes, or a smaller target"
         )
     minutes = {
-        "prepare": (STARTING_S + answers * answer) / 60,
+        "prepare": (STARTING_S + answers * rates.answer) / 60,
         "train": (answers * rates.read + steps * rates.step) / 60,
         "evaluate": evaluating / 60,
     }
@@ -170,20 +165,6 @@ def _evaluation(settings: RunConfig, rates: Rates, seconds: float) -> tuple[int,
     fewest, most = PROMPTS
     prompts = min(most, max(fewest, int((seconds - COMPILING_S) / each)))
     return prompts, COMPILING_S + prompts * each
-
-
-def _of_answers(write: Callable[[int], Sequence[Any]], prompts: int) -> tuple[float, float]:
-    """Seconds a prompt, and a token."""
-    write(2)  # what is made once
-    (few, short), (many, long) = (_counted(write, most) for most in (4, 36))
-    token = (long - short) / max(1, many - few)
-    return max(0.0, short - few * token) / prompts, token
-
-
-def _counted(write: Callable[[int], Sequence[Any]], most: int) -> tuple[int, float]:
-    began = time.perf_counter()
-    found = write(most)
-    return sum(len(one.tokens) for one in found), time.perf_counter() - began
 
 
 def _seconds(work: Callable[[], Any]) -> float:

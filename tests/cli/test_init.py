@@ -57,3 +57,36 @@ def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys):
         assert outrider_with("init", "mine.yaml", *words) != 0
         assert said in " ".join(capsys.readouterr().err.split())
         assert not Path("mine.yaml").exists()
+
+
+def test_a_budget_of_minutes_is_planned_by_rates_measured_here(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Catches a planned file that can't be run, whose minutes the dry run does not have, or that trains too little."""
+    rows = "".join(json.dumps({"prompt": f"number {n} of many"}) + "\n" for n in range(60))
+    Path("many.jsonl").write_text(rows)
+    words = ("--target", str(folder), "--data", "many.jsonl", "--tasks", "chats.json", "--minutes", "4")
+    assert outrider_with("init", "planned.yaml", *words) == 0
+    run, _ = load("planned.yaml")
+    assert run.drafter["kind"] == "dspark" and run.prepare.count == 60
+    assert run.train is not None and run.train.steps == 12 * 60 // 8
+    assert run.usual_minutes.keys() == {"prepare", "train", "evaluate"} and sum(run.usual_minutes.values()) <= 4
+    said = capsys.readouterr().out
+    assert "60 answers" in said and "16 minutes would be" in said
+    assert outrider_with("run", "planned.yaml", "--dry-run") == 0
+    assert "time where the file was tried" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--minutes", "0"), "--minutes is 0"),
+        (("--minutes", "nan"), "--minutes is nan"),
+        (("--minutes", "0.01"), "more --minutes"),
+        (("--minutes", "9", "--kind", "ngram"), "has nothing to train"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(more: tuple[str, ...], said: str, folder: Path, capsys) -> None:
+    Path("one.jsonl").write_text(json.dumps({"prompt": "a number"}))
+    words = ("--target", str(folder), "--data", "one.jsonl", "--tasks", "chats.json", *more)
+    assert outrider_with("init", "planned.yaml", *words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("planned.yaml").exists()

@@ -1,4 +1,4 @@
-"""The demo's drafter in a real llama-server; collected where that and `runs/demo` are there (tests/conftest.py)."""
+"""The small demo's drafter in a real llama-server; collected where both are there (tests/conftest.py)."""
 
 import json
 import os
@@ -46,7 +46,12 @@ def test_the_path_on_the_page_leads_to_a_text(tmp_path: Path) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "checkpoint").symlink_to(TRAINED)
     port = str(sweep.free_port())
-    script = "\n".join(commands_).replace("--out served/deployed", f"--port {port} --out served/deployed")
+    # on the small target, which the drafter here is for
+    script = (
+        "\n".join(commands_)
+        .replace("export smollm2", "export demo")
+        .replace("--out served/deployed", f"--port {port} --out served/deployed")
+    )
     script = "set -e\n" + script.replace("8080", port).replace(
         "curl ", "curl --silent --show-error --output answer.json "
     )

@@ -25,9 +25,10 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli import tasks as verb
+from outrider.data.readers import instructions
 from outrider.errors import DataError
 from outrider.measure import published
-from outrider.measure.tasks import TASKS, Prompt, load, prompts
+from outrider.measure.tasks import INSTRUCTIONS, TASKS, Prompt, load, prompts
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 NINE = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2"]
@@ -442,3 +443,16 @@ def test_a_folder_of_files_is_one_task(tmp_path: Path) -> None:
     for number, row in enumerate(ROWS["livecodebench"]):
         write(tmp_path / "livecodebench" / f"test{number}.jsonl", [row])
     assert load("livecodebench", tmp_path).count == 2
+
+
+def test_held_out_instructions_are_tasks_by_kind() -> None:
+    """Catches a task of other kinds, of instructions that train, or whose order hangs on how many are asked for."""
+    train = {row["turns"][0] for row in instructions("train", 0)}
+    kinds = {row["turns"][0]: row["kind"] for row in instructions("held_out", 0)}
+    for task, wanted in INSTRUCTIONS.items():
+        every = load(task).prompts
+        assert {kinds[prompt.turns[0]] for prompt in every} == wanted
+        assert not train & {prompt.turns[0] for prompt in every}
+        assert list(prompts(task, 3)) == list(every[:3])
+        with pytest.raises(DataError, match="can't be pinned"):
+            load(task, revision="0" * 40)

@@ -1,0 +1,62 @@
+"""The acceptance rule and draws on a CPU, from logits: of these, the rows that the walk comes to are read.
+
+As torch writes it, p of every row is computed, checked and drawn from with noise of the whole vocabulary: a fifth of a
+sampled step of a small model.  Settings with cuts are torch's.  Same noise, same tokens, but for ties that rounding
+decides.
+
+B slots, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider import kernels
+from outrider.decoding.accept import refuse_other_vocabulary
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.sampling.distribution import wide
+
+
+def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) -> Tensor:
+    """The acceptance rule for logits [B, N+1, V] at `temperature` [B]; 0 is greedy.
+
+    Returns [B, N+4] int64: a slot's path, its length, the next token, invalid nodes, whether the logits that were read
+    are finite.  Raises DrafterError for a q over another vocabulary.
+    """
+    logits = wide(logits).contiguous()
+    slots, width, vocabulary = logits.shape
+    q = draft.q
+    if q is not None:
+        refuse_other_vocabulary(q, vocabulary)
+        q = q.to(logits.dtype).contiguous()
+    out = torch.empty(slots, width + 3, dtype=torch.int64)
+    held = [
+        draft.tokens, draft.parents, draft.sizes, temperature.to(logits.dtype), streams.seeds, streams.index,
+        streams.seeded,
+    ]  # fmt: skip
+    held = [each if each is None else each.contiguous() for each in held]  # until the kernel has returned
+    pointers = [each if each is None else each.data_ptr() for each in (logits, q, *held)]
+    is_double = logits.dtype == torch.float64
+    kernels.call("accept", is_double, *pointers[:2], slots, width - 1, vocabulary, *pointers[2:], out.data_ptr())
+    return out
+
+
+def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
+    """As `accept`, of greedy slots; `choice` is not needed."""
+    nothing = torch.zeros(len(logits), dtype=torch.int64)
+    return accept(replace(draft, q=None), logits, nothing, Streams(nothing, nothing))
+
+
+def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
+    """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token a slot drawn from it."""
+    logits, keys = wide(logits).contiguous(), streams.key(depth, Purpose.DRAFT).contiguous()
+    q, tokens, own = torch.empty_like(logits), torch.empty_like(keys), temperature.to(logits.dtype).contiguous()
+    kernels.call(
+        "sample", logits.dtype == torch.float64, logits.data_ptr(), *logits.shape, own.data_ptr(), keys.data_ptr(),
+        q.data_ptr(), tokens.data_ptr(),
+    )  # fmt: skip
+    return q, tokens
