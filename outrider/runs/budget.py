@@ -7,24 +7,25 @@ fewer passes answers are written in vain, with more the drafter learns them by h
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from outrider import machine
 from outrider.data.answers import Answer
-from outrider.data.features import states_of
+from outrider.data.features import LiveFeatures
 from outrider.drafters import find
 from outrider.errors import ConfigError
 from outrider.generation import generate
+from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig
-from outrider.runs.training_plan import costs
 from outrider.targets.load import default_device
 from outrider.targets.sketch import Sketch
 from outrider.targets.transformers import TransformersTarget
+from outrider.training.optimizers import Optimizers
+from outrider.training.step import optimise
 from outrider.training.trainer import with_dtype
 
 PASSES, MOST_PASSES = 6, 12
@@ -99,10 +100,9 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
     """The rates of a run's stages.  prompts: some of those that it answers, as tokens; a few seconds of each stage are
     run, and nothing is kept.
 
-    Raises ConfigError where memory can't be measured or a step does not fit.
+    Raises DataError where no answer can train.
     """
-    prepare, train, kind = settings.prepare, settings.train, settings.drafter["kind"]
-    assert train is not None
+    prepare = settings.prepare
     some = list(prompts[: 2 * prepare.slots])
     how: dict[str, Any] = {
         "slots": prepare.slots, "temperature": prepare.temperature, "top_p": prepare.top_p, "top_k": prepare.top_k,
@@ -110,20 +110,42 @@ def measured(settings: RunConfig, target: TransformersTarget, prompts: Sequence[
     }  # fmt: skip
     generate(target, some, max_new_tokens=2, **how)  # what is made once
     began = time.perf_counter()
-    answers = [len(one.tokens) for one in generate(target, some, max_new_tokens=prepare.max_new_tokens, **how)]
+    written = [one.tokens for one in generate(target, some, max_new_tokens=prepare.max_new_tokens, **how)]
     answer = (time.perf_counter() - began) / len(some)
-    longest = some[answers.index(max(answers))]
-    alone = _seconds(lambda: generate(target, longest, max_new_tokens=32)) / min(32, max(answers))
-    text = torch.tensor([some[0]], device=target.device)
-    model: Any = target.model
+    longest = max(range(len(some)), key=lambda n: len(written[n]))
+    alone = _seconds(lambda: generate(target, some[longest], max_new_tokens=32)) / min(32, len(written[longest]))
+    text, model = torch.tensor([some[0]], device=target.device), cast(Any, target.model)
     reference = _seconds(lambda: model.generate(text, max_new_tokens=8, min_new_tokens=8, do_sample=False)) / 8
-    config = with_dtype(train, settings.folder, target.device)
-    drafter = find(kind).Model(settings.drafter_config, target).to(target.device)
-    width = min(round(statistics.mean(map(len, some)) + statistics.mean(answers)), prepare.length)
-    rows = torch.tensor(some[0]).repeat(config.batch, width)[:, :width]
-    read = _seconds(lambda: states_of(target, rows, drafter.taps, config.dtype)) / config.batch
-    texts = [Answer("", [0] * width, [(min(len(one), width - 4), width)]) for one in some]
-    return Rates(answer, alone, reference, read, costs(drafter, config, texts, width).seconds(config.batch))
+    answers = [
+        Answer("", [*one, *more], [(len(one), len(one) + len(more))]) for one, more in zip(some, written, strict=True)
+    ]
+    return Rates(answer, alone, reference, *training_rates(settings, target, answers))
+
+
+def training_rates(settings: RunConfig, target: TransformersTarget, answers: Sequence[Answer]) -> tuple[float, float]:
+    """Seconds to read a text, and of a step of this training, over one pass of these answers.
+
+    Raises DataError where none can train.
+    """
+    config = settings.train
+    assert config is not None
+    config = with_dtype(config, settings.folder, target.device)
+    model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
+    model = model.float().train()
+    source = LiveFeatures(
+        target, answers, model.taps, batch=config.batch, length=settings.prepare.length, dtype=config.dtype
+    )  # fmt: skip
+    began = time.perf_counter()
+    batches = [source.batch(number) for number in range(source.steps_per_pass)]
+    read = (time.perf_counter() - began) / len(source.texts)
+    model.begin(source.counts)
+    dtype = getattr(torch, config.dtype)
+    optimizer = Optimizers(model, config.optimizer, target.spec.vocabulary, config.weight_decay, dtype)
+    optimise(model, optimizer, batches[:1], config, 0, False)  # what is made once
+    began = time.perf_counter()
+    for number, batch in enumerate(batches, 1):
+        optimise(model, optimizer, [batch], config, number, False)
+    return read, (time.perf_counter() - began) / len(batches)
 
 
 def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | None) -> Plan:

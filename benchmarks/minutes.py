@@ -1,0 +1,167 @@
+"""Tokens per step after so many minutes of training: as `init --minutes` chooses, by defaults, by a hand recipe.
+
+    python benchmarks/minutes.py ANSWERS KIND=FILE.jsonl ... [--minutes 15,30] [--seeds 0,1,2] [--prompts 16]
+                                 [--recipes planned,hand,defaults] [--work FOLDER] [--out FILE]
+
+ANSWERS: a folder that `outrider prepare` filled for smollm2; all recipes train on it.  KIND=FILE: held-out prompts,
+whose rows have `turns`; drafts are verified greedily, all of a drafter's columns in every step.
+
+`defaults` are those of commit 761224d4: dspark of five layers and blocks of 7, 512 anchors, AdamW at 6e-4 towards ten
+passes; stopped when the minutes are over.  `hand`: two layers, blocks of 5, 48 anchors, rank 128, AdamW at 6e-4.
+`planned`: what `init --minutes` writes.  The steps of the last two fill the minutes, by steps that are timed first, one
+recipe after the other.  What was measured is kept in --work, and the same command goes on.  Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.batch_time import promise, write  # noqa: E402
+from benchmarks.same_text import read  # noqa: E402
+from outrider import generate, load_drafter, machine  # noqa: E402
+from outrider.data.answers import ANSWERS, iterate_answers  # noqa: E402
+from outrider.runs import budget  # noqa: E402
+from outrider.runs.file import load  # noqa: E402
+from outrider.targets.load import load_target  # noqa: E402
+
+BASE = {"lr": 6e-4, "batch": 8, "log_every": 20}
+HAND = {"kind": "dspark", "layers": 2, "block": 5, "anchors": 48, "rank": 128}
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({"kind": "dspark"}, BASE | {"epochs": 10}),
+    "hand": (HAND, BASE),
+    "planned": (
+        {"kind": "dspark"} | budget.sizes("dspark", 49_152),
+        BASE | {"lr": 8e-3, "optimizer": "muon", "loss": {"kl": 1.0}},
+    ),
+}
+"""Settings of drafter and training."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("kinds", nargs="+", metavar="KIND=FILE")
+    parser.add_argument("--minutes", type=lambda text: [float(each) for each in text.split(",")], default=[15.0, 30.0])
+    parser.add_argument("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(RECIPES))
+    parser.add_argument("--prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--new", type=int, default=96, help="tokens a prompt")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "minutes")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    machine.set_up_process()
+    options.work.mkdir(parents=True, exist_ok=True)
+    kept = options.work / "rows.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(row["recipe"], row["seed"], row["minutes"]) for row in rows}
+    wanted = [(r, s, m) for s in options.seeds for m in options.minutes for r in options.recipes]
+    if not done.issuperset(wanted):
+        target = load_target("smollm2", compile="auto")
+        prompts = {
+            kind: read(target, path, options.prompts) for kind, _, path in (k.partition("=") for k in options.kinds)
+        }
+        seconds = timed(options, target)
+        for recipe, seed, minutes in wanted:
+            if (recipe, seed, minutes) in done:
+                continue
+            row = trained(options, recipe, seed, minutes, seconds[recipe])
+            row["tokens_per_step"] = accepted(target, row.pop("checkpoint"), prompts, options.new)
+            rows.append(row)
+            with kept.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    write({"promises": promises(rows, options.minutes), "rows": rows}, options.out)
+    return 0
+
+
+def run_file(options: argparse.Namespace, recipe: str, name: str, **train: Any) -> Path:
+    """A run file in --work."""
+    drafter, training = RECIPES[recipe]
+    prepare = {"conversations": "instructions:train", "folder": str(options.answers.resolve()), "length": 384,
+               "max_new_tokens": 224, "temperature": 0.7, "top_p": 1.0, "top_k": 0}  # fmt: skip
+    path: Path = options.work / f"{name}.yaml"
+    path.write_text(
+        yaml.safe_dump({"target": "smollm2", "drafter": drafter, "prepare": prepare, "train": training | train})
+    )
+    return path
+
+
+def timed(options: argparse.Namespace, target: Any) -> dict[str, float]:
+    """Seconds of a step of each recipe, reading left out."""
+    found, answers = {}, list(itertools.islice(iterate_answers(options.answers / ANSWERS), 64))
+    for recipe in options.recipes:
+        settings, _ = load(run_file(options, recipe, f"timed-{recipe}", steps=1, epochs=None))
+        found[recipe] = budget.training_rates(settings, target, answers)[1]
+    print(json.dumps({"seconds a step": found}), file=sys.stderr, flush=True)
+    return found
+
+
+def trained(options: argparse.Namespace, recipe: str, seed: int, minutes: float, step_s: float) -> dict[str, Any]:
+    """Train for so many minutes in a process of its own."""
+    name = f"{recipe}-{seed}-{minutes:g}"
+    steps = {} if recipe == "defaults" else {"steps": int(60 * minutes / step_s)}
+    file = run_file(options, recipe, name, seed=seed, **steps)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "train", file.name], cwd=options.work, stdout=subprocess.DEVNULL
+    )
+    # loading and checking are no training
+    stop = threading.Timer(60 * minutes + 20, process.send_signal, [signal.SIGTERM])
+    stop.start()
+    _, status, used = os.wait4(process.pid, 0)
+    stop.cancel()
+    folder = options.work / "runs" / name
+    manifest = json.loads((folder / "checkpoint" / "outrider.json").read_text())["training"]
+    return {
+        "recipe": recipe, "seed": seed, "minutes": minutes, "steps": manifest["step"], "seconds": manifest["seconds"],
+        "planned_steps": steps.get("steps"), "exit": os.waitstatus_to_exitcode(status),
+        "peak_gb": round(used.ru_maxrss / 2**20, 2), "checkpoint": str(folder / "checkpoint"),
+    }  # fmt: skip
+
+
+def accepted(target: Any, checkpoint: str, prompts: dict[str, list[list[int]]], new: int) -> dict[str, float]:
+    """Tokens per step by kind of prompt, greedy."""
+    drafter, found = load_drafter(checkpoint, target), {}
+    for kind, asked in prompts.items():
+        texts = generate(target, asked, drafter, max_new_tokens=new, temperature=0, policy="fixed")
+        found[kind] = round(sum(len(one.tokens) for one in texts) / sum(one.steps for one in texts), 4)
+    return found
+
+
+def promises(rows: list[dict[str, Any]], minutes: list[float]) -> list[dict[str, Any]]:
+    """What the planned recipe brings above 1 token per step, over what the others bring in the same minutes."""
+
+    def gained(recipe: str, at: float) -> float | None:
+        own = [row for row in rows if row["recipe"] == recipe and row["minutes"] == at]
+        return statistics.mean(statistics.mean(row["tokens_per_step"].values()) - 1 for row in own) if own else None
+
+    found = []
+    for at in minutes:
+        for recipe, least in (("defaults", 1.5), ("hand", 1.15)):
+            mine, other = gained("planned", at), gained(recipe, at)
+            if mine is not None and other:
+                found.append(promise(f"{at:g} minutes: gain over {recipe}", least, round(mine / other, 3)))
+    peaks = {
+        recipe: max((row["peak_gb"] for row in rows if row["recipe"] == recipe), default=None) for recipe in RECIPES
+    }
+    if peaks["planned"] and peaks["hand"]:
+        found.append(promise("peak memory of hand over planned", 1.0, round(peaks["hand"] / peaks["planned"], 3)))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
