@@ -15,14 +15,12 @@ recipe after the other.  What was measured is kept in --work, and the same comma
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,8 @@ from outrider.runs import budget  # noqa: E402
 from outrider.runs.file import load  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 
+LOADING_S = 20.0
+"""Of a training before its first step."""
 BASE = {"lr": 6e-4, "batch": 8, "log_every": 20}
 HAND = {"kind": "dspark", "layers": 2, "block": 5, "anchors": 48, "rank": 128}
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -101,36 +101,51 @@ def run_file(options: argparse.Namespace, recipe: str, name: str, **train: Any) 
     return path
 
 
-def timed(options: argparse.Namespace, target: Any) -> dict[str, float]:
-    """Seconds of a step of each recipe, reading left out."""
-    found, answers = {}, list(itertools.islice(iterate_answers(options.answers / ANSWERS), 64))
+def timed(options: argparse.Namespace, target: Any) -> dict[str, tuple[float, float]]:
+    """Seconds to read all texts once, and of a step, of each recipe."""
+    every = list(iterate_answers(options.answers / ANSWERS))
+    found = {}
     for recipe in options.recipes:
         settings, _ = load(run_file(options, recipe, f"timed-{recipe}", steps=1, epochs=None))
-        found[recipe] = budget.training_rates(settings, target, answers)[1]
-    print(json.dumps({"seconds a step": found}), file=sys.stderr, flush=True)
+        read, step = budget.training_rates(settings, target, every[:64])
+        found[recipe] = len(every) * read, step
+    print(json.dumps({"seconds of reading and of a step": found}), file=sys.stderr, flush=True)
     return found
 
 
-def trained(options: argparse.Namespace, recipe: str, seed: int, minutes: float, step_s: float) -> dict[str, Any]:
+def trained(
+    options: argparse.Namespace, recipe: str, seed: int, minutes: float, rates: tuple[float, float]
+) -> dict[str, Any]:  # fmt: skip
     """Train for so many minutes in a process of its own."""
-    name = f"{recipe}-{seed}-{minutes:g}"
-    steps = {} if recipe == "defaults" else {"steps": int(60 * minutes / step_s)}
+    name, (read, step) = f"{recipe}-{seed}-{minutes:g}", rates
+    steps = {} if recipe == "defaults" else {"steps": max(1, int((60 * minutes - read) / step))}
     file = run_file(options, recipe, name, seed=seed, **steps)
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "train", file.name], cwd=options.work, stdout=subprocess.DEVNULL
     )
-    # loading and checking are no training
-    stop = threading.Timer(60 * minutes + 20, process.send_signal, [signal.SIGTERM])
-    stop.start()
-    _, status, used = os.wait4(process.pid, 0)
-    stop.cancel()
+    end, peak, is_stopped = time.monotonic() + 60 * minutes + LOADING_S, 0, False
+    while process.poll() is None:
+        peak = max(peak, memory_peak(process.pid))
+        if time.monotonic() > end and not is_stopped:
+            process.send_signal(signal.SIGTERM)
+            is_stopped = True
+        time.sleep(0.5)
     folder = options.work / "runs" / name
     manifest = json.loads((folder / "checkpoint" / "outrider.json").read_text())["training"]
     return {
         "recipe": recipe, "seed": seed, "minutes": minutes, "steps": manifest["step"], "seconds": manifest["seconds"],
-        "planned_steps": steps.get("steps"), "exit": os.waitstatus_to_exitcode(status),
-        "peak_gb": round(used.ru_maxrss / 2**20, 2), "checkpoint": str(folder / "checkpoint"),
+        "planned_steps": steps.get("steps"), "is_stopped": is_stopped, "peak_gb": round(peak / 2**20, 2),
+        "checkpoint": str(folder / "checkpoint"),
     }  # fmt: skip
+
+
+def memory_peak(pid: int) -> int:
+    """Largest resident size of a process so far, in KiB; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
 def accepted(target: Any, checkpoint: str, prompts: dict[str, list[list[int]]], new: int) -> dict[str, float]:
