@@ -29,7 +29,7 @@ def main() -> int:
     try:
         catalog.smollm2()
     except TargetError as error:
-        print(f"demo      on the small target, about 20 minutes, because smollm2 can't be fetched: {error}", flush=True)
+        print(f"demo      on the small target, because smollm2 can't be fetched: {error}", flush=True)
         return _outrider("run", SMALL[0]) or _outrider("run", SMALL[1], "name=demo-small")
     file = Path("runs/demo.yaml" if minutes == MINUTES else f"runs/demo-{minutes:g}-minutes.yaml")
     file.parent.mkdir(exist_ok=True)

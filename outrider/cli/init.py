@@ -74,8 +74,6 @@ evaluate:
   baselines: {baselines}  # measured in the same run
 usual_minutes: {minutes}  # planned on this machine
 """
-
-
 MOST, LENGTH = 4096, 384
 """Prompts that a planned run answers at most, and its longest text."""
 

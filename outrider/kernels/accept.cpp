@@ -172,16 +172,17 @@ bool distribution(const Real* logits, int64_t count, Real temperature, Real* p) 
 
 // norm(max(left - q, 0)), or `left` itself where nothing remains.  q: null is one-hot at `token`, or nothing where that is -1.
 template <class Real>
-void residual(Real* left, const Real* q, int64_t token, int64_t count, std::vector<Real>& rest) {
-  rest.assign(left, left + count);
-  if (q)
-    for (int64_t at = 0; at < count; ++at) rest[at] = std::max<Real>(rest[at] - q[at], 0);
-  else if (token >= 0)
-    rest[token] = std::max<Real>(rest[token] - 1, 0);
-  const double mass = total(rest.data(), count);
+void residual(Real* left, const Real* q, int64_t token, int64_t count) {
+  const auto rest = [&](int64_t at) { return std::max<Real>(left[at] - (q ? q[at] : Real(at == token)), 0); };
+  double parts[16] = {}, mass = 0;  // side by side: one sum would wait for itself
+  int64_t begin = 0;
+  for (; begin + 16 <= count; begin += 16)
+    for (int n = 0; n < 16; ++n) parts[n] += rest(begin + n);
+  for (; begin < count; ++begin) parts[0] += rest(begin);
+  for (const double part : parts) mass += part;
   if (!(mass > 1e-12)) return;
-  scaled(rest.data(), count, static_cast<Real>(1 / mass));
-  std::copy(rest.begin(), rest.end(), left);
+  const Real factor = static_cast<Real>(1 / mass);
+  for (int64_t at = 0; at < count; ++at) left[at] = rest(at) * factor;
 }
 
 template <class Real>
@@ -204,7 +205,7 @@ struct Given {  // of one slot
 // A slot's path and padding, its length, the next token, invalid nodes, and whether all logits that were read are finite.
 template <class Real>
 void walk(const Given<Real>& slot, int64_t* out) {
-  thread_local std::vector<Real> left, rest;
+  thread_local std::vector<Real> left;
   left.resize(slot.vocabulary);
   std::fill(out, out + slot.nodes, -1);
   int64_t at = -1, depth = 0, invalid = 0;
@@ -226,7 +227,7 @@ void walk(const Given<Real>& slot, int64_t* out) {
     const double share = valid && q ? q[token] : 1;
     const bool passed = known && (by_match ? token == wanted : slot.stream.coin(depth, n) * share < left[token]);
     if (!passed) {
-      if (!by_match) residual(left.data(), valid ? q : nullptr, known ? token : -1, slot.vocabulary, rest);
+      if (!by_match) residual(left.data(), valid ? q : nullptr, known ? token : -1, slot.vocabulary);
       continue;
     }
     out[depth++] = at = n;
@@ -273,10 +274,6 @@ void boxed(uint64_t* stack, uint64_t, uint64_t) {
 }
 
 const Operator races("race", "race(Tensor weights, Tensor keys) -> Tensor", boxed);
-
-}  // namespace
-
-namespace {
 
 template <class Real>
 void accept(const void* logits, const void* q, int64_t slots, int64_t nodes, int64_t vocabulary, const int64_t* tokens, const int64_t* parents,

@@ -166,8 +166,7 @@ def planned(settings: RunConfig, rates: Rates, seconds: float, available: int | 
         least += STARTING_S + few * (rates.answer + rates.read + PASSES * rates.step / batch)
         raise ConfigError(
             f"{max(seconds, 0) / 60:.1f} minutes are left, which are {max(answers, 0)} answers and {max(steps, 0)} "
-            "steps; "
-            f"a drafter wants at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
+            f"steps; a drafter wants at least {FEWEST_ANSWERS} and {FEWEST_STEPS}; give about "
             f"{max(1, math.ceil((least - seconds) / 60))} more --minutes, or a smaller target"
         )
     minutes = {
