@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider import checkpoint
+from outrider import checkpoint, prepacked
 from outrider.compiled import Compiled
 from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
@@ -92,6 +92,8 @@ def load_drafter(
         model = draft_model(source, target)
         if quantize is not None:
             quantise(model, quantize)
+        else:
+            prepacked.halve(model)
         return model.drafter()
 
     return _placed(filled, target, device or own.get("device"))

@@ -66,6 +66,19 @@ def pack(model: nn.Module, changed: Collection[str] = ()) -> None:
         layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
 
 
+@torch.no_grad()
+def halve(model: nn.Module) -> None:
+    """Round the float32 weights of its linear layers to bfloat16 where panels then read half the bytes; the model's own
+    dtype stays.
+
+    For draft models: a rounded one proposes almost the same, and is checked as before.
+    """
+    if kernels.library() is not None:
+        for layer in model.modules():
+            if type(layer) is nn.Linear and _fits(layer):
+                layer.weight.copy_(layer.weight.bfloat16())
+
+
 class Packed:
     """A model with packed weights, which are packed anew once they have changed."""
 

@@ -1,13 +1,16 @@
 """Packed products: the same numbers, only while they are asked for, and never those of a weight that has changed."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import tiny_model
 from torch import nn
 
-from outrider import machine, prepacked
+from outrider import checkpoint, load_drafter, load_target, machine, prepacked
+from outrider.drafters import dspark
 from outrider.prepacked import Way
 
 OURS = [way for way in prepacked.ways() if way != "plain"]
@@ -79,3 +82,19 @@ def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "free_memory", lambda: large.weight.nbytes)
     prepacked.pack(nn.Sequential(large))
     assert "forward" not in vars(large)
+
+
+def test_a_loaded_drafter_reads_half_the_bytes(tmp_path: Path) -> None:
+    """Catches a rounded embedding, rounded weights of the model that trains, a wide product in a served draft."""
+    target = load_target(tiny_model().float())
+    config = dspark.Config(layers=1, taps=(0, 1), rank=8)
+    model = dspark.Model(config, target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.1)
+    checkpoint.save(tmp_path / "one", model)
+    served = load_drafter(tmp_path / "one", target).model
+    products = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    assert {"markov_head.markov_w2.weight", "backbone.layers.0.mlp.gate_proj.weight"} < products
+    for (name, own), loaded in zip(model.named_parameters(), served.parameters(), strict=True):
+        assert torch.equal(loaded, own.bfloat16().float() if name in products else own), name

@@ -22,7 +22,7 @@ from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
 from outrider.sampling import distribution
-from outrider.sampling.distribution import tempered
+from outrider.sampling.distribution import tempered, wide
 from outrider.targets import attention_mask
 from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
 from outrider.targets.attention_mask import PassLayout, TracedCache, additive
@@ -218,11 +218,14 @@ class Drawn(_Traced):
 
     name, draws = "block-drawn", True
     tokens: Tensor
+    """[D], those that can be drafted."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
         self.chain = list(range(self.draft.backbone.config.block))
-        self.register_buffer("tokens", torch.arange(self.draft.backbone.target.spec.vocabulary), persistent=False)
+        reduced, spec = self.draft.reduced, self.draft.backbone.target.spec
+        drafted = torch.arange(spec.vocabulary) if reduced is None else reduced.ids
+        self.register_buffer("tokens", drafted, persistent=False)
 
     def noise(self, state: DecodeState) -> list[Tensor]:
         """Temperatures [R], and keys of the noise [R, K]: computing them inside the graph would take minutes to
@@ -240,10 +243,9 @@ class Drawn(_Traced):
         (temperature, keys), distributions = noise, []
 
         def pick(logits: Tensor, slot: int) -> Tensor:
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            distributions.append(tempered(logits, temperature))
-            return race(distributions[-1], keys[:, slot], self.tokens)
+            distributions.append(tempered(wide(logits), temperature))
+            return self.draft.named(race(distributions[-1], keys[:, slot], self.tokens))
 
         tokens, _, confidence = self.block(taps, counts, anchors, starts, columns, buffers, pick)
-        q = torch.stack(distributions, 1)
+        q = self.draft.whole(torch.stack(distributions, 1), 0.0)
         return (tokens, q) if confidence is None else (tokens, q, confidence)

@@ -50,7 +50,7 @@ from outrider.targets.protocol import Target
 from outrider.targets.static_pass import StaticCache
 
 Pick = Callable[[Tensor, int], Tensor]
-"""(logits [B, V], slot) to the drafted token [B]."""
+"""(logits [B, D] of the tokens that can be drafted, slot) to the drafted token [B]."""
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 """Tokens [B, K], logits [B, K, D] of the tokens that can be drafted, and confidences [B, K] of one block a slot; None
 without a confidence head."""
@@ -193,13 +193,15 @@ class BlockModel(DraftModel):
 
     def picked(self, logits: Tensor, slot: int, pick: Pick | None) -> Tensor:
         """The tokens [B] of a slot's logits [B, D]: the likeliest without `pick`."""
-        if pick is not None:
-            return pick(logits if self.draft_vocabulary is None else self.draft_vocabulary.whole(logits), slot)
-        return self.named(logits.argmax(-1))
+        return self.named(logits.argmax(-1)) if pick is None else pick(logits, slot)
 
     def named(self, columns: Tensor) -> Tensor:
         """The target's tokens of columns of logits."""
         return columns if self.draft_vocabulary is None else self.draft_vocabulary.ids[columns]
+
+    def whole(self, values: Tensor, others: float = -torch.inf) -> Tensor:
+        """Values [..., V] of all the target's tokens, from those [..., D] of the tokens that can be drafted."""
+        return values if self.draft_vocabulary is None else self.draft_vocabulary.whole(values, others)
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, cache: SlotCache,
@@ -282,7 +284,7 @@ class BlockDrafter(FeatureDrafter):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `CompiledBlock.run`."""
         new, real_taps, sampler = taps.shape[1], sent(counts, state.device), Sampler(state)
-        pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(logits)
+        pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(self.model.whole(logits))
         mask = None  # where no slot has padding and all are equally long, every row attends to everything
         if not cache.is_even or min(counts) < new:
             mask = cache.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
@@ -342,7 +344,7 @@ class StaticBlock(Unread):
         q: list[Tensor] = []
 
         def pick(logits: Tensor, slot: int) -> Tensor:
-            token, own = rule.drawn(logits, slots, slot)
+            token, own = rule.drawn(self.model.whole(logits), slots, slot)
             q.extend([] if own is None else [own])
             return token
 

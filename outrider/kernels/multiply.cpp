@@ -24,8 +24,9 @@ constexpr int MOST_ROWS = 6, MOST_SUMS = 12, NEAR = 0;
 constexpr int MOST_ROWS = 8, MOST_SUMS = 16, NEAR = 8;
 #endif
 constexpr int PANEL = 2 * LANES;
-constexpr int64_t FAR = 64;  // of k, by which reading runs ahead into L2; NEAR: from there into L1, 0 leaves that to the processor
+constexpr int64_t FAR = 128;  // of k, by which reading a panel runs ahead into L2; NEAR: from there into L1, 0: left to the processor
 constexpr int64_t SPAN = 128;  // of k
+constexpr int FEW_ROWS = 6;    // are read where they are; of more, the parts of a span are copied side by side
 constexpr int64_t LINE = 16;  // words
 constexpr int64_t BUSY = 32;  // rows whose arithmetic takes longer than reading weights in bfloat16
 
@@ -50,44 +51,51 @@ struct Fetched {  // while a tile is multiplied
   int64_t from, step;  // words from a panel's first, and from each k to the next; from 0: the tile itself, FAR of k on
 };
 
-// Rows [0, R) of x times G panels: the sums of a span of k stay in registers.
+// Adds rows [0, R) of x times G panels over [begin, end) of k to `sums`.
+template <class Kind, int R, int G>
+inline void add_span(const float* x, int64_t inner, const uint32_t* weights, int64_t begin, int64_t end, Fetched fetched,
+                     Floats (&sums)[G][R][2]) {
+  constexpr int64_t STEP = LANES * Kind::WORDS, AHEAD = FAR / G;
+  const int64_t panel = inner * STEP, stride = R > FEW_ROWS ? SPAN : inner;
+  if (R > FEW_ROWS) x += begin * (R - 1);  // spans before, each of R rows
+  Floats span[G][R][2] = {};
+  for (int64_t k = begin; k < end; ++k) {
+    Floats low[G], high[G];
+    // behind a panel lies the one beside it, so what is read next is G panels on
+    const int64_t far = fetched.from ? fetched.from + k * fetched.step : (k + AHEAD) * STEP + (k + AHEAD < inner ? 0 : (G - 1) * panel);
+    const int64_t near = NEAR * STEP + (k + NEAR < inner ? 0 : (G - 1) * panel);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      const uint32_t* at = weights + g * panel + k * STEP;
+      for (int64_t w = 0; w < STEP; w += LINE) {
+        __builtin_prefetch(weights + g * panel + far + w, 0, 2);
+        if (NEAR) __builtin_prefetch(at + near + w);
+      }
+      Kind::load(at, low[g], high[g]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Floats value = x[r * stride + k] - Floats{};
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        span[g][r][0] += value * low[g];
+        span[g][r][1] += value * high[g];
+      }
+    }
+  }
+  __asm__ volatile("" : "+m"(sums));  // not read before this: the span's own sums want the registers
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < 2; ++n) sums[g][r][n] += span[g][r][n];
+}
+
+// Rows [0, R) of x times G panels.
 template <class Kind, int R, int G>
 void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t left, Fetched fetched) {
   Floats sums[G][R][2] = {};
-  constexpr int64_t STEP = LANES * Kind::WORDS;
-  const int64_t panel = inner * STEP;
-  for (int64_t begin = 0; begin < inner; begin += SPAN) {
-    Floats span[G][R][2] = {};
-    for (int64_t k = begin; k < std::min(inner, begin + SPAN); ++k) {
-      Floats low[G], high[G];
-      // behind a panel lies the one beside it, so what is read next is G panels on
-      const int64_t far = fetched.from ? fetched.from + k * fetched.step : (k + FAR) * STEP + (k + FAR < inner ? 0 : (G - 1) * panel);
-      const int64_t near = NEAR * STEP + (k + NEAR < inner ? 0 : (G - 1) * panel);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) {
-        const uint32_t* at = weights + g * panel + k * STEP;
-        for (int64_t w = 0; w < STEP; w += LINE) {
-          __builtin_prefetch(weights + g * panel + far + w, 0, 2);
-          if (NEAR) __builtin_prefetch(at + near + w);
-        }
-        Kind::load(at, low[g], high[g]);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const Floats value = x[r * inner + k] - Floats{};
-#pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) {
-          span[g][r][0] += value * low[g];
-          span[g][r][1] += value * high[g];
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int g = 0; g < G; ++g)
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < 2; ++n) sums[g][r][n] += span[g][r][n];
-  }
+  for (int64_t k = 0; k < inner; k += SPAN) add_span<Kind, R, G>(x, inner, weights, k, std::min(inner, k + SPAN), fetched, sums);
   for (int g = 0; g < G; ++g)
     for (int r = 0; r < R; ++r) {
       float* at = y + r * outputs + g * PANEL;
@@ -119,18 +127,30 @@ void block(int64_t rows, const float* x, int64_t inner, const uint32_t* weights,
   }
 }
 
+// Copies `rows` rows of x so that the parts [k, k + SPAN) of all of them lie side by side.
+void pack(const float* x, int64_t rows, int64_t inner, float* to) {
+  for (int64_t k = 0; k < inner; k += SPAN)
+    for (int64_t r = 0; r < rows; ++r, to += SPAN) std::copy_n(x + r * inner + k, std::min(SPAN, inner - k), to);
+}
+
 // Panels [first, last) for any number of rows.  More than registers hold pass in blocks over a group of panels that stays in the
 // cache.  Memory would idle behind the first block, so each block fetches a share of the next group.
 template <class Kind>
 void in_blocks(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
-  const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  static thread_local std::vector<float> packed;
+  const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, padded = (inner + SPAN - 1) / SPAN * SPAN;
   const int64_t together = blocks > 1 ? 4 / Kind::WORDS : 4, group = together * inner * LANES * Kind::WORDS;
+  packed.resize(std::max<int64_t>(packed.size(), rows * padded));
+  const auto begin = [&](int64_t b) { return rows * b / blocks; };
+  for (int64_t b = 0; b < blocks; ++b)
+    if (begin(b + 1) - begin(b) > FEW_ROWS) pack(x + begin(b) * inner, begin(b + 1) - begin(b), inner, packed.data() + begin(b) * padded);
   for (int64_t p = first; p < last; p += together)
     for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t row = rows * b / blocks, many = rows * (b + 1) / blocks - row;
+      const int64_t row = begin(b), many = begin(b + 1) - row;
+      const float* from = many > FEW_ROWS ? packed.data() + row * padded : x + row * inner;
       const bool next = blocks > 1 && p + together < last && p + b > first;  // nobody fetched the first group
       const Fetched fetched{next ? group + b * group / together / blocks : 0, LANES * Kind::WORDS / blocks};
-      block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + together), fetched);
+      block<Kind>(many, from, inner, weights, y + row * outputs, outputs, p, std::min(last, p + together), fetched);
     }
 }
 

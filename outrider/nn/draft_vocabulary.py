@@ -51,10 +51,10 @@ class DraftVocabulary(nn.Module):
             self._heads[key] = self.target.head_over(self.ids.to(self.target.device), dtype)
         return self._heads[key]
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] of logits [..., D], -inf where no draft goes."""
-        everywhere = logits.new_full((*logits.shape[:-1], self.target.spec.vocabulary), -torch.inf)
-        return everywhere.index_copy(-1, self.ids, logits)
+    def whole(self, values: Tensor, others: float = -torch.inf) -> Tensor:
+        """Values [..., V] of values [..., D], and `others` where no draft goes."""
+        everywhere = values.new_full((*values.shape[:-1], self.target.spec.vocabulary), others)
+        return everywhere.index_copy(-1, self.ids, values)
 
     def labels(self, tokens: Tensor) -> Tensor:
         """The columns of these tokens of the target; D where they can't be drafted."""
