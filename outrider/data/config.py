@@ -62,8 +62,9 @@ class Config(Base):
     """Where prompts come from, and how the target answers them."""
 
     conversations: str = LIBRARY
-    """`stdlib:train` (Python, for the demo target), `instructions:train` (720 of chat, code, maths, rewriting and more,
-    for chat models), `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
+    """`stdlib:train` (Python, for the demo target), `instructions:train` (for chat models: 720 of chat, code, maths,
+    rewriting and more, then in turn one of them again and a question about a function of the standard library),
+    `packages:NAME,…` (the source of installed packages), FILE.jsonl, FILE.json, FILE.parquet,
     FILE.txt, a folder, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from outrider import demo
 from outrider.data.config import Source
+from outrider.data.questions import questions
 from outrider.errors import DataError
 from outrider.hub import missing_path
 
@@ -102,7 +103,8 @@ def _built_in(path: str, count: int, seed: int) -> Iterator[Row]:
     if kind == "instructions":
         if name not in get_args(demo.Split):
             raise DataError(f"instructions:{name} is unknown; use instructions:train or instructions:held_out")
-        return ((row["id"], row) for row in itertools.islice(instructions(name, seed), count))
+        found = many_instructions(seed) if name == "train" else instructions(name, seed)
+        return ((row["id"], row) for row in itertools.islice(found, count))
     if kind == "packages":
         drawn = demo.pieces(demo.package_modules(name.split(",")), count, f"{path} {seed}", SHORT)
     elif name in get_args(demo.Split):
@@ -122,6 +124,18 @@ def instructions(split: str, seed: int, kinds: Collection[str] = ()) -> Iterator
     random.Random(f"{split} {seed}").shuffle(rows)
     named = ({"id": f"instructions:{split}:{number}", **row} for number, row in enumerate(rows))
     return (row for row in named if not kinds or row["kind"] in kinds)
+
+
+def many_instructions(seed: int) -> Iterator[dict[str, Any]]:
+    """The instructions for training, and then for as long as there are some, in turn: a question about a function of
+    the standard library, and an instruction again, under another id."""
+    first = list(instructions("train", seed))
+    yield from first
+    again = itertools.cycle(first)
+    for number, (place, text) in enumerate(questions(demo.modules("train"), f"instructions {seed}")):
+        yield {"id": f"instructions:train:{place}", "kind": "code-python", "split": "train", "turns": [text]}
+        row = next(again)
+        yield row | {"id": f"{row['id']}:{2 + number // len(first)}"}
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

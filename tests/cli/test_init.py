@@ -59,8 +59,9 @@ def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys):
         assert not Path("mine.yaml").exists()
 
 
-def test_a_budget_of_minutes_is_planned_by_rates_measured_here(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_budget_of_minutes_is_planned_by_rates_measured_here(folder: Path, capsys, monkeypatch) -> None:
     """Catches a planned file that can't be run, whose minutes the dry run does not have, or that trains too little."""
+    monkeypatch.setenv("COLUMNS", "200")  # a long temporary folder would break the table's lines
     rows = "".join(json.dumps({"prompt": f"number {n} of many"}) + "\n" for n in range(60))
     Path("many.jsonl").write_text(rows)
     words = ("--target", str(folder), "--data", "many.jsonl", "--tasks", "chats.json", "--minutes", "4")

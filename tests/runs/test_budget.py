@@ -33,7 +33,8 @@ def test_a_plan_fits_its_minutes_and_uses_them(speed: float) -> None:
     rates, before = Rates(*(value / speed for value in RATES)), 0
     for minutes in (15, 30, 60, 240):
         plan = budget.planned(SETTINGS, rates, 60 * minutes, None)
-        assert 0.95 * 60 * minutes < seconds_of(plan, rates) <= 60 * minutes
+        usable = budget.PLANNED * 60 * minutes
+        assert 0.95 * usable < seconds_of(plan, rates) <= usable
         assert sum(plan.minutes.values()) == pytest.approx(seconds_of(plan, rates) / 60)
         assert budget.PASSES - 0.2 < 8 * plan.steps / plan.answers < budget.PASSES + 0.5
         assert plan.steps > before
