@@ -102,13 +102,14 @@ def run_file(options: argparse.Namespace, recipe: str, name: str, **train: Any) 
 
 
 def timed(options: argparse.Namespace, target: Any) -> dict[str, tuple[float, float]]:
-    """Seconds to read all texts once, and of a step, of each recipe."""
-    every = list(iterate_answers(options.answers / ANSWERS))
-    found = {}
-    for recipe in options.recipes:
+    """Seconds to read all texts once, and of a step, of each recipe; timed once."""
+    every, place = list(iterate_answers(options.answers / ANSWERS)), options.work / "rates.json"
+    found: dict[str, tuple[float, float]] = json.loads(place.read_text()) if place.exists() else {}
+    for recipe in set(options.recipes) - found.keys():
         settings, _ = load(run_file(options, recipe, f"timed-{recipe}", steps=1, epochs=None))
         read, step = budget.training_rates(settings, target, every[:64])
         found[recipe] = len(every) * read, step
+    place.write_text(json.dumps(found))
     print(json.dumps({"seconds of reading and of a step": found}), file=sys.stderr, flush=True)
     return found
 
@@ -126,7 +127,7 @@ def trained(
     end, peak, is_stopped = time.monotonic() + 60 * minutes + LOADING_S, 0, False
     while process.poll() is None:
         peak = max(peak, memory_peak(process.pid))
-        if time.monotonic() > end and not is_stopped:
+        if not steps and time.monotonic() > end and not is_stopped:
             process.send_signal(signal.SIGTERM)
             is_stopped = True
         time.sleep(0.5)
