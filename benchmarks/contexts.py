@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider import load_target, machine
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import PREFILL_CHUNK
+from outrider.decoding.scheduler import PREFILL_CHUNK
 from outrider.targets.transformers import TransformersTarget
 
 SHAPE = {

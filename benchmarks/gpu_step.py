@@ -15,8 +15,8 @@ import torch
 from outrider import generation
 from outrider.compiled.whole_step import WholeStep
 from outrider.compiled.whole_step_check import wrong
-from outrider.decoding.generate import Progress
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import Progress
 from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line

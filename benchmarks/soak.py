@@ -565,8 +565,8 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
         written = found[progress.request]
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
-        written.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
-        written.text += judge.text(progress.row)
+        written.logprobs += progress.logprobs
+        written.text += progress.text
     return found
 
 

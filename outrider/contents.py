@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,20 @@ from outrider import kernels
 
 PART = 2**24
 """Words of a weight that a GPU hashes at once."""
+
+
+_held: ContextVar[bool] = ContextVar("held", default=False)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """While this is open nobody changes weights, its opener says: those that were hashed once are not hashed again in
+    this thread."""
+    token = _held.set(True)
+    try:
+        yield
+    finally:
+        _held.reset(token)
 
 
 class Stamp(NamedTuple):
@@ -48,6 +64,8 @@ class Contents:
 
         Their version counters are raised, so that whoever stamps by these sees the change too.
         """
+        if self._stamps is not None and _held.get():
+            return []
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         digests = digests_of(list(tensors.values()))
         stamps = {

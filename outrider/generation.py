@@ -16,8 +16,8 @@ import torch
 
 from outrider.compiled.whole_step import WholeStep, refuse
 from outrider.compiled.whole_step_check import wrong
-from outrider.decoding.generate import Progress, advance, draft_columns
 from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.scheduler import Progress, advance, draft_columns
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, DataError, DrafterError
@@ -129,25 +129,25 @@ def generate(
         )
         for own, each in parts
     ]  # fmt: skip
-    works = [functools.partial(_texts, *part, steps) for part, steps in zip(parts, served, strict=True)]
+    works = [functools.partial(_texts, own, steps) for (own, _), steps in zip(parts, served, strict=True)]
     if not halves:
         return works[0]()
     found = _abreast(works, target.device)
     return [found[i % 2][i // 2] for i in range(len(asked))]
 
 
-def _texts(requests: Sequence[Request], judge: SamplingJudge, served: Iterable[Progress]) -> list[Generation]:
+def _texts(requests: Sequence[Request], served: Iterable[Progress]) -> list[Generation]:
     """What these steps write."""
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in requests]
     for progress in served:
         generation = found[progress.request]
         generation.tokens += progress.tokens
-        generation.text += judge.text(progress.row)
+        generation.text += progress.text
         generation.steps += 1
         generation.accepted.append(progress.accepted)
         generation.finish_reason = progress.finish_reason or "length"
         if generation.logprobs is not None:
-            generation.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
+            generation.logprobs += progress.logprobs
     return found
 
 
@@ -192,14 +192,7 @@ def stream(
         target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb,
         shared_noise=shared_noise, whole_step=whole_step,
     )  # fmt: skip
-
-    return (
-        Piece(
-            step.request, step.tokens, judge.text(step.row), step.accepted,
-            tuple(judge.logprobs[step.row][-len(step.tokens) :]),
-        )
-        for step in served
-    )  # fmt: skip
+    return (Piece(step.request, step.tokens, step.text, step.accepted, step.logprobs) for step in served)
 
 
 def serve(
@@ -210,8 +203,7 @@ def serve(
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.  memory_gb: as in `generate`.
 
-    `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities
-    of a step are the judge's: `judge.text(progress.row)`.
+    `state`, where given, is used with its own judge, and can be watched between the steps.
     """
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:

@@ -1083,19 +1083,31 @@ FAULTS = [
     ),
     fault(
         "slots are never freed in the drafter's memory",
-        ("Engine._free", "        self.drafter.free(self.memory, [row])  # last, since it may not return\n", ""),
+        ("Scheduler.release", "self.drafter.free(self.memory, rows)", "pass"),
     ),
     fault(
         "a cancelled request keeps its slot until its text would have ended",
-        ("Engine._end", "if call.slot is not None:", 'if call.slot is not None and reason != "cancelled":'),
+        (
+            "Engine._end",
+            "(call.number, None) is not None:",
+            '(call.number, None) is not None and reason != "cancelled":',
+        ),
     ),
     fault(
         "a slot whose prompt is still being read is given to a second request",
-        ("Engine._admit", "if row not in self._serving]", "if row not in self.state.rows]"),
+        ("Scheduler._admit", "row not in self.serving:", "row not in self.state.rows:"),
     ),
     fault(
         "hits of the prefix cache are counted again whenever a slot takes over more of a prompt",
-        ("Engine._unread", "self.telemetry.cached(taken)", "self.telemetry.cached(call.cached)"),
+        ("Engine._note", "self.telemetry.cached(cached - call.cached)", "self.telemetry.cached(cached)"),
+    ),
+    fault(
+        "tokens of a step whose thread was given up are never given out",
+        ("Scheduler.step", "self._found += self._written({})", "pass"),
+    ),
+    fault(
+        "a prompt of one request that can't be read ends all that are being read",
+        ("Scheduler._read_piece", "dict.fromkeys(counts, error)", "dict.fromkeys(self.serving, error)"),
     ),
     fault(
         "a drafter that returns after it was given up goes on decoding beside the new thread",

@@ -114,6 +114,21 @@ def test_the_text_is_that_of_the_weights_as_they_are(change, in_panels):
     assert prepacked._weights[layer].stamp == prepacked._stamp(layer), "what changed is packed again"
 
 
+def test_weights_that_are_held_are_not_hashed_until_they_are_let_go(in_panels, monkeypatch):
+    """Catches an evaluation that pays for its target's weights in every text, and a change that is missed after it."""
+    model, hashed, real = tiny_model(3).float(), [], contents._digest
+    target = outrider.load_target(model)
+    monkeypatch.setattr(contents, "_digest", lambda tensor: hashed.append(1) or real(tensor))
+    with contents.held():
+        outrider.generate(target, [PROMPT], max_new_tokens=2)
+        first = len(hashed)
+        outrider.generate(target, [PROMPT], max_new_tokens=2)
+        assert len(hashed) == first
+    model.lm_head.weight.data.mul_(-1)
+    assert outrider.generate(target, [PROMPT], max_new_tokens=1)[0].tokens == [logits(target).argmax().item()]
+    assert len(hashed) > first
+
+
 def test_an_embedding_that_was_resized_is_refused_by_name(in_panels):
     """Catches logits of another width than the vocabulary that drafters, grammars and samplers were made for."""
     model = tiny_model(3).float()

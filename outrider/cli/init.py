@@ -139,7 +139,7 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
     on_paper = sketch(yaml.safe_load(values["target"]))
     budget.refuse_too_large(on_paper)
     length = min(LENGTH, on_paper.spec.context or LENGTH)
-    own = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 8}
+    own = {"kind": "mix", "members": [f"runs/{place.stem}/checkpoint", "suffix"], "nodes": 6}
     values |= {
         "baselines": _plain(["ngram", "suffix", own]), "length": str(length), "answer": str(7 * length // 12)
     }  # fmt: skip

@@ -279,7 +279,7 @@ def _name_of(target: str) -> str:
 
 
 def _say_engine(engine: Engine, config: Config) -> None:
-    held = engine.slots * engine.length * engine.cache.column_bytes
+    held = engine.slots * engine.length * engine.scheduler.cache.column_bytes
     size = f", up to {sized(held)} of keys and values" if held else ""
     shared = f"{sized(config.prefix_bytes)} for shared beginnings" if config.prefix_bytes else "no shared beginnings"
     lossy = f", verification {config.verification}" if config.verification != "standard" else ""

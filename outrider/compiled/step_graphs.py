@@ -18,8 +18,8 @@ from outrider.compiled import Graph, NotCompiled
 from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
 from outrider.contents import Contents
 from outrider.decoding.draft import node_depths
-from outrider.decoding.generate import draft_columns
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import draft_columns
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.static import Launched, NoStatic, StaticSlots, StaticStep
 from outrider.sampling.judge import SamplingJudge

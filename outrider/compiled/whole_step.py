@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from outrider.compiled.step_graphs import GraphBatch, Wish
-from outrider.decoding.generate import Progress, prefill
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import Progress, prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.static import Launched, NoStatic, Outcome
 from outrider.sampling.judge import SamplingJudge, error_of
@@ -26,7 +26,7 @@ from outrider.targets.cuda_graphs import Recorder
 
 @dataclass
 class WholeStep:
-    """Serves requests by captured steps; `advance` is `decoding.generate.advance` in their place."""
+    """Serves requests by captured steps; `advance` is `decoding.scheduler.advance` in their place."""
 
     target: Any
     drafter: Drafter
@@ -113,7 +113,8 @@ class WholeStep:
             tokens, reason = out.tokens[:pushed], state.finished[row]
             by_host = pushed < len(out.tokens)  # a stop string; all other ends are found on the device
             assert not by_host or (reason == "stop" and tokens[-1] not in state.ends), "the device missed an end"
-            yield Progress(number, row, tokens, min(out.accepted, pushed), self.batch.reaches[out.size], reason)
+            depth, (text, _) = self.batch.reaches[out.size], state.judge.told(row, pushed, True)
+            yield Progress(number, row, tokens, min(out.accepted, pushed), out.size, depth, reason, text)
 
 
 def refuse(requests: Sequence[Request], state: DecodeState) -> None:

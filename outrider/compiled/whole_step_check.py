@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.compiled.whole_step import WholeStep
-from outrider.decoding.generate import Progress, advance
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import Progress, advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import first_line
 from outrider.kernels.selection import acceptance_kernels

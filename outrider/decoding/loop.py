@@ -1,6 +1,7 @@
 """The loop: draft, verify, accept, commit, observe.  One prompt, a benchmark and a hundred users use the same
 `step`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ from outrider.decoding.protocols import Cache, Drafter, Policy, Target
 from outrider.decoding.state import DecodeState, Timing
 
 
-def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory: Any, state: DecodeState) -> Accepted:
-    """Advance every live slot by one verified step.  Returns what was committed, slots in the order of `state.rows`."""
+def step(
+    target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory: Any, state: DecodeState
+) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
+    """Advance every live slot by one verified step.
+
+    Returns what was committed, slots in the order of `state.rows`, and by slot why its tokens can't be used."""
     timing, rows = Timing(), state.rows
     state.timing = timing
     draft = propose(target, drafter, policy, memory, state)
@@ -21,7 +26,7 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
     scores = target.verify(cache, rows, state.anchor, draft, drafter.taps, probe)
     timing.lap("verify")
     accepted = state.commit(draft, state.judge(draft, scores, state))
-    state.judge.observe(accepted, [state.tokens[row] for row in rows], scores)
+    errors = state.judge.observe(accepted, [state.tokens[row] for row in rows], scores)
     # where a slot was cut, its last node is the anchor again, which is not in the cache
     ended = zip(accepted.paths, accepted.next_tokens, strict=True)
     cache.keep([path if following >= 0 else path[:-1] for path, following in ended])
@@ -30,9 +35,7 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
     timing.lap("draft")
     policy.observe(state, draft.sizes, accepted, timing)
     timing.lap("other")
-    for error in state.judge.errors.values():
-        raise error
-    return accepted
+    return accepted, errors
 
 
 def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import PREFILL_CHUNK
 from outrider.decoding.noise import Purpose
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import PREFILL_CHUNK
 from outrider.decoding.state import DecodeState, Request, Scores
 
 
@@ -177,9 +177,9 @@ def _verified(
     nothing = Draft.empty(1, device)
     accepted = state.commit(nothing, Accepted([[]], [token], found.invalid))
     scores = Scores(logits, oldest.states, oldest.taps)
-    state.judge.observe(accepted, [state.tokens[0]], scores)
+    errors = state.judge.observe(accepted, [state.tokens[0]], scores)
     drafter.observe(memory, state, nothing, accepted, scores)
-    for error in state.judge.errors.values():
+    for error in errors.values():
         raise error
     return token, stays
 

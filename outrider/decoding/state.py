@@ -95,8 +95,6 @@ class Judge:
     """Some live slot makes tokens impossible because of the tokens before them."""
     temperature: Tensor | None = None
     """[B], 0 where a slot is greedy; None where every slot is."""
-    errors: Mapping[int, Exception] = {}
-    """By slot: why its last tokens can't be used.  The step is complete when it raises the first of them."""
 
     def allocate(self, target: Any, cache: Any) -> None:
         """Called once a batch, before its first request, for a judge that has passes of its own.  target, cache: the
@@ -140,9 +138,15 @@ class Judge:
         """Of these tokens, which are about to be committed: how many belong to the text, and whether it stops there."""
         return len(tokens), False
 
-    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Called after the commit; texts: all tokens of each live slot.  Sets `errors` where an impossible token was
-        committed."""
+    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
+        """Called after the commit; texts: all tokens of each live slot.  Returns why, by slot, a committed token was
+        impossible."""
+        return {}
+
+    def told(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[Any, ...]]:
+        """What became final of a slot's text since this was last asked, if it is to be taken, and the log probabilities
+        of its last `count` tokens."""
+        return "", ()
 
     def on(self, device: torch.device) -> Judge:  # for a drafter on another device
         return self

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import Progress
 from outrider.decoding.protocols import Drafter, Policy, Probe
+from outrider.decoding.scheduler import Progress
 from outrider.decoding.state import Judge, Request, Scores
 from outrider.generation import batch, serve
 from outrider.report.parts import Pattern, Rejections, TracedToken

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from outrider import contents
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
@@ -195,7 +196,8 @@ def _measure_task(
             return
         traced = sum(bool(each.traced) for record in done.own if record.task == name for each in record.prompts)
         room = max(0, -(-config.traced_prompts // shard.count) - traced)
-        record = groups.measure(target, name, group, table, config, room)
+        with contents.held():
+            record = groups.measure(target, name, group, table, config, room)
         done.append(record)
         _warn_of_load(done, record)
         tell()

@@ -173,8 +173,8 @@ class LossyJudge(SamplingJudge):
         self._last = self.rule.distances(draft, p, accepted)
         return accepted
 
-    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        super().observe(accepted, texts, scores)
+    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
+        errors = super().observe(accepted, texts, scores)
         self.rule.observe(accepted, texts)
         self.passes += len(texts)
         for b, (row, _) in enumerate(self._requests):
@@ -182,6 +182,7 @@ class LossyJudge(SamplingJudge):
             self.tv_distance[row] = float(self._last[b, :count].sum())
             self.total += self.tv_distance[row]
             self.tokens += count
+        return errors
 
     @property
     def distance(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft, padded
-from outrider.decoding.generate import PREFILL_CHUNK
+from outrider.decoding.scheduler import PREFILL_CHUNK
 from outrider.policies.swap import Swap, SwappedText
 
 CATCH_UP = 32

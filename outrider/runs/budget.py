@@ -40,7 +40,7 @@ PLANNED = 0.9
 """Share of the time that is planned: a stage was found to take up to a tenth more than its rates say."""
 
 
-SIZES: dict[str, Any] = {"layers": 2, "block": 5, "siblings": [2, 1], "anchors": 48}
+SIZES: dict[str, Any] = {"layers": 2, "block": 4, "siblings": [1, 1], "anchors": 48}
 """Of block drafters that are trained in minutes."""
 DRAFTED = 8192
 """Tokens that such a drafter proposes, of a vocabulary at least twice as large."""

@@ -78,7 +78,6 @@ class SamplingJudge(Judge):
 
     def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
         self._requests = [(row, requests[row]) for row in rows]
-        self.errors = NO_ERRORS
         self.settings = Settings.of([request.sampling for _, request in self._requests], device)
         """Of the live slots."""
         self.temperature = self.settings.temperature
@@ -158,6 +157,10 @@ class SamplingJudge(Judge):
         """What became final of this slot's text since this was last asked; "" where the request has no detokenizer."""
         return self._texts[row].take() if row in self._texts else ""
 
+    def told(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
+        found = tuple(self.logprobs[row][-count:]) if self.logprobs[row] else ()
+        return self.text(row) if takes_text or found else "", found  # log probabilities tell of each token's text
+
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         count, is_stopped = len(tokens), False
         if row in self._texts:
@@ -166,18 +169,19 @@ class SamplingJudge(Judge):
             self._prefixes[row].push(tokens[:count])
         return count, is_stopped
 
-    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Sets `errors`, TargetError or ConfigError, where a token was committed by logits that are NaN, infinite or
-        all impossible."""
-        self.errors = self._wrong_numbers(accepted, texts, scores)
+    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
+        """Returns TargetError or ConfigError where a token was committed by logits that are NaN, infinite or all
+        impossible."""
+        errors = self._wrong_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
-            if request.sampling.logprobs is not None and row not in self.errors:
+            if request.sampling.logprobs is not None and row not in errors:
                 rows, one = _emitting_rows(accepted, b), slice(b, b + 1)
                 logits = self._logits[one, rows]
                 # at temperature 0, where the distribution is one-hot, the softmax of the logits
                 is_cold = request.sampling.temperature == 0
                 found = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
                 self.logprobs[row] += logprobs.read(found[0], texts[b][-len(rows) :], request.sampling.logprobs)
+        return errors
 
     def _wrong_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> Mapping[int, Exception]:
         """Checks the largest logit of every row, which is NaN where any is."""

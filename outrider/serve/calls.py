@@ -42,8 +42,10 @@ class Call:
     """Slots are shared fairly among owners, such as the names of API keys."""
     deadline: float | None = None
     """A time of `time.monotonic` at which the call ends, whatever it has written."""
+    number: int = -1
+    """The scheduler's, once it was admitted."""
     slot: int | None = None
-    """Where it is written, while it is."""
+    """Where it is written; None before its first token."""
     arrived: float = 0.0
     admitted: float = 0.0
     first: float = 0.0

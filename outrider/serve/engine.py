@@ -1,25 +1,23 @@
 """The engine: one thread that continues the texts of many callers, over the slots of one batch.
 
-A round of its loop drops what was cancelled, admits what waits, reads a piece of the prompts that are new, advances all
-other slots by one verified step, and gives everybody what the step added.  So requests come and go without waiting for
-each other, and a long prompt holds up the others for one piece at most.
+A round of its loop drops what was cancelled, gives free slots to what waits, asks the scheduler for a step, and gives
+everybody what the step added.  So requests come and go without waiting for each other, and a long prompt holds up the
+others for one piece at most.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from outrider import generation
-from outrider.decoding.generate import draft_columns, read
-from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
@@ -39,7 +37,6 @@ from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.outbox import Outbox, Post
 from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
-from outrider.serve.reading import most_read, pieces
 from outrider.targets.memory import slot_length
 from outrider.targets.protocol import Target
 
@@ -76,14 +73,15 @@ class Engine:
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
-        more = draft_columns(self.drafter)
-        self.slots, self.length = slots, slot_length(target, slots, length, memory_bytes, more)
+        self.slots = slots
+        self.length = slot_length(target, slots, length, memory_bytes, draft_columns(self.drafter))
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
-        self.cache = target.allocate(slots, self.length + more)
-        self.memory = self.drafter.allocate(self.cache)
-        self.state.judge.allocate(target, self.cache)
         self.prefixes = PrefixStore(prefix_bytes)
+        self.scheduler = Scheduler(
+            target, self.drafter, self.policy, self.state, self.length, prefixes=self.prefixes, takes_text=False,
+            suspects=suspects,
+        )  # fmt: skip
         self.error = ""
         """Why the engine ended by itself; "" while it works."""
         self.listener: Listener | None = None
@@ -92,15 +90,16 @@ class Engine:
         """When another drafter was taken, by `time.monotonic`."""
         self._replacement: Drafter | None = None
         self._waiting = WaitingCalls(queue)
-        self._serving: dict[int, Call] = {}  # by slot, in the order of admission
+        self._serving: dict[int, Call] = {}
+        """By the scheduler's number, in the order of admission."""
         self._cancelled: set[Call] = set()
         self._changed = threading.Condition()
         self._is_draining = self._is_stopping = self._is_warm = False
         self._drafter_timeout_s, self.threads = drafter_timeout_s, torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-        self._read_tokens = self._invalid = 0
-        """Prompt tokens read since the last step; invalid nodes that were reported."""
+        self._invalid = 0
+        """Invalid nodes that were reported."""
 
     # ── for callers, from any thread ──────────────────────────────────────────────────────────────────────────────────
 
@@ -203,8 +202,8 @@ class Engine:
         """Have the slots' memory allocated before the first call."""
         self._is_warm = True
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
-        self.target.prefill(self.cache, [0], nothing, [1], self.drafter.taps)
-        self.cache.free([0])
+        self.target.prefill(self.scheduler.cache, [0], nothing, [1], self.drafter.taps)
+        self.scheduler.cache.free([0])
 
     def _watch(self) -> None:
         """Gives decoding to another thread where the drafter hangs."""
@@ -215,13 +214,13 @@ class Engine:
 
     def _round(self) -> bool:
         """One round of the loop; False at the end."""
-        self._emit(None)  # of a step that another thread did not finish
         if not self._admit():
             return False
         self._exchange()
-        self._read()
-        if self.state.rows:
-            self._step()
+        found = self.scheduler.step()
+        self._note(found)
+        self._emit(found)
+        self.scheduler.release()
         return True
 
     def _admit(self) -> bool:
@@ -240,15 +239,14 @@ class Engine:
             if self._is_stopping or (self._is_draining and not (self._serving or self._waiting)):
                 is_last = True
             else:
-                is_last, free = False, [row for row in range(self.slots) if row not in self._serving]
-                admitted = [(row, self._waiting.pop()) for row in free[: len(self._waiting)]]
+                is_last, free = False, min(self.scheduler.free, len(self._waiting))
+                admitted = [self._waiting.pop() for _ in range(free)]
         if is_last:
             self._end_all("the server is stopping")
             return False
-        for row, call in admitted:
-            call.admitted, call.slot = time.monotonic(), row
-            self._serving[row] = call
-            self.state.admit(row, call.request, is_live=False)
+        for call in admitted:
+            call.admitted, call.number = time.monotonic(), self.scheduler.add(call.request)
+            self._serving[call.number] = call
             self.telemetry.admitted(call)
         self._limit_drafts()
         return True
@@ -275,118 +273,76 @@ class Engine:
             has_prediction = any(len(call.request.prediction) for call in self._serving.values())
             self.drafter.limit = self._limit if has_prediction else 0
 
-    def _read(self) -> None:
-        """Read a piece of the prompts that are new, the eldest first; those that are read take part in steps."""
-        state = self.state
-        most = most_read(len(state.reading), len(state.rows))
-        counts = pieces(self._unread(), most, functools.partial(self.prefixes.shares, state))
-        if counts:
-            try:
-                scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
-                self.prefixes.put(self.target, self.drafter, self.cache, state, counts, scores)
-            except Exception as error:
-                self._fail(dict.fromkeys(counts, error))
-        ready = [row for row in state.reading if state.unread(row) <= 0]
-        if ready:
-            state.start(ready)
-        self._read_tokens += sum(counts.values())
-
-    def _unread(self) -> Iterator[tuple[int, int]]:
-        """Slots with unread prompts, and how much is left once what others have read of the same beginning is taken
-        over."""
-        for row, call in self._serving.items():
-            if row in self.state.reading:
-                taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
-                call.cached += taken
-                self.telemetry.cached(taken)
-                yield row, self.state.unread(row)
-
-    def _step(self) -> None:
-        state, rows, began = self.state, self.state.rows, time.perf_counter()
-        calls, before = [self._serving[row] for row in rows], [len(state.tokens[row]) for row in rows]
-        counts = [0] * len(rows)
-        try:
-            counts = step(self.target, self.drafter, self.policy, self.cache, self.memory, state).counts
-        except Exception as error:
-            errors = dict(state.judge.errors)  # with those, the step is complete
-            self._fail(errors or dict.fromkeys(suspects(state, error), error))
-            if not errors:
-                return
-        seconds, timing = time.perf_counter() - began, state.timing
-        written = [len(state.tokens[row]) - was for row, was in zip(rows, before, strict=True)]
-        for call, count, nodes in zip(calls, counts, state.drafted, strict=True):
-            call.steps, call.drafted, call.accepted = call.steps + 1, call.drafted + nodes, call.accepted + count
-        if self.listener is not None:
-            for call, depth, count in zip(calls, state.reached, counts, strict=True):
-                call.drafts.append((depth, count))
-        parts = timing.draft, timing.verify, timing.other
-        record = StepRecord(calls, written, counts, state.drafted, state.reached, seconds, *parts, self._read_tokens)
-        self.telemetry.stepped(record)
-        self._read_tokens = 0
-        if state.invalid > self._invalid:
-            self._invalid = state.invalid
-            self.telemetry.alarm("invalid_draft")
-        self._emit(counts)
-
-    def _fail(self, errors: Mapping[int, Exception]) -> None:
-        """End the calls in these slots with what the error says, where a client may read it."""
-        for row, error in errors.items():
-            if not isinstance(error, OutriderError):
-                log.error("a pass failed", exc_info=error)
-            self._end(
-                self._serving[row], "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL
+    def _note(self, found: Sequence[Progress]) -> None:
+        """Count what a step did."""
+        for call in self._serving.values():
+            cached = self.scheduler.cached.get(call.number, 0)
+            self.telemetry.cached(cached - call.cached)
+            call.cached = cached
+        written = [each for each in found if each.tokens]
+        if not written:
+            return
+        calls = [self._serving[each.request] for each in written]
+        for call, each in zip(calls, written, strict=True):
+            call.steps, call.drafted = call.steps + 1, call.drafted + each.drafted
+            call.accepted += each.accepted
+            if self.listener is not None:
+                call.drafts.append((each.reached, each.accepted))
+        timing = self.state.timing
+        self.telemetry.stepped(
+            StepRecord(
+                calls, [len(each.tokens) for each in written], [each.accepted for each in written],
+                [each.drafted for each in written], [each.reached for each in written], self.scheduler.step_s,
+                timing.draft, timing.verify, timing.other, self.scheduler.read_tokens,
             )
+        )  # fmt: skip
+        self.scheduler.read_tokens = 0
+        if self.state.invalid > self._invalid:
+            self._invalid = self.state.invalid
+            self.telemetry.alarm("invalid_draft")
 
     # ── what callers are given ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _emit(self, accepted: Sequence[int] | None) -> None:
-        """Give every caller the tokens that are new, and free the slots of texts that ended."""
-        state, now = self.state, time.monotonic()
+    def _emit(self, found: Sequence[Progress]) -> None:
+        """Give every caller what is new."""
+        now = time.monotonic()
         urgent: set[Call] = set()
-        over = []
-        for b, row in enumerate(state.rows):
-            call, reason = self._serving[row], state.finished[row]
-            if reason is not None:
-                over.append(row)
-            tokens = state.tokens[row][len(call.request.prompt) + call.written :]
-            if not call.finished and (tokens or reason):
-                output = self._output(row, tokens, accepted[b] if accepted else 0)
-                self._outbox.put(call, output)
+        for each in found:
+            if each.error is None:
+                call, reason = self._serving[each.request], each.finish_reason
+                self._outbox.put(call, Output(each.tokens, each.text, each.accepted, each.logprobs, reason))
                 if not call.first or reason is not None:
                     urgent.add(call)
-                call.first, call.written = call.first or now, call.written + len(tokens)
-            if not call.finished and reason is not None:
-                self._ended(call, reason)
-                if self.listener is not None:
-                    self.listener.ended(call, state.tokens[row][len(call.request.prompt) :])
+                call.first, call.slot, call.written = call.first or now, each.row, call.written + len(each.tokens)
         self._outbox.send_due(now, len(self._serving), urgent)
-        for row in over:
-            self._free(row)
+        for each in found:
+            if each.finish_reason is not None:
+                call = self._serving.pop(each.request)
+                self._ended(call, each.finish_reason)
+                if self.listener is not None:
+                    self.listener.ended(call, self.state.tokens[each.row][len(call.request.prompt) :])
+        for each in found:  # last: their slots are freed at once, and all others that are over
+            if each.error is not None:
+                self._fail(self._serving[each.request], each.error)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        """End a call with what the error says, where a client may read it."""
+        if not isinstance(error, OutriderError):
+            log.error("a pass failed", exc_info=error)
+        self._end(call, "error", str(error) if isinstance(error, ConfigError | DataError) else INTERNAL)
 
     def _text(self, call: Call) -> str:
         """What became final of its text since this was last asked."""
         judge: Any = self.state.judge
         return "" if call.slot is None else judge.text(call.slot)
 
-    def _output(self, row: int, tokens: list[int], drafted: int) -> Output:
-        judge: Any = self.state.judge
-        logprobs = tuple(judge.logprobs[row][-len(tokens) :]) if tokens and judge.logprobs[row] else ()
-        text = judge.text(row) if logprobs else ""  # which tell of each token's text
-        return Output(tokens, text, min(drafted, len(tokens)), logprobs, self.state.finished[row])
-
-    def _free(self, row: int) -> None:
-        self.cache.free([row])
-        self.state.free(row)
-        self._serving.pop(row).slot = None
-        self.drafter.free(self.memory, [row])  # last, since it may not return
-
     def _end(self, call: Call, reason: Ending, error: str = "") -> None:
         """End a call that did not end by itself."""
-        self._outbox.put(call, Output(text=self._text(call), finish_reason=reason, error=error))
-        if call.slot is not None:
-            self._free(call.slot)
+        self._outbox.put(call, Output(finish_reason=reason, error=error))
         self._outbox.send([call])
         self._ended(call, reason)
+        if self._serving.pop(call.number, None) is not None:
+            self.scheduler.cancel(call.number)  # last, since a drafter may not return
 
     def _ended(self, call: Call, reason: Ending) -> None:
         call.finished = time.monotonic()

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.generate import PREFILL_CHUNK
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import PREFILL_CHUNK, Prefixes
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.targets.cache import Buffer, SlotCache
 from outrider.targets.protocol import Target, TargetSpec
@@ -68,7 +68,7 @@ class Source(NamedTuple):
     layout: tuple[Buffer, ...]
 
 
-class PrefixStore:
+class PrefixStore(Prefixes):
     """Blocks of prompts' beginnings; the least recently used is removed first.  For one thread.
 
     budget_bytes: most memory of all blocks, on the target's device; 0 stores nothing.

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from outrider.client import Client
-from outrider.decoding.generate import advance
 from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError, DrafterError, TargetError
 from outrider.policies import named
@@ -172,7 +172,7 @@ class RemoteTarget:
         for progress in advance(rows, requests, drafter, named.policy(policy, drafter), state):
             own = found[progress.request]
             own.tokens += progress.tokens
-            own.text += judge.text(progress.row)
+            own.text += progress.text
             own.accepted.append(progress.accepted)
             own.finish_reason = "stop" if progress.finish_reason == "stop" else "length"
         wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, rows.rounds

@@ -14,8 +14,8 @@ from torch import Tensor
 from outrider.decoding import accept as accepting
 from outrider.decoding.accept import Rule
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import prefill
 from outrider.decoding.loop import step
+from outrider.decoding.scheduler import prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.policies.fixed import Fixed
 from outrider.sampling.distribution import Settings
@@ -74,7 +74,7 @@ def emitted(
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0
     for _ in range(TOKENS):
-        kept += sum(step(target, drafter, policy, cache, memory, state).counts)
+        kept += sum(step(target, drafter, policy, cache, memory, state)[0].counts)
     begin = len(prompt)
     return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
 

@@ -130,7 +130,7 @@ def test_a_long_prompt_enters_beside_a_slot_that_stands_far_ahead(case, target, 
 def test_a_prompt_of_several_chunks(case, target, prompts, plain, drafter_of, monkeypatch):
     """Catches a drafter that sees only the first chunk of a prompt, or each chunk from its own beginning; and one that
     needs a prefill, of which prompts of one token have none."""
-    monkeypatch.setattr("outrider.decoding.generate.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("outrider.decoding.scheduler.PREFILL_CHUNK", 4)
     for texts in (prompts, [[5], [63], [0]]):
         found = generate(target, texts, drafter_of(case), max_new_tokens=20, slots=3)
         assert [generation.tokens for generation in found] == [plain(target, prompt, 20) for prompt in texts]

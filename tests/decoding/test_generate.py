@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import prefill
 from outrider.decoding.loop import step
+from outrider.decoding.scheduler import prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.generation import batch, generate, serve, stream
@@ -225,7 +225,7 @@ def test_a_slot_that_ended_within_a_block_has_all_but_its_last_token_in_the_cach
     memory = oracle.allocate(cache)
     prefill(writer, oracle, cache, memory, state, [0, 1])
     while state.finished[0] is None:
-        accepted = step(writer, oracle, Fixed(oracle.limit), cache, memory, state)
+        accepted, _ = step(writer, oracle, Fixed(oracle.limit), cache, memory, state)
         for row in state.rows:
             assert cache.lengths[row] == len(state.tokens[row]) - 1
     assert state.finished == ["stop", None]

@@ -120,6 +120,18 @@ def test_every_text_is_what_the_target_alone_writes(target, prompts, drafter_of)
     assert sum(caller.call.accepted for caller in callers) > 0
 
 
+def test_a_cancelled_call_gives_its_slot_to_the_next(target, prompts):
+    """Catches a slot that is kept until the text of nobody would have ended, and a client told before its time."""
+    with Engine(target, slots=1, length=128) as engine:
+        long, short = Caller.of(request(prompts[0], 100)), Caller.of(request(prompts[2], 5))
+        long.on_output = lambda output: engine.cancel(long.call)
+        engine.submit(long.call)
+        engine.submit(short.call)
+        assert long.wait().reason == "cancelled" and short.wait().reason == "length"
+        assert len(long.tokens) < 50 and long.tokens == alone(target, long.call.request)[: len(long.tokens)]
+        assert short.tokens == alone(target, short.call.request)
+
+
 def test_a_judge_with_passes_of_its_own_serves_as_it_generates(target, prompts):
     """Catches a judge that gets no target here and a second text of the request that had the slot before."""
     rule = lambda: LossyJudge(Counterfactual({(3,): (9,), (9,): (3, 3)}, 2.0))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -172,6 +173,9 @@ def test_the_listener_is_told_of_every_step_of_texts_that_ended(target, prompts,
         cancelled.on_output = lambda output: engine.cancel(cancelled.call)
         engine.submit(cancelled.call)
         cancelled.wait()
+        end = time.monotonic() + 20
+        while not listened.states and time.monotonic() < end:  # until it sleeps
+            time.sleep(0.01)
     own = {id(call): (call, answer) for call, answer in listened.texts}
     for caller in callers:
         call, answer = own[id(caller.call)]

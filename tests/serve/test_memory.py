@@ -16,7 +16,7 @@ def test_a_token_takes_what_the_buffers_have(target):
     assert token_bytes(target) == TOKEN
     with Engine(target, slots=3, length=50) as engine:
         engine.stop()
-    assert engine.cache.stacks.allocated_bytes == 3 * engine.cache.length * TOKEN
+    assert engine.scheduler.cache.stacks.allocated_bytes == 3 * engine.scheduler.cache.length * TOKEN
 
 
 def test_the_length_is_the_context_or_what_the_budget_allows(target):

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CAUSAL, built, tiny
-from outrider.decoding.generate import read
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import read
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.generation import batch
 from outrider.policies.fixed import Fixed
@@ -74,7 +74,7 @@ def decoded(
             scores = read(target, drafter, cache, memory, state, counts)
             store.put(target, drafter, cache, state, counts, scores)
         rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
-        accepted = step(target, noted, Fixed(drafter.limit), cache, memory, state)
+        accepted, _ = step(target, noted, Fixed(drafter.limit), cache, memory, state)
         for b, row in enumerate(rows):
             trace = traces[serving[row]]
             trace.tokens.extend(state.tokens[row][before[b] :])

@@ -210,7 +210,7 @@ def test_an_engine_serves_it(ensemble, members, prompts):
         found = [caller.wait().tokens for caller in callers]
     assert found == [one.tokens for one in generate(ensemble, prompts, max_new_tokens=12)]
     assert ensemble.allocate(2, 8).column_bytes == 0
-    assert engine.cache.column_bytes == sum(part.column_bytes for part in engine.cache.parts) > 0
+    assert engine.scheduler.cache.column_bytes == sum(part.column_bytes for part in engine.scheduler.cache.parts) > 0
 
 
 @pytest.fixture(scope="module")

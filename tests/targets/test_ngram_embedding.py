@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.families import tiny
 from benchmarks.replay import Replay
-from outrider.decoding import generate as decoding
+from outrider.decoding import scheduler as decoding
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, TargetError

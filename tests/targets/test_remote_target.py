@@ -21,8 +21,8 @@ from torch import Tensor
 
 from outrider import Sampling, generate, load_drafter
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.policies.fixed import Fixed

@@ -10,7 +10,7 @@ import torch
 from contracts.parties import Oracle
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.decoding import generate as decoding
+from outrider.decoding import scheduler as decoding
 from outrider.generation import generate
 from outrider.targets.load import load_target
 from outrider.targets.miniature import enlivened
