@@ -1,10 +1,10 @@
-"""Tokens per second by batch, plain and speculative, and whether Adaptive follows the better of the two.
+"""Tokens per second by batch, plain and speculative, and whether Auto follows the better of the two.
 
     python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4] [--minutes 2] [--out
     FILE]
 
-On the demo target, greedy, prefill left out.  In every round plain, Fixed and Adaptive serve the same prompts one after
-the other, in another order each time; rounds go on for so many minutes a batch, five at least.  Adaptive keeps what it
+On the demo target, greedy, prefill left out.  In every round plain, Fixed and Auto serve the same prompts one after
+the other, in another order each time; rounds go on for so many minutes a batch, five at least.  Auto keeps what it
 has learnt from round to round, as a server's does; its first round is a warm-up, as theirs is.  The ratio is that of
 all tokens per second, its interval a bootstrap over rounds.  FILE is written after every batch; with the same settings
 the batches that are not asked for stay in it.
@@ -23,7 +23,7 @@ from typing import Any
 from batch_time import Served, parties, promise, prompts_of, serve, write
 
 from outrider.decoding.protocols import Policy
-from outrider.policies.adaptive import Adaptive
+from outrider.policies.auto import Auto
 from outrider.policies.fixed import Fixed
 from outrider.report.bootstrap import ratio_of_totals
 
@@ -53,12 +53,12 @@ def main() -> None:
     rows = earlier(options.out, settings, batches)
     for batch in batches:
         rows.append(measured(target, drafters[options.drafter], batch, options))
-        said = "adaptive {adaptive_over_better:.3f} ({interval[0]:.3f} to {interval[1]:.3f})".format(**rows[-1])
+        said = "auto {auto_over_better:.3f} ({interval[0]:.3f} to {interval[1]:.3f})".format(**rows[-1])
         print(f"batch {batch}: {rows[-1]['speedup']:.2f}x, {said}", file=sys.stderr, flush=True)
         rows.sort(key=lambda row: row["batch"])
         promises = [
             promise(
-                f"adaptive over the better of plain and fixed at batch {row['batch']}, lower end",
+                f"auto over the better of plain and fixed at batch {row['batch']}, lower end",
                 0.98,
                 row["interval"][0],
             )
@@ -80,7 +80,7 @@ def measured(target: Any, drafter: Any, batch: int, options: argparse.Namespace)
     """One batch.  It has policies of its own: what one has learnt in another batch is not this one's."""
     prompts = prompts_of(target, max(options.queue * batch, 8))
     ways: dict[str, tuple[Any, Policy | None]] = {
-        "plain": (None, None), "fixed": (drafter, Fixed(drafter.limit)), "adaptive": (drafter, Adaptive(drafter.limit)),
+        "plain": (None, None), "fixed": (drafter, Fixed(drafter.limit)), "auto": (drafter, Auto(drafter.limit)),
     }  # fmt: skip
     rounds: dict[str, list[Served]] = {name: [] for name in ways}
     texts: dict[str, list[list[int]]] = {}
@@ -96,11 +96,11 @@ def measured(target: Any, drafter: Any, batch: int, options: argparse.Namespace)
     rate = {name: served.tokens / served.seconds for name, served in sums.items()}
     best = max("plain", "fixed", key=rate.__getitem__)
     # every round writes the same tokens, so that a ratio of speeds is one of seconds
-    ratio = ratio_of_totals(*([served.seconds for served in rounds[name][1:]] for name in (best, "adaptive")))
+    ratio = ratio_of_totals(*([served.seconds for served in rounds[name][1:]] for name in (best, "auto")))
     return {
         "batch": batch, "prompts": len(prompts), "rounds": len(rounds[best]) - 1, "texts_that_differ": differ,
         "speedup": rate["fixed"] / rate["plain"], "better": best,
-        "adaptive_over_better": ratio.center, "interval": [ratio.low, ratio.high],
+        "auto_over_better": ratio.center, "interval": [ratio.low, ratio.high],
         **{name: served.says() for name, served in sums.items()},
     }  # fmt: skip
 

@@ -72,14 +72,15 @@ from benchmarks.serving_turns import (
     with_body,
 )
 from outrider import demo, generate, load_target, machine
+from outrider.costs import passes
 from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Timing
-from outrider.policies import named, step_rates
-from outrider.policies.by_load import ByLoad
+from outrider.policies import named
+from outrider.policies.auto import Auto
 
 DRAFTERS = {"dspark": str(CHECKPOINT), "ngram": "ngram"}
-POLICIES = ("adaptive", "by_load")
+POLICIES = ("auto", "auto with a table")
 SOAK_NEW, NEW = (4, 16, 48, 96, 128), (32, 64, 96)
 """Longest answers of the requests, in tokens, by turns."""
 SIZES, SOAK_LENGTH = (100, 200, 400, 800, 1400), 768
@@ -318,8 +319,8 @@ class Timed(Policy):
 def share_of_policies(target: Any, drafter: Drafter, slots: int) -> list[dict[str, Any]]:
     """What the policies take of a step, by the same step in this process."""
     makes: dict[str, Callable[[], Policy]] = {
-        "adaptive": lambda: named.policy("adaptive", drafter),
-        "by_load": lambda: ByLoad(drafter.limit, step_rates.measured(target, drafter, slots)),
+        "auto": lambda: named.policy("auto", drafter),
+        "auto with a table": lambda: Auto(drafter.limit, passes.measured(target, drafter, slots)),
     }
     found = []
     for name in POLICIES:
@@ -347,12 +348,12 @@ def overhead(wanted: argparse.Namespace, own: dict[str, Any], clients: Clients, 
     drafter = drafters[wanted.drafter]
     pool = known(target, wanted.pool, NEW)
     here: dict[str, dict[str, Any]] = {
-        "plain": {}, wanted.drafter: {"drafter": drafter, "policy": named.policy("adaptive", drafter)}
+        "plain": {}, wanted.drafter: {"drafter": drafter, "policy": named.policy("auto", drafter)}
     }  # fmt: skip
     settings = {"slots": 16, "length": wanted.length}
     starts = {
         "plain": partial(started, settings),
-        wanted.drafter: partial(started, settings | {"drafter": DRAFTERS[wanted.drafter], "policy": "adaptive"}),
+        wanted.drafter: partial(started, settings | {"drafter": DRAFTERS[wanted.drafter], "policy": "auto"}),
     }
     rows = own["rows"] = []
     with asleep(starts, own["left_out"], lambda server: warmed(clients, server, pool)) as servers:

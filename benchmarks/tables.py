@@ -303,10 +303,10 @@ def one_call(found: dict[str, Any]) -> str:
 def batch(found: dict[str, Any]) -> str:
     lines = [
         [
-            str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "adaptive")),
+            str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "auto")),
             f"{row['speedup']:.2f}",
             "{:.2f} ({})".format(
-                row["adaptive_over_better"],
+                row["auto_over_better"],
                 "{:.2f} to {:.2f}".format(*row["interval"]) if "interval" in row else "interval not measured",
             ),
         ]
@@ -316,9 +316,9 @@ def batch(found: dict[str, Any]) -> str:
         "batch",
         "plain, tokens/s",
         f"{found['drafter']}, fixed",
-        "adaptive",
+        "auto",
         "fixed over plain",
-        "adaptive over the better",
+        "auto over the better",
     ]
     return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 6))])
 

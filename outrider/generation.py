@@ -97,8 +97,8 @@ def generate(
     temperature, top_p, top_k, seed: as in `Sampling`, which has more settings; give these or `sampling`.
     sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of
     that but its end tokens.
-    policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where
-    plain steps are faster; `fixed`, all that the drafter offers; `by_confidence`; `by_load`; or one of your own.
+    policy: how much is drafted: `auto` unless given, as much as pays by the seconds measured, and nothing where plain
+    steps are faster; `fixed`, all that the drafter offers; or one of your own.
     verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with
     allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
     settings, such as `relay(cues=cues.json)`.  `policies.named.judge(name)` gives one whose `distance` is the distance

@@ -143,22 +143,31 @@ FAULTS = [
         "a streamed text loses characters when old tokens leave the decoding window",
         ("TextStream._forget", "context, len(context), len(final)", "context, len(context), self._final_length"),
     ),
+    # costs
+    fault(
+        "a pass that is larger than all measured ones is thought to take less time",
+        ("PassSeconds._along", "max(0.0, slope)", "slope"),
+    ),
+    fault(
+        "drafts that became cheap are thought to be dear at every depth but the one that was tried",
+        ("Curve.shift", "ratio = min(seconds) / before", "ratio = 1.0"),
+    ),
     # policies
     fault(
-        "adaptive drafting is judged by the acceptance of the previous request for hundreds of tokens",
+        "drafting is judged by the acceptance of the previous request for hundreds of tokens",
         ("Acceptance.meet", "if self.serving.get(row) is not state.requests[row]]", "if row not in self.serving]"),
     ),
     fault(
         "a later confidence decides about an earlier token: a policy cuts by the least of all",
         (
-            "ByConfidence.keep",
-            "confidence.cumprod(-1) >= self.min_confidence",
-            "confidence.amin(-1, True).expand_as(confidence) >= self.min_confidence",
+            "Auto.keep",
+            "[list(accumulate(own[:size], mul)) for own, size in slots]",
+            "[[min(own[:size])] * size for own, size in slots]",
         ),
     ),
     fault(
-        "by_load ignores a request's own limit on drafts",
-        ("ByLoad.budget", "[max(0, min(self.asking, own)) for own in room]", "[self.asking for own in room]"),
+        "the policy ignores a request's own limit on drafts",
+        ("Auto.budget", "[max(0, min(self.asking, own)) for own in room]", "[self.asking for own in room]"),
     ),
     fault(
         "what changes with swapped words is preferred",

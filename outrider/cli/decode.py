@@ -51,9 +51,7 @@ def decode(
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
-    policy: Annotated[
-        str, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
-    ] = "adaptive",
+    policy: Annotated[str, typer.Option(help="How much to draft: auto or fixed.")] = "auto",
     verification: Annotated[
         str, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
     ] = "standard",

@@ -27,8 +27,8 @@ from outrider.drafters.mix import Mix
 from outrider.errors import ConfigError
 from outrider.loading import describe, load_drafter
 from outrider.plan import timings
-from outrider.policies import named, step_rates
-from outrider.policies.by_load import ByLoad
+from outrider.policies import named
+from outrider.policies.auto import Auto
 from outrider.runs import file as runs
 from outrider.runs.baselines import Choice, compile_drafter, parted
 from outrider.runs.file import TargetConfig
@@ -80,9 +80,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model's name for clients; the target's unless given.")] = None,
     slots: Annotated[int | None, typer.Option(help="Texts that are continued at the same time; 16.")] = None,
     length: Annotated[int | None, typer.Option(help="Most tokens of a prompt with its answer.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="How much to draft: fixed, by_confidence, adaptive or by_load.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="How much to draft: auto or fixed.")] = None,
     verification: Annotated[
         str | None, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
     ] = None,
@@ -264,13 +262,11 @@ def _drafter(
 
 
 def _policy(config: Config, target: TransformersTarget, drafter: Drafter | None) -> str | Policy:
-    if config.policy != "by_load" or drafter is None:
-        return "adaptive" if config.policy == "by_load" else config.policy
-    if (rates := timings.known_rates(target, config.slots)) is not None:
-        say("policy    by_load: by the times that `outrider plan --measure` kept")
-        return ByLoad(drafter.limit, rates)
-    say(f"policy    by_load: timing the target's steps for up to {config.slots} slots ...")
-    return ByLoad(drafter.limit, step_rates.measured(target, drafter, config.slots))
+    table = timings.known_rates(target, config.slots) if config.policy == "auto" and drafter is not None else None
+    if table is None or drafter is None:
+        return config.policy
+    say("policy    auto: by the times that `outrider plan --measure` kept")
+    return Auto(drafter.limit, table)
 
 
 def _name_of(target: str) -> str:

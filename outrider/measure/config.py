@@ -69,9 +69,8 @@ class Config(Base):
     """Seed of the draws at temperatures above 0."""
     quantize: Literal["int8"] | None = None
     """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
-    policy: Literal["fixed", "by_confidence", "adaptive", "by_load"] = "fixed"
-    """How much is drafted: all that the drafter offers, what is likely to be accepted, what pays by measured seconds,
-    or what pays by these and by confidences at the number of slots in use."""
+    policy: Literal["fixed", "auto"] = "fixed"
+    """How much is drafted: all that the drafter offers, or what pays by measured seconds."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`,
     `relay(cues=FILE)`, `scorer(tau=NUMBER)` and `counterfactual(swap=FILE)` accept tokens that the acceptance rule

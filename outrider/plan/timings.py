@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider import cache, machine, measurements
+from outrider.costs.passes import PassSeconds, timed
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
@@ -30,7 +31,6 @@ from outrider.drafters import find, kinds
 from outrider.generation import batch, serve
 from outrider.loading import describe, load_drafter
 from outrider.measure.fingerprint import fingerprint
-from outrider.policies.step_rates import StepRates, timed
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 
@@ -92,12 +92,12 @@ class Timings:
     prompts: dict[str, float] = field(default_factory=dict)
     """The same of each drafter, beside the target's."""
 
-    def rates(self, context: int) -> StepRates | None:
+    def rates(self, context: int) -> PassSeconds | None:
         """The table of the target's passes at the nearest context; None before any is timed."""
         if not self.passes:
             return None
         near = nearest(context, {key[2] for key in self.passes})
-        return StepRates({key[:2]: seconds for key, seconds in self.passes.items() if key[2] == near})
+        return PassSeconds({key[:2]: seconds for key, seconds in self.passes.items() if key[2] == near})
 
 
 def nearest(value: float, known: set[int] | Sequence[int]) -> int:
@@ -309,7 +309,7 @@ def _prompt_seconds(target: Target, context: int) -> float:
     return min(taken) / context
 
 
-def known_rates(target: Target, slots: int) -> StepRates | None:
+def known_rates(target: Target, slots: int) -> PassSeconds | None:
     """A kept table of this target's passes for up to so many slots, for policies; None where there is none."""
     found = cached(target)
     most = max((key[0] for key in found.passes), default=0)

@@ -13,10 +13,8 @@ from outrider.config import nearest
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError
 from outrider.policies import lossy
-from outrider.policies.adaptive import Adaptive
+from outrider.policies.auto import Auto
 from outrider.policies.block import accept_block
-from outrider.policies.by_confidence import ByConfidence
-from outrider.policies.by_load import ByLoad
 from outrider.policies.counterfactual import counterfactual
 from outrider.policies.fixed import Fixed
 from outrider.policies.relay import relay
@@ -41,17 +39,14 @@ SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
 alone."""
 REQUIRED = {"relay": "cues", "scorer": "tau", "counterfactual": "swap"}
 """The setting without which a rule has no meaning."""
-MIN_CONFIDENCE = 0.4
-"""Probability of acceptance below which `by_confidence` does not verify a node."""
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "fixed": Fixed,
-    "by_confidence": lambda limit: ByConfidence(limit, MIN_CONFIDENCE),
-    "adaptive": Adaptive,
-    "by_load": ByLoad,
+    "auto": Auto,
 }
-"""As many nodes as the drafter offers; those likely to be accepted; as many as pay, by measured seconds; those that pay
-at the number of slots that are decoded."""
-DEFAULT = "adaptive"
+"""As many nodes as the drafter offers; as many as pay, by what was accepted and measured seconds."""
+GONE = ("adaptive", "by_load", "by_confidence")
+"""Names of before; `auto` does what each did."""
+DEFAULT = "auto"
 """The policy that is used unless another is named."""
 
 
@@ -67,6 +62,8 @@ def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
         return policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
     if not isinstance(name, str):
         return name
+    if name in GONE:
+        raise ConfigError(f"policy {name!r} is gone; auto does what it did, so write auto")
     _known("policy", name, POLICIES)
     return POLICIES[name](drafter.limit)
 

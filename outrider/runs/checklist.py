@@ -195,7 +195,7 @@ def _planned(run: Run) -> str:
         raise Unfinished("out of date", f"{path} is a plan on paper; times are taken with --measure")
     if found.get("decision") != "ENABLE":
         raise Unfinished("failed", f"{found.get('decision')}: {found.get('because')}")
-    return f"depth {found.get('depth')}; serve with --policy by_load"
+    return f"depth {found.get('depth')}"
 
 
 def _parity_commands(run: Run) -> list[str]:
@@ -238,7 +238,7 @@ def _verified(run: Run) -> str:
 
 def _canary_commands(run: Run) -> list[str]:
     plain = run.command("serve", "--target", run.target, "--port", "8000")
-    drafting = run.command("serve", run.folder / "config.yaml", "--port", "8001", "--policy", "by_load")
+    drafting = run.command("serve", run.folder / "config.yaml", "--port", "8001")
     if run.engine is not None:
         words = ("deploy", _served(run), "--to", run.engine, "--port")
         plain = run.command(*words, "8000", "--tokens", "0")

@@ -28,9 +28,8 @@ class Config(Base):
     given, all that is free for a `length`, and half of it without one."""
     queue: PositiveInt = 256
     """Most texts that wait for a slot; a request that would make it more is refused with 429."""
-    policy: Literal["fixed", "by_confidence", "adaptive", "by_load"] = "adaptive"
-    """How much is drafted: all that the drafter offers, what is likely to be accepted, what pays by measured seconds,
-    or what pays at the load of the moment."""
+    policy: Literal["fixed", "auto"] = "auto"
+    """How much is drafted: all that the drafter offers, or what pays by measured seconds at the load of the moment."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`, `relay`,
     `scorer` and `counterfactual`, with their settings in brackets, are not."""

@@ -283,11 +283,11 @@ def test_decode_drafts_and_verifies_as_it_is_asked_to(folder, outrider, monkeypa
     monkeypatch.setattr(named, "judge", lambda *given: (asked.append(given), judge(*given))[1])
     words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
     for more, wanted in (
-        ((), ("adaptive", ("standard", False))),
+        ((), ("auto", ("standard", False))),
         (("--policy", "fixed", "--verification", "block"), ("fixed", ("block", False))),
         (
-            ("--policy", "by_confidence", "--verification", "relaxed", "--allow-lossy"),
-            ("by_confidence", ("relaxed", True)),
+            ("--policy", "fixed", "--verification", "relaxed", "--allow-lossy"),
+            ("fixed", ("relaxed", True)),
         ),
     ):
         asked.clear()

@@ -43,7 +43,7 @@ def test_a_server_says_what_it_is_and_drains(folder: Path, tmp_path: Path, monke
             time.sleep(0.01)
         url = server[1]
         assert "drafter   ngram: at most" in said
-        assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy adaptive", said)
+        assert re.search(r"engine    2 slots of 256 tokens.*256 more texts may wait; policy auto", said)
         assert f"model tiny; the keys of {ring}" in said
         wanted = generate(load_target(folder), "abcabc", max_new_tokens=8)[0].text
         asked = {"model": "tiny", "prompt": "abcabc", "max_tokens": 8, "temperature": 0}

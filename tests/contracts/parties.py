@@ -277,6 +277,21 @@ class OnAndOff(Fixed):
         return wanted[self.turn % len(wanted)]
 
 
+class Cutting(Fixed):
+    """Verifies a slot's nodes while the product of their confidences is at least `least`; of drafts without confidences
+    half in every other step."""
+
+    def __init__(self, nodes: int, least: float):
+        super().__init__(nodes)
+        self.least, self.turn = least, 0
+
+    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
+        if confidence is None:
+            self.turn += 1
+            return sizes if self.turn % 2 else sizes // 2
+        return torch.minimum(sizes, (confidence.cumprod(-1) >= self.least).cumprod(-1).sum(-1).cpu())
+
+
 class LookAhead(Fixed):
     """Keeps two nodes or none by the second's confidence: never sees a token, and yet breaks the distribution."""
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import cases, fast, first
 from contracts.chances import emitted, follows, keeps_the_distribution
-from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
+from contracts.parties import Cutting, Drawn, LookAhead, OnAndOff, TableTarget, Tree
 
+from outrider.costs.passes import PassSeconds
 from outrider.decoding import accept as accepting
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
@@ -16,11 +17,8 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import graft, mix
 from outrider.drafters.graft import Graft
 from outrider.drafters.mix import Mix
-from outrider.policies.adaptive import Adaptive
-from outrider.policies.by_confidence import ByConfidence
-from outrider.policies.by_load import ByBatch, ByLoad
+from outrider.policies.auto import Auto
 from outrider.policies.fixed import Fixed
-from outrider.policies.step_rates import StepRates
 from outrider.sampling.distribution import Settings
 from outrider.sampling.fast import accept_chain
 from outrider.sampling.settings import Sampling
@@ -64,11 +62,11 @@ def test_every_drafter_keeps_the_distribution_under_top_k_and_top_p(case, worksh
 
 
 POLICIES = {
-    "fixed": Fixed, "by_confidence": lambda nodes: ByConfidence(nodes, 0.3), "adaptive": Adaptive,
-    "by_load": lambda nodes: ByLoad(nodes, RATES), "by_batch": lambda nodes: ByBatch({1: nodes}),
+    "fixed": Fixed, "auto": Auto, "auto with a table": lambda nodes: Auto(nodes, RATES),
+    "cutting": lambda nodes: Cutting(nodes, 0.3),
 }  # fmt: skip
-"""Every policy of the package; the rates have a step that pays and one that does not."""
-RATES = StepRates.by_tokens({1: 1.0, 2: 0.8, 3: 0.5, 5: 0.45, 8: 0.2})
+"""Every policy of the package, and the plainest that cuts; the rates have a step that pays and one that does not."""
+RATES = PassSeconds.by_tokens({1: 1.0, 2: 0.8, 3: 0.5, 5: 0.45, 8: 0.2})
 
 
 def nested(outer: str, inner: str) -> Drafter:
@@ -123,7 +121,7 @@ def test_every_policy_keeps_the_distribution_with_confident_drafts(policy, tree)
 
 
 @pytest.mark.parametrize("case", fast(CASES, ("dspark",)))
-@pytest.mark.parametrize("policy", ["by_confidence", "adaptive", "by_load"])
+@pytest.mark.parametrize("policy", ["cutting", "auto", "auto with a table"])
 def test_every_policy_keeps_the_distribution_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""
     drafter = workshop.build(case, TARGET)
@@ -184,7 +182,7 @@ def knows_the_token_before(before, own):
 def test_the_same_confidences_with_a_stopping_rule_are_exact():
     """Guards every test here: who looks ahead emits (.85, .15) where the distribution is (.7, .3)."""
     drafter = Drawn(even, 2, knows_the_token_before)
-    assert keeps_the_distribution(UNEVEN, drafter, ByConfidence(2, 0.3))
+    assert keeps_the_distribution(UNEVEN, drafter, Cutting(2, 0.3))
     assert not keeps_the_distribution(UNEVEN, drafter, LookAhead(2))
     confidence = torch.tensor([[0.9, 0.1]])
     assert moves_behind_its_cut(LookAhead(2), torch.tensor([2]), confidence, torch.tensor([[0.9, 0.9]]), 0)

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.parties import Proposer
+from contracts.parties import Cutting, Proposer
 
 from outrider.decoding.draft import Draft
 from outrider.errors import DrafterError
 from outrider.generation import generate
-from outrider.policies.by_confidence import ByConfidence
-from outrider.policies.by_load import ByLoad
+from outrider.policies.auto import Auto
 from outrider.policies.fixed import Fixed
 
 
@@ -69,8 +68,8 @@ def too_many(slots, budget, generator):
 
 
 HOSTILE = [
-    (chains, Fixed(4)), (chains, ByConfidence(4, 0.5)), (chains, ByLoad(4, delay=1, padded=False)),
-    (trees, ByLoad(4, delay=1, padded=False)), (wild_parents, Fixed(4)), (too_many, Fixed(4)),
+    (chains, Fixed(4)), (chains, Cutting(4, 0.5)), (chains, Auto(4)),
+    (trees, Auto(4)), (wild_parents, Fixed(4)), (too_many, Fixed(4)),
 ]  # fmt: skip
 """Only chains come with confidences, which the policies read."""
 

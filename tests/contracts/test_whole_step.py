@@ -195,7 +195,7 @@ def test_generate_writes_the_same_with_whole_steps(small, drafter_for, monkeypat
     [
         ({"drafter": "ngram"}, "made by the host"),
         ({"sampling": Sampling(temperature=1.0, top_k=3)}, "more than temperature and seed"),
-        ({"policy": "adaptive"}, "policy 'fixed'"),
+        ({"policy": "auto"}, "policy 'fixed'"),
         ({"verification": "block"}, "verification"),
     ],
 )

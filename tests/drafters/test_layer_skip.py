@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from contracts.chances import emitted, keeps_the_distribution
-from contracts.parties import TableTarget
+from contracts.parties import Cutting, TableTarget
 from drafters.proposals import exact
 
 from benchmarks.families import tiny
@@ -15,7 +15,6 @@ from outrider.drafters import layer_skip
 from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import DrafterError
 from outrider.nn.sublayer_search import Search
-from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.fixed import Fixed
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip, SkipsLayers
@@ -111,7 +110,7 @@ def test_the_distribution_is_kept():
     drafter = LayerSkip(TABLE, whole(0), 3, 0.45)
     assert keeps_the_distribution(TABLE, drafter, slots=2000)
     assert keeps_the_distribution(
-        TABLE, drafter, ByConfidence(3, 0.3), slots=1500, sampling={"temperature": 0.7, "top_k": 4}
+        TABLE, drafter, Cutting(3, 0.3), slots=1500, sampling={"temperature": 0.7, "top_k": 4}
     )
     _, _, kept = emitted(TABLE, drafter, slots=100)
     assert kept > 40

@@ -68,7 +68,7 @@ def figures(report: Report | None) -> list[Any]:
 def test_what_was_learnt_before_a_stop_is_known_after_it(talker, quiz, tmp_path) -> None:
     """Catches a drafter or a policy that begins again: its acceptance would be another after each stop."""
     config = Config(
-        tasks=(quiz,), prompts=4, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="by_confidence", batch=2,
+        tasks=(quiz,), prompts=4, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="fixed", batch=2,
         traced_prompts=3, temperatures=(1.0,),
     )  # fmt: skip
     whole = measured(talker, config, tmp_path / "whole")
@@ -82,13 +82,13 @@ def test_what_was_learnt_before_a_stop_is_known_after_it(talker, quiz, tmp_path)
 def test_an_adaptive_policy_says_that_it_learns_again(talker, quiz, tmp_path, caplog) -> None:
     """Its drafts depend on measured times: texts are the same after a stop, acceptance need not be."""
     config = Config(
-        tasks=(quiz,), prompts=3, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="adaptive",
+        tasks=(quiz,), prompts=3, max_new_tokens=12, min_first_ngrams=0.0, repeats=0, policy="auto",
         temperatures=(0.0,), traced_prompts=0,
     )  # fmt: skip
     assert measured(talker, config, tmp_path, stop_after=1) is None
     found = measured(talker, config, tmp_path)
     assert found is not None and all(row.exact for row in found.rows)
-    assert "policy adaptive learns again" in caplog.text and "plain at temperature 0" in caplog.text
+    assert "policy auto learns again" in caplog.text and "plain at temperature 0" in caplog.text
 
 
 def test_a_line_that_was_cut_is_measured_again(tmp_path: Path) -> None:

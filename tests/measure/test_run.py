@@ -209,7 +209,7 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
         ({"revisions": {"stdlib": "0" * 40}}, "evaluate.revisions: stdlib is .* can't be pinned"),
         ({"verification": "typical"}, "evaluate.allow_lossy: verification 'typical' changes .* set allow_lossy: true"),
         ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'; did you mean 'block'"),
-        ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence', 'adaptive' or 'by_load'"),
+        ({"policy": "adaptive"}, "evaluate.policy: .*'fixed' or 'auto'"),
     ],
 )  # fmt: skip
 def test_settings_that_measure_nothing_are_refused(values: dict[str, Any], said: str) -> None:
@@ -278,13 +278,13 @@ def test_a_policy_that_is_asked_for_is_measured_and_observed(talker, drafters, t
         return real(name, drafter)
 
     monkeypatch.setattr(named, "policy", noted)
-    config = settings(task, policy="adaptive", temperatures=(0.0,), traced_prompts=3)
+    config = settings(task, policy="auto", temperatures=(0.0,), traced_prompts=3)
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
     assert row.exact and row.lossless
     made = [found for found, drafts in asked if drafts and found]
     # three prompts are timed, all with one policy, and traced with copies of it; the warm-up has none
-    assert "adaptive" in made
-    used = [policy for policy in made if policy != "adaptive"]
+    assert "auto" in made
+    used = [policy for policy in made if policy != "auto"]
     assert len(used) == 6
     assert len(set(map(id, used))) == 4
 

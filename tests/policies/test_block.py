@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from contracts.chances import _drafts, difference, keeps_the_distribution, outcomes, worst_error
-from contracts.parties import Drawn, TableTarget
+from contracts.parties import Cutting, Drawn, TableTarget
 from contracts.test_acceptance_rule_enumerated import random_distribution
 from decoding.drafts import slot_of, streams_of, well_formed
 from hypothesis import given
@@ -20,7 +20,6 @@ from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
 from outrider.policies import block
 from outrider.policies.block import accept_block
-from outrider.policies.by_confidence import ByConfidence
 from outrider.sampling import fast
 from outrider.sampling.fast import accept_chain
 
@@ -142,5 +141,5 @@ def trust(before: Tensor, own: Tensor) -> Tensor:
 
 def test_a_rule_for_chains_keeps_the_distribution_in_the_loop():
     """Catches noise that two steps share: the block throws coins for nodes it does not reach.  False alarm 1e-6."""
-    policy = ByConfidence(4, 0.3)
+    policy = Cutting(4, 0.3)
     assert keeps_the_distribution(TARGET, Drawn(nearby, 4, trust), policy, rule=accept_block, slots=2000)

@@ -10,9 +10,7 @@ from outrider.errors import ConfigError
 from outrider.generation import generate, stream
 from outrider.measure.config import Config as Evaluate
 from outrider.policies import named
-from outrider.policies.adaptive import Adaptive
-from outrider.policies.by_confidence import ByConfidence
-from outrider.policies.by_load import ByLoad
+from outrider.policies.auto import Auto
 from outrider.policies.fixed import Fixed
 from outrider.policies.lossy import LossyJudge
 from outrider.sampling.settings import Sampling
@@ -21,15 +19,13 @@ TABLE = TableTarget.random(6)
 DRAFTER = Oracle([], 6, depth=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive), ("by_load", ByLoad)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("fixed", Fixed), ("auto", Auto)])
 def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
     """Catches a policy of another drafter's size, and counts that two runs share."""
     one, two = named.policy(name, DRAFTER), named.policy(name, DRAFTER)
     assert type(one) is type(two) is kind
     assert one is not two
-    assert (one.limit if kind in (Adaptive, ByLoad) else one.nodes) == DRAFTER.limit
+    assert (one.limit if kind is Auto else one.nodes) == DRAFTER.limit
     assert named.policy(one, DRAFTER) is one
 
 
@@ -41,7 +37,7 @@ def test_the_default_measures_and_goes_on_with_what_it_measured(monkeypatch):
     (plain,) = generate(TABLE, [1], max_new_tokens=9)
     drafter, other = (Oracle([[1, *plain.tokens]], 6) for _ in "ab")
     one = named.policy(None, drafter)
-    assert type(one) is Adaptive
+    assert type(one) is Auto
     generate(TABLE, [1], drafter, max_new_tokens=9)
     assert named.policy(None, drafter) is one
     assert one.step
@@ -100,12 +96,15 @@ def test_settings_that_are_none_are_refused(wrong, hint):
 
 def test_names_are_refused_before_anything_is_computed_and_taken_by_generate():
     """Catches a name that `generate` lets through to the first step, or does not know."""
-    for wrong in ({"policy": "adaptiv"}, {"verification": "blocks"}):
+    for wrong in ({"policy": "autom"}, {"verification": "blocks"}):
         for refuses in (generate, stream):
-            with pytest.raises(ConfigError, match="did you mean '(adaptive|block)'"):
+            with pytest.raises(ConfigError, match="did you mean '(auto|block)'"):
                 refuses(TABLE, [1], max_new_tokens=3, **wrong)
-    with pytest.raises(ConfigError, match="unknown policy 'zz'; known: adaptive, "):
+    with pytest.raises(ConfigError, match="unknown policy 'zz'; known: "):
         named.policy("zz", DRAFTER)
+    for gone in ("adaptive", "by_load", "by_confidence"):
+        with pytest.raises(ConfigError, match="so write auto"):
+            named.policy(gone, DRAFTER)
     (plain,) = generate(TABLE, [1], max_new_tokens=30)
     oracle = Oracle([[1, *plain.tokens]], 6)
     for policy in named.POLICIES:

@@ -1,58 +1,51 @@
-"""Verify as many drafted tokens as the load allows: those of all slots that raise the tokens per second.
+"""Draft and verify the nodes that raise expected tokens per second, over all slots; none where plain steps are faster.
 
-DSpark's hardware-aware prefix scheduler (Algorithm 1 of its paper), and its asynchronous variant.  Differs from the
-paper: where a pass is padded to its widest slot, columns of nodes are admitted, not single nodes; seconds of drafts and
-the choice to draft at all are part of it; and drafters without confidences are served by what was accepted so far.
+Argmax of the expected goodput (SmartSpec 2406.14066, Leviathan 2211.17192), with DSpark's hardware-aware prefix
+scheduler (Algorithm 1 of its paper) for drafters whose confidences are known before they draw.  Differs from both:
+seconds and acceptance are learnt while decoding, from a table of the target's passes where there is one; seconds of
+drafts and the choice to draft at all are part of it; and since a pass is padded to its widest slot, columns of nodes
+are admitted, not single nodes.
 
-a[r][n] is the probability that node n of slot r and all nodes before it are accepted: the product of confidences.
+a[r][n] is the probability that node n of slot r and all nodes before it are accepted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
 import torch
 from torch import Tensor
 
+from outrider.costs.passes import PassSeconds
+from outrider.costs.steps import StepCosts, StepSize
 from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Timing
-from outrider.errors import ConfigError
-from outrider.policies.adaptive import Acceptance, Probes, PromptCosts
-from outrider.policies.promises import Outcome, Promises
-from outrider.policies.scheduler import Rate, Survival, admitted, admitted_columns, best_count, columns, largest
-from outrider.policies.step_rates import StepRates, StepSeconds, StepSize
+from outrider.policies.probing import Probes, PromptCosts
+from outrider.policies.survival import Acceptance, Outcome, Promises, Rate, Survival, admitted_columns, columns
 
 
-class ByLoad(Policy):
-    """Draft where it pays, and verify the nodes that raise expected tokens times steps per second.
+class Auto(Policy):
+    """As many nodes as pay, for one text and for a busy server.
 
     A drafter whose confidences are known before it draws is asked for all its nodes, or for fewer where their seconds
     rise with the depth, and `keep` admits nodes by these confidences.  Any other is asked for the depth that pays most,
     by what was accepted of each node so far.  A slot whose request has max_draft 0 is never drafted for.
 
-    rates: the target's table, from `step_rates.measured`; what is timed while decoding scales it.  None learns seconds
-    while decoding, as `Adaptive` does.
+    table: the target's passes, from `costs.passes.measured`; what is timed while decoding scales it.  None learns
+    seconds while decoding alone.
 
-    padded: a pass costs what its widest slot costs, as those of this package's targets do, so the first nodes of all
-    slots are admitted together, then the second ones.  Algorithm 1 stops at the first that does not improve the rate,
-    which is too early where seconds rise in steps; here later columns are expected to bring what they brought in
-    earlier steps.  False is Algorithm 1 as in the paper, node by node, for targets whose passes have no padding.
+    The first nodes of all slots are admitted together, then the second ones, while one of them or of those that follow
+    is expected to raise the rate; later columns are expected to bring what they brought in earlier steps.
 
-    delay: the number of steps by which confidences are late, in an engine that plans a step while others run.  The
-    confidences of `delay` steps earlier then fix how many nodes are verified, which is searched for without stopping
-    early; the nodes are those with the highest a of now.
-
-    Exact, since a slot's cut depends on the confidences of its nodes up to the cut and on other slots.  Nodes are
-    admitted in descending order of a, and a never rises along a slot, so when a node's turn comes only nodes before it
-    were looked at, its own slot's later ones never; the first node that is not admitted ends it.  The look at later
-    columns is at earlier steps' means.  With a delay the number of nodes is fixed before the first token of the step is
-    drawn.  A search for the best number by the confidences of the step itself would be inexact: the confidence of node
-    n + 1 has seen the token of node n, so whether that token is verified would depend on the token.
+    Exact, since a slot's cut depends on the confidences of its nodes up to the cut and on other slots: when a column's
+    turn comes only columns before it were looked at, and the look at later ones is at earlier steps' means.  A search
+    for the best number by the confidences of the step itself would be inexact: the confidence of node n + 1 has seen
+    the token of node n, so whether that token is verified would depend on the token.
 
     While drafts do not pay, plain steps save for rare probes; see `Probes`.  Confidences are scaled by what was
     accepted of what they promised in earlier steps.
@@ -66,13 +59,11 @@ class ByLoad(Policy):
     OFFERS = 32
     """Steps after which the share of nodes that a drafter offers has faded to 1/e."""
 
-    def __init__(self, limit: int, rates: StepRates | None = None, *, delay: int = 0, padded: bool = True):
-        if delay < 0:
-            raise ConfigError(f"delay must be at least 0 steps, got {delay}")
-        self.limit, self.delay, self.padded = limit, delay, padded
+    def __init__(self, limit: int, table: PassSeconds | None = None):
+        self.limit = limit
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
-        self.seconds = StepSeconds(limit, rates)
+        self.costs = StepCosts(limit, table)
         self.acceptance, self.promises = Acceptance(limit), Promises(limit)
         self.probes, self.prompts = Probes(), PromptCosts()
         self.is_confident, self.is_on = False, True
@@ -88,7 +79,6 @@ class ByLoad(Policy):
         self.rows, self.wanted, self.asked = list[int](), list[int](), torch.empty(0, dtype=torch.int64)
         self.survival: list[list[float]] | None = None
         """a of this step; None without confidences."""
-        self.history: deque[Survival] = deque(maxlen=delay)
         self.fill: dict[int, float] = {}
         """By the live slots' number in bits: nodes in a pass over nodes asked for, lately, where confidences don't cut.
         A drafter may offer fewer."""
@@ -131,14 +121,14 @@ class ByLoad(Policy):
         if self.is_trial:
             return sizes
         lengths = self._lengths(self.survival)
-        self.history.append(self.survival)
         return sizes if lengths == nodes else torch.tensor(lengths, dtype=torch.int64)
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         own, asked = sizes.tolist(), max(self.wanted, default=0)
         if asked and state.reached != own:
             self.acceptance.see_tree()
-        # as in `Adaptive`: the first step, the first plain one, and the first draft after a pause take longer
+        # the very first step warms up caches, the first plain step finds a draft's weights in them, and the first draft
+        # after a pause reads what it has missed
         is_odd = self.step == 1 or (self.pause >= 8 if asked else not self.pause)
         seconds = timing.draft, timing.verify + timing.other
         self.unread.append(Outcome(self.wanted, own, self.survival, accepted, *seconds, is_odd, bool(self.pause)))
@@ -146,19 +136,9 @@ class ByLoad(Policy):
 
     def _lengths(self, survival: Survival) -> list[int]:
         """How many nodes of each slot are verified."""
-        live, most, scale = len(survival), max(self.wanted, default=self.limit), self.promises.scale
-        late = self.history[0] if self.delay and len(self.history) == self.delay else None
-        if late is None and not self.padded:
-            return admitted(survival, self._rate(live, most), scale)
-        if late is None:
-            gains = columns(survival, scale)
-            width = admitted_columns(gains, live, self._rate(live, most), self._means[:most])
-        elif self.padded:
-            width = best_count(columns(late, scale), len(late), len(late), self._rate(len(late), most))
-        else:
-            gains = sorted((min(1.0, scale * a) for own in late for a in own), reverse=True)
-            count = best_count(gains, len(late), 1, self._rate(len(late), most))
-            return largest(survival, count * live // len(late))
+        live, most = len(survival), max(self.wanted, default=self.limit)
+        gains = columns(survival, self.promises.scale)
+        width = admitted_columns(gains, live, self._rate(live, most), self._means[:most])
         return [min(width, len(own)) for own in survival]
 
     def _rate(self, live: int, depth: int) -> Rate:
@@ -168,8 +148,8 @@ class ByLoad(Policy):
         def rate(tokens: int) -> float:
             found = known.get(tokens)
             if found is None:
-                verify = self.seconds.verify(live, tokens, min(1, tokens - live))
-                found = known[tokens] = 1 / (self.seconds.draft(live, depth) + verify)
+                verify = self.costs.verify(live, tokens, min(1, tokens - live))
+                found = known[tokens] = 1 / (self.costs.draft(live, depth) + verify)
             return found
 
         return rate
@@ -184,19 +164,19 @@ class ByLoad(Policy):
             shares = [min(1.0, self.promises.scale * mean) for mean in self._means]
         drafting = (live - bisect_right(ordered, n) for n in range(most))  # slots that may draft node n
         expected = list(accumulate(map(mul, shares, drafting), initial=float(live)))
-        found = {0: live / self.seconds.verify(live, live, 0)}
+        found = {0: live / self.costs.verify(live, live, 0)}
         reading = self.prompts.step_s
         depths = {
-            depth: (min(depth, most), self.seconds.draft(live, min(depth, most)) + reading) for depth in self.depths
+            depth: (min(depth, most), self.costs.draft(live, min(depth, most)) + reading) for depth in self.depths
         }
         if self.is_confident:  # which of the nodes asked for will be verified is not known yet
-            passes = [self.seconds.verify(live, live * (1 + n), min(n, 1)) for n in range(most + 1)]
+            passes = [self.costs.verify(live, live * (1 + n), min(n, 1)) for n in range(most + 1)]
             for depth, (nodes, draft) in depths.items():
                 found[depth] = max(expected[n] / (draft + passes[n]) for n in range(nodes + 1))
         else:
             fill = self.fill.get((live - 1).bit_length(), 1.0)
             for depth, (nodes, draft) in depths.items():
-                found[depth] = expected[nodes] / (draft + self.seconds.verify(live, live * (1 + fill * nodes), 1))
+                found[depth] = expected[nodes] / (draft + self.costs.verify(live, live * (1 + fill * nodes), 1))
         return found
 
     def _planned(self, room: Sequence[int]) -> int:
@@ -205,7 +185,7 @@ class ByLoad(Policy):
         self.is_trial = self.is_brief = False
         if min(max(room, default=0), self.limit) < 1:
             return 0
-        todo = self.seconds.todo(live)
+        todo = self.costs.todo(live)
         if todo:
             self.is_trial = self.is_brief = True
             return todo.pop(0)
@@ -233,7 +213,7 @@ class ByLoad(Policy):
             return self.depth
         self.since, self.tries, self.probes.credit = 0, self.tries + 1, self.probes.FUND
         self.is_brief = True
-        todo = self.seconds.todo(live)
+        todo = self.costs.todo(live)
         if self.tries % 3 == 1:
             todo.append(0)  # the first of two is not counted
             return 0
@@ -241,7 +221,7 @@ class ByLoad(Policy):
             return self.limit
         at = self.depths.index(self.depth)
         depth = self.depths[max(0, at - 1) : at + 2][-1 if self.tries % 3 else 0]
-        if not self.seconds.knows(live, depth):
+        if not self.costs.knows(live, depth):
             todo.append(depth)  # one of two may be an outlier
         return depth
 
@@ -256,7 +236,7 @@ class ByLoad(Policy):
             if not each.is_odd and each.wanted:
                 groups[self._size(each)].append((each.draft_s, each.pass_s))
         for size, seconds in groups.items():
-            self.seconds.add(size, seconds, self.step)
+            self.costs.add(size, seconds, self.step)
         drafted = [each for each in unread if any(each.wanted)]
         for each in drafted if self.probes.left else ():
             self._charge(each)
@@ -275,33 +255,12 @@ class ByLoad(Policy):
 
     def _size(self, each: Outcome) -> StepSize:
         live = len(each.wanted)
-        nodes = live * max(each.sizes) if self.padded else sum(each.sizes)
+        nodes = live * max(each.sizes)
         return StepSize(live, max(each.wanted), live + nodes, min(nodes, 1))
 
     def _charge(self, each: Outcome) -> None:
         live, asked, tokens, kind = self._size(each)
         reading = self.prompts.step_s
-        usual = self.seconds.draft(live, asked) + self.seconds.verify(live, tokens, kind) + reading
-        plain, accepted = self.seconds.verify(live, live, 0), sum(each.accepted.counts) / live
+        usual = self.costs.draft(live, asked) + self.costs.verify(live, tokens, kind) + reading
+        plain, accepted = self.costs.verify(live, live, 0), sum(each.accepted.counts) / live
         self.probes.charge(each.draft_s + each.pass_s + reading, None if each.is_first else usual, plain, accepted)
-
-
-class ByBatch(Policy):
-    """The number of nodes by the number of live slots, from a table such as {1: 7, 4: 3, 16: 0}."""
-
-    def __init__(self, table: Mapping[int, int]):
-        """table: slots to nodes; the entry of the largest number not above the live slots counts.
-
-        Raises ConfigError for a table without an entry for 1 slot, or with numbers below 0.
-        """
-        if 1 not in table or min(*table, *table.values()) < 0 or 0 in table:
-            raise ConfigError(
-                f"a table by batch needs nodes of at least 0 by slots, with an entry for 1 slot, got {dict(table)}; "
-                "write such as {1: 7, 4: 3, 16: 0}"
-            )
-        self.table = dict(sorted(table.items()))
-
-    def budget(self, state: DecodeState) -> Tensor:
-        live = len(state.rows)
-        nodes = next((nodes for slots, nodes in reversed(self.table.items()) if slots <= live), 0)
-        return torch.tensor([max(0, min(nodes, own)) for own in state.room], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Adaptive against a simulated clock: seconds from a formula, acceptance from a seeded coin; nothing here sleeps.
+"""Auto against a simulated clock: seconds from a formula, acceptance from a seeded coin; nothing here sleeps.
 
 Seeds are fixed, so a run that passed passes again.  Rates are expectations over the budgets that were played, so that
 they hang on the choices alone and not on the luck of the coin.
@@ -17,8 +17,7 @@ import torch
 from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Request, Timing
-from outrider.policies.adaptive import Adaptive
-from outrider.policies.by_load import ByLoad
+from outrider.policies.auto import Auto
 from outrider.sampling.settings import Sampling
 
 LIMIT = 8
@@ -125,7 +124,6 @@ CLOCKS = {
     "a parallel drafter": lambda: Clock(16, 0.02, 0.0, start=0.3),
 }
 CHANCES = {"poor": alike(0.3), "fair": alike(0.6), "good": alike(0.9), "falling": falling}
-BOTH = pytest.mark.parametrize("make", [Adaptive, ByLoad])
 DEAR = Clock(64, 0.01, 5.0)
 """Drafts that cost more than all they could bring."""
 
@@ -141,27 +139,26 @@ DEAR = Clock(64, 0.01, 5.0)
 def test_it_comes_within_a_twentieth_of_the_best_fixed_budget(clock, chances, slots):
     """Catches a wrong gain, wrong seconds, exploring that costs too much, seconds that believe outliers, and flapping
     between depths."""
-    world = World(slots, CLOCKS[clock](), CHANCES[chances]).play(Adaptive(LIMIT), 500)
+    world = World(slots, CLOCKS[clock](), CHANCES[chances]).play(Auto(LIMIT), 500)
     assert world.rate(350) >= 0.95 * world.best()
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("clock", "chance", "slots"),
     [(CLOCKS["dear drafts"], 0.02, 1), (CLOCKS["dear rows"], 0.02, 16), (lambda: DEAR, 0.9, 1)],
     ids=["dear drafts", "dear rows", "drafts of five steps that are right"],
 )
-def test_worthless_drafts_cost_less_than_a_twentieth(clock, chance, slots, make):
+def test_worthless_drafts_cost_less_than_a_twentieth(clock, chance, slots):
     """Catches probes that are too dear or too many, and a policy that looks at acceptance alone.  The first tries,
     which are dear, are left out."""
-    world = World(slots, clock(), alike(chance)).play(make(LIMIT), 700)
+    world = World(slots, clock(), alike(chance)).play(Auto(LIMIT), 700)
     assert world.rate(600) >= 0.95 * world.fixed(0)
 
 
 @pytest.mark.parametrize(("clock", "slots"), [("dear drafts", 1), ("dear rows", 16)])
 def test_it_comes_back_when_acceptance_returns(clock, slots):
     """Catches a policy that never tries again, or believes its old counts for too long."""
-    world, policy = World(slots, CLOCKS[clock](), alike(0.0)), Adaptive(LIMIT)
+    world, policy = World(slots, CLOCKS[clock](), alike(0.0)), Auto(LIMIT)
     assert world.play(policy, 800).rate(600) >= 0.97 * world.fixed(0)
     world.becomes(alike(0.9)).play(policy, 400)
     assert world.rate(150) >= 0.93 * world.best()
@@ -169,7 +166,7 @@ def test_it_comes_back_when_acceptance_returns(clock, slots):
 
 def test_it_comes_back_when_drafts_become_cheap():
     """Catches a policy that never measures the draft again while it is off."""
-    world, policy = World(1, Clock(64, 0.01, 1.5), alike(0.8)), Adaptive(LIMIT)
+    world, policy = World(1, Clock(64, 0.01, 1.5), alike(0.8)), Auto(LIMIT)
     assert world.play(policy, 600).depths(100).count(0) >= 90
     world.clock = Clock(64, 0.01, 0.02)
     assert world.play(policy, 1500).rate(200) >= 0.93 * world.best()
@@ -177,14 +174,14 @@ def test_it_comes_back_when_drafts_become_cheap():
 
 def test_it_follows_a_text_that_changes():
     """Catches counts that fade too slowly, and an acceptance that is never questioned."""
-    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.95)), Adaptive(LIMIT)
+    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.95)), Auto(LIMIT)
     world.play(policy, 1000).becomes(alike(0.3)).play(policy, 300)
     assert world.rate(150) >= 0.93 * world.best()
 
 
 def test_a_new_request_is_a_new_text():
     """Catches counts that outlive their request: with them it takes longer to see that the next text is another."""
-    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.9)), Adaptive(LIMIT)
+    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.9)), Auto(LIMIT)
     world.play(policy, 600).state.free(0)
     weight = policy.acceptance.tests[0]
     world.state.admit(0, Request([1, 2], 10**8, Sampling()))
@@ -196,25 +193,24 @@ def test_unlike_slots_are_asked_for_what_is_best_for_all():
     """Catches a mean acceptance that is raised to a power: of unlike slots the longest drafts are kept far more
     often."""
     world = World(4, Clock(64, 0.01, 0.1), lambda row: [0.95 if row % 2 else 0.1] * LIMIT)
-    world.play(Adaptive(LIMIT), 500)
+    world.play(Auto(LIMIT), 500)
     assert world.rate(350) >= 0.95 * world.best()
 
 
-@BOTH
 @pytest.mark.parametrize(("token_s", "is_on"), [(0.01, True), (1.0, False)])
-def test_reading_prompts_is_part_of_what_drafting_costs(make, token_s, is_on):
+def test_reading_prompts_is_part_of_what_drafting_costs(token_s, is_on):
     """Catches a policy that drafts because its steps are faster, while the drafter's reading of every prompt takes more
     than they save."""
     world = World(2, Clock(64, 0.01, 0.05), alike(0.7))
     world.text_steps, world.prompt, world.token_s = 50, 100, token_s
-    depths = world.play(make(LIMIT), 1500).depths(500)
+    depths = world.play(Auto(LIMIT), 1500).depths(500)
     assert depths.count(0) < 50 if is_on else depths.count(0) > 400
 
 
 def test_a_tree_is_asked_for_as_a_whole():
     """Catches chances of a tree read as a chain's: here node 0 is always wrong, and its sibling, node 1, always
     right."""
-    policy = Adaptive(LIMIT)
+    policy = Auto(LIMIT)
     state = World(1, DEAR, alike(0.5)).state
     budgets = []
     for _ in range(200):
@@ -227,11 +223,10 @@ def test_a_tree_is_asked_for_as_a_whole():
     assert budgets[-100:].count(2) > 90
 
 
-@BOTH
-def test_no_budget_exceeds_the_room_that_is_left(make):
+def test_no_budget_exceeds_the_room_that_is_left():
     """Catches tries and probes that forget the room, a budget that is not looked at again before it is used up, and
     steps of a slot with none; and a crash with a drafter that has no room at all."""
-    state, policy = DecodeState(2, 300), make(LIMIT)
+    state, policy = DecodeState(2, 300), Auto(LIMIT)
     state.admit(0, Request([1], 1, Sampling()))
     state.admit(1, Request([1], 200, Sampling()))
     while len(state.tokens[1]) < 200:
@@ -241,4 +236,4 @@ def test_no_budget_exceeds_the_room_that_is_left(make):
         state.tokens[1] += [0] * (1 + int(budget[1]))
         state.reached = budget.tolist()
         policy.observe(state, budget, verdict([0, int(budget[1])]), Timing(draft=0.01, verify=1.0))
-    assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(make(0), 50).depths(50)) == 0
+    assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(Auto(0), 50).depths(50)) == 0

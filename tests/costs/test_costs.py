@@ -13,11 +13,12 @@ from contracts.parties import Proposer, TableCache, TableTarget
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.costs import passes
+from outrider.costs.passes import PassSeconds, measured
+from outrider.costs.steps import StepCosts, StepSize
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError
-from outrider.policies import step_rates
-from outrider.policies.step_rates import StepRates, StepSeconds, StepSize, measured
 
 
 @given(
@@ -32,27 +33,27 @@ def test_between_measured_sizes_seconds_are_linear(slots, width, terms):
     def truth(slots: float, width: float) -> float:
         return fixed + by_slot * slots + by_token * width + by_both * slots * width
 
-    table = StepRates({(row, n): truth(row, n) for row in (1, 4, 16, 40) for n in (1, 3, 12)})
+    table = PassSeconds({(row, n): truth(row, n) for row in (1, 4, 16, 40) for n in (1, 3, 12)})
     assert table.seconds(slots, slots * width) == pytest.approx(truth(slots, width))
     assert table.seconds(slots, slots * width) == pytest.approx(truth(slots, width))  # as remembered
 
 
 def test_beyond_the_table_seconds_go_on_and_never_fall():
     """Catches a larger pass that costs less than the largest one measured."""
-    table = StepRates({(2, 1): 1.0, (2, 2): 1.5, (2, 4): 2.5})
+    table = PassSeconds({(2, 1): 1.0, (2, 2): 1.5, (2, 4): 2.5})
     assert table.seconds(2, 16) == pytest.approx(4.5)
     assert table.seconds(4, 16) == pytest.approx(4.5)
     assert table.seconds(1, 1) == 1.0
-    falling = StepRates({(1, 1): 1.0, (1, 2): 0.5})
+    falling = PassSeconds({(1, 1): 1.0, (1, 2): 0.5})
     assert falling.seconds(1, 9) == 0.5
 
 
 def test_what_is_no_table_is_refused():
     for wrong in ({}, {(0, 1): 1.0}, {(1, 0): 1.0}, {(1, 1): 0.0}, {(1, 1): math.nan}, {(1, 1): math.inf}):
         with pytest.raises(ConfigError, match="seconds above 0 by"):
-            StepRates(wrong)
+            PassSeconds(wrong)
     with pytest.raises(ConfigError, match="steps per second must be above 0"):
-        StepRates.by_tokens({1: 1.0, 2: 0.0})
+        PassSeconds.by_tokens({1: 1.0, 2: 0.0})
 
 
 class Timed(TableTarget):
@@ -83,7 +84,7 @@ class Timed(TableTarget):
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
     target = Timed.random(5)
-    monkeypatch.setattr(step_rates.time, "perf_counter", lambda: target.now)
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: target.now)
     return target
 
 
@@ -129,7 +130,7 @@ def test_a_real_target_is_measured_and_its_context_is_not_exceeded(short_target)
 
 def test_what_is_timed_while_decoding_scales_the_table():
     """Catches a table that a slower machine leaves as it was, and a plain step scaled by drafts."""
-    known = StepSeconds(4, StepRates({(1, 1): 1.0, (1, 5): 2.0}))
+    known = StepCosts(4, PassSeconds({(1, 1): 1.0, (1, 5): 2.0}))
     assert (known.draft(1, 4), known.verify(1, 5, 1)) == (0.0, 2.0)
     known.add(StepSize(1, 4, 5, 1), [(0.25, 3.0)] * 4, step=8)
     known.add(StepSize(1, 0, 1, 0), [(0.0, 1.1)] * 4, step=16)
@@ -141,8 +142,8 @@ def test_what_is_timed_while_decoding_scales_the_table():
 
 def test_a_size_that_the_table_has_wrong_is_corrected_alone():
     """Catches one factor for all sizes: width 3 was timed at half of what it takes, the others were timed right."""
-    rates = StepRates({(2, 1): 1.0, (2, 3): 0.7, (2, 5): 1.8})
-    known = StepSeconds(4, rates)
+    rates = PassSeconds({(2, 1): 1.0, (2, 3): 0.7, (2, 5): 1.8})
+    known = StepCosts(4, rates)
     for tokens, seconds in ((2, 1.0), (6, 1.4), (10, 1.8)):
         known.add(StepSize(2, 4, tokens, min(tokens - 2, 1)), [(0.1, seconds)] * 2, step=8)
     assert [known.verify(2, tokens, 1) for tokens in (6, 10)] == pytest.approx([1.4, 1.8])

@@ -1,0 +1,98 @@
+"""Seconds of whole steps: of the draft by its nodes, of the rest by slots and tokens, corrected while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from outrider.costs.curve import Curve
+from outrider.costs.passes import PassSeconds
+
+
+class StepSize(NamedTuple):
+    """What the seconds of a step depend on."""
+
+    live: int
+    asked: int
+    """Nodes that the drafter was asked for."""
+    tokens: int
+    """Tokens in the pass, anchors and padding included."""
+    kind: int
+    """0 for a pass of anchors alone, 1 for one of drafts."""
+
+
+class StepCosts:
+    """Seconds of a step: of its draft, by nodes asked for, and of the rest, by slots and tokens of its pass."""
+
+    def __init__(self, limit: int, rates: PassSeconds | None):
+        self.limit, self.rates = limit, rates
+        self.drafts: dict[int, Curve] = {}
+        """By the live slots' number in bits, as everywhere here."""
+        self.passes: dict[int, Curve] = {}
+        """The same by nodes a slot in the pass, where there is no table."""
+        self.scales: dict[int, dict[int, Curve]] = {0: {}, 1: {}}
+        """Measured seconds over the table's: by kind of pass, then as `passes`.  A table that was timed beside other
+        work is wrong at single sizes, so one factor for all of them would keep what is wrong between them."""
+        self.single: dict[tuple[Curve, int], float] = {}
+        """Sizes timed once, which do not count yet: one of one may be an outlier."""
+
+    def todo(self, live: int) -> list[int]:
+        """Depths still to be tried with so many slots."""
+        key = (live - 1).bit_length()
+        if key not in self.drafts:
+            tries = [self.limit, 0, (self.limit + 1) // 2, 1] if self.rates is None else [self.limit, 1]
+            # a depth that is not drafted any more keeps its seconds, but all change together
+            self.drafts[key], self.passes[key] = Curve(tries, age=float("inf")), Curve([])
+        return self.drafts[key].todo
+
+    def add(self, size: StepSize, seconds: Sequence[tuple[float, float]], step: int) -> None:
+        """Steps of this size took so long: (draft, the rest)."""
+        live, asked, tokens, kind = size
+        self.todo(live)
+        key, nodes, (drafts, passes) = (live - 1).bit_length(), -(-tokens // live) - 1, zip(*seconds, strict=True)
+        if asked:
+            self.drafts[key].shift(asked, drafts)
+            self._add(self.drafts[key], asked, drafts, step)
+        if self.rates is None:
+            self._add(self.passes[key], nodes, passes, step)
+        else:
+            usual = self.rates.seconds(live, tokens)
+            scales = self.scales[kind].setdefault(key, Curve([]))
+            self._add(scales, nodes, [each / usual for each in passes], step)
+
+    def _add(self, costs: Curve, size: int, seconds: Sequence[float], step: int) -> None:
+        if size not in costs.samples:
+            if (costs, size) in self.single:
+                seconds = [self.single.pop((costs, size)), *seconds]
+            if len(seconds) < 2:
+                self.single[costs, size] = seconds[0]
+                return
+        costs.add(size, seconds, step)
+
+    def knows(self, live: int, depth: int) -> bool:
+        """Whether drafts of this depth were timed."""
+        return depth in self.drafts[(live - 1).bit_length()].samples
+
+    def draft(self, live: int, depth: int) -> float:
+        known = self._nearest(self.drafts, live)
+        return known.at(depth) if known is not None else 0.0
+
+    def verify(self, live: int, tokens: float, kind: int) -> float:
+        """Of all but the draft, for a pass of so many tokens; nearly 0 before anything is known."""
+        if self.rates is not None:
+            return self._scale(live, tokens / live - 1, kind) * self.rates.seconds(live, tokens)
+        known = self._nearest(self.passes, live)
+        return known.at(tokens / live - 1) if known is not None else 1e-9
+
+    def _scale(self, live: int, nodes: float, kind: int) -> float:
+        """The factor of the nearest size that was timed: of this kind, else of the other."""
+        known = self._nearest(self.scales[kind], live) or self._nearest(self.scales[1 - kind], live)
+        if known is None:
+            return 1.0
+        return known.means[min(known.means, key=lambda other: abs(other - nodes))]
+
+    def _nearest(self, costs: Mapping[int, Curve], live: int) -> Curve | None:
+        """Those of the nearest number of slots that was timed."""
+        key = (live - 1).bit_length()
+        timed = [other for other, own in costs.items() if own.samples]
+        return costs[min(timed, key=lambda other: abs(other - key))] if timed else None
