@@ -1,9 +1,9 @@
 """Tokens per second by batch, plain and speculative, and whether Auto follows the better of the two.
 
-    python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4] [--minutes 2] [--out
-    FILE]
+    python benchmarks/batch.py [--target smollm2] [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4]
+                               [--minutes 2] [--out FILE]
 
-On the demo target, greedy, prefill left out.  In every round plain, Fixed and Auto serve the same prompts one after
+Greedy, prefill left out.  In every round plain, Fixed and Auto serve the same prompts one after
 the other, in another order each time; rounds go on for so many minutes a batch, five at least.  Auto keeps what it
 has learnt from round to round, as a server's does; its first round is a warm-up, as theirs is.  The ratio is that of
 all tokens per second, its interval a bootstrap over rounds.  FILE is written after every batch; with the same settings
@@ -33,6 +33,7 @@ LEAST = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2", choices=["smollm2", "demo"])
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--drafter", default="dspark", choices=["dspark", "ngram", "small_model"])
     parser.add_argument("--new", type=int, default=64, help="tokens a prompt")
@@ -45,9 +46,9 @@ def main() -> None:
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
     print(f"about {1 + len(batches) * options.minutes:.0f} minutes", file=sys.stderr, flush=True)
-    target, drafters = parties([options.drafter], compiled=not options.plain_path)
+    target, drafters = parties([options.drafter], compiled=not options.plain_path, name=options.target)
     settings = {
-        "path": "plain" if options.plain_path else "compiled", "drafter": options.drafter, "new_tokens": options.new,
+        "path": "plain" if options.plain_path else "compiled", "target": options.target, "drafter": options.drafter, "new_tokens": options.new,
         "queue": options.queue, "minutes": options.minutes,
     }  # fmt: skip
     rows = earlier(options.out, settings, batches)

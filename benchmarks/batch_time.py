@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -21,13 +22,18 @@ from benchmarks.replay import command, processor
 from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.compiled.whole_step import WholeStep
+from outrider.data.readers import instructions
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.timing import model_clock
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
-CHECKPOINT = Path(__file__).resolve().parent.parent / "runs" / "demo" / "checkpoint"
+RUNS = Path(__file__).resolve().parent.parent / "runs"
+CHECKPOINTS = {"demo": RUNS / "demo-small" / "checkpoint", "smollm2": RUNS / "demo" / "checkpoint"}
+"""By target: the drafter of the last `make demo`, for the small one where there was no package index, or by
+`outrider run recipes/demo.yaml name=demo-small`."""
+CHECKPOINT = CHECKPOINTS["demo"]
 
 
 @dataclass
@@ -114,16 +120,18 @@ def serve_in_one_call(
     return found, texts
 
 
-def parties(names: Sequence[str], compiled: bool = True) -> tuple[TransformersTarget, dict[str, Drafter]]:
-    """The demo target and drafters by name; `dspark` is the checkpoint of the last `make demo`.  Compiled where asked
-    for."""
-    target = load_target("demo", compile=False)
+def parties(
+    names: Sequence[str], compiled: bool = True, name: str = "demo"
+) -> tuple[TransformersTarget, dict[str, Drafter]]:  # fmt: skip
+    """A target, the small one unless named, and drafters by name; `dspark` is the checkpoint that was trained last for
+    it.  Compiled where asked for."""
+    target, checkpoint = load_target(name, compile=False), CHECKPOINTS[name]
     drafters: dict[str, Drafter] = {}
     for name in names:
-        if name == "dspark" and not CHECKPOINT.exists():
-            print(f"no {CHECKPOINT}: run `make demo` first; going on without dspark", file=sys.stderr)
+        if name == "dspark" and not checkpoint.exists():
+            print(f"no {checkpoint}: train it first; going on without dspark", file=sys.stderr)
             continue
-        drafters[name] = load_drafter(str(CHECKPOINT) if name == "dspark" else name, target)
+        drafters[name] = load_drafter(str(checkpoint) if name == "dspark" else name, target)
     if compiled:
         steps = {"target": target.compile} | {
             name: functools.partial(compile_passes, drafter) for name, drafter in drafters.items()
@@ -137,7 +145,11 @@ def parties(names: Sequence[str], compiled: bool = True) -> tuple[TransformersTa
 
 
 def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
-    """Prompts from modules that neither the target nor a drafter was trained on."""
+    """Prompts that no drafter was trained on: for SmolLM2 our held-out instructions, again where there are too few; for
+    others pieces of modules that the small target was not trained on either."""
+    if target.spec.name == "smollm2":
+        asked = itertools.islice(itertools.cycle(instructions("held_out", 0)), count)
+        return [target.encode([{"role": "user", "content": row["turns"][0]}]) for row in asked]
     return [target.encode(text) for _, text in demo.prompts("held_out", count)]
 
 
