@@ -48,8 +48,8 @@ def main() -> None:
     print(f"about {1 + len(batches) * options.minutes:.0f} minutes", file=sys.stderr, flush=True)
     target, drafters = parties([options.drafter], compiled=not options.plain_path, name=options.target)
     settings = {
-        "path": "plain" if options.plain_path else "compiled", "target": options.target, "drafter": options.drafter, "new_tokens": options.new,
-        "queue": options.queue, "minutes": options.minutes,
+        "path": "plain" if options.plain_path else "compiled", "target": options.target, "drafter": options.drafter,
+        "new_tokens": options.new, "queue": options.queue, "minutes": options.minutes,
     }  # fmt: skip
     rows = earlier(options.out, settings, batches)
     for batch in batches:
