@@ -65,7 +65,8 @@ prepare:  # the target answers the prompts
   top_p: 1.0
   top_k: 0
   slots: 32  # answers written at the same time
-train: {{steps: {steps}, batch: 8, lr: 8e-3, optimizer: muon, loss: {{kl: 1.0}}, log_every: 20, calibrate: 0}}
+train: {{steps: {steps}, batch: 8, lr: 8e-3, optimizer: muon, loss: {{kl: 1.0}}, calibrate: 0, log_every: 20,
+        save_every: 100}}
 evaluate:
   tasks: {tasks}
   prompts: {prompts}  # of each task

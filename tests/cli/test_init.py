@@ -69,6 +69,7 @@ def test_a_budget_of_minutes_is_planned_by_rates_measured_here(folder: Path, cap
     run, _ = load("planned.yaml")
     assert run.drafter["kind"] == "dspark" and run.prepare.count == 60
     assert run.train is not None and run.train.steps == 12 * 60 // 8
+    assert run.train.save_every <= 100, "a kill would cost minutes"
     assert run.usual_minutes.keys() == {"prepare", "train", "evaluate"} and sum(run.usual_minutes.values()) <= 4
     said = capsys.readouterr().out
     assert "60 answers" in said and "16 minutes would be" in said
