@@ -262,11 +262,10 @@ def _drafter(
 
 
 def _policy(config: Config, target: TransformersTarget, drafter: Drafter | None) -> str | Policy:
-    table = timings.known_rates(target, config.slots) if config.policy == "auto" and drafter is not None else None
-    if table is None or drafter is None:
-        return config.policy
-    say("policy    auto: by the times that `outrider plan --measure` kept")
-    return Auto(drafter.limit, table)
+    if config.policy == "auto" and drafter is not None and (table := timings.known_rates(target, config.slots)):
+        say("policy    auto: by the times that `outrider plan --measure` kept")
+        return Auto(drafter.limit, table)
+    return config.policy
 
 
 def _name_of(target: str) -> str:

@@ -18,16 +18,11 @@ class Curve:
         self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2 if depth else 3))]
         """Depths still to be tried: twice, since one of two samples may be an outlier, and the very first is not
         counted; depth 0 three times, since the first plain step after a draft is not counted either."""
-        self.tried = set(todo)
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
         self.means: dict[int, float] = {}
         self.curve = rising([])
         """Depths and seconds, rising."""
-
-    def try_first(self, depths: list[int]) -> None:
-        self.todo += [depth for depth in depths if depth not in self.tried for _ in range(2)]
-        self.tried.update(depths)
 
     def add(self, depth: int, seconds: Sequence[float], step: int) -> None:
         if not seconds:

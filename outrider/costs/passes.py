@@ -37,8 +37,8 @@ class PassSeconds:
         wrong = [f"{size}: {each}" for size, each in seconds.items() if min(size) < 1 or not 0 < each < float("inf")]
         if wrong or not seconds:
             raise ConfigError(
-                f"step rates need seconds above 0 by (slots, tokens a slot), both at least 1, got "
-                f"{', '.join(wrong) or 'none'}; measure them with costs.passes.measured"
+                f"a table of passes needs seconds above 0 by (slots, tokens a slot), both at least 1, got "
+                f"{', '.join(wrong) or 'none'}; measure it with costs.passes.measured"
             )
         curves: dict[int, list[tuple[int, float]]] = {}
         for (slots, width), each in sorted(seconds.items()):

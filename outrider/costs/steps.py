@@ -24,8 +24,8 @@ class StepSize(NamedTuple):
 class StepCosts:
     """Seconds of a step: of its draft, by nodes asked for, and of the rest, by slots and tokens of its pass."""
 
-    def __init__(self, limit: int, rates: PassSeconds | None):
-        self.limit, self.rates = limit, rates
+    def __init__(self, limit: int, table: PassSeconds | None):
+        self.limit, self.table = limit, table
         self.drafts: dict[int, Curve] = {}
         """By the live slots' number in bits, as everywhere here."""
         self.passes: dict[int, Curve] = {}
@@ -40,7 +40,7 @@ class StepCosts:
         """Depths still to be tried with so many slots."""
         key = (live - 1).bit_length()
         if key not in self.drafts:
-            tries = [self.limit, 0, (self.limit + 1) // 2, 1] if self.rates is None else [self.limit, 1]
+            tries = [self.limit, 0, (self.limit + 1) // 2, 1] if self.table is None else [self.limit, 1]
             # a depth that is not drafted any more keeps its seconds, but all change together
             self.drafts[key], self.passes[key] = Curve(tries, age=float("inf")), Curve([])
         return self.drafts[key].todo
@@ -53,10 +53,10 @@ class StepCosts:
         if asked:
             self.drafts[key].shift(asked, drafts)
             self._add(self.drafts[key], asked, drafts, step)
-        if self.rates is None:
+        if self.table is None:
             self._add(self.passes[key], nodes, passes, step)
         else:
-            usual = self.rates.seconds(live, tokens)
+            usual = self.table.seconds(live, tokens)
             scales = self.scales[kind].setdefault(key, Curve([]))
             self._add(scales, nodes, [each / usual for each in passes], step)
 
@@ -79,8 +79,8 @@ class StepCosts:
 
     def verify(self, live: int, tokens: float, kind: int) -> float:
         """Of all but the draft, for a pass of so many tokens; nearly 0 before anything is known."""
-        if self.rates is not None:
-            return self._scale(live, tokens / live - 1, kind) * self.rates.seconds(live, tokens)
+        if self.table is not None:
+            return self._scale(live, tokens / live - 1, kind) * self.table.seconds(live, tokens)
         known = self._nearest(self.passes, live)
         return known.at(tokens / live - 1) if known is not None else 1e-9
 
