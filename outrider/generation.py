@@ -31,7 +31,7 @@ from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import with_stops
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
-from outrider.targets.memory import refuse_above, token_bytes
+from outrider.targets.memory import room
 from outrider.targets.prompts import Prompt, is_chat, listed
 from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
@@ -103,7 +103,8 @@ def generate(
     allow_lossy=True, `typical`, `relaxed` (see `policies.lossy`), `relay`, `scorer` or `counterfactual`, which need
     settings, such as `relay(cues=cues.json)`.  `policies.named.judge(name)` gives one whose `distance` is the distance
     of a lossy one's texts from the target's distribution, and whose `figures` say what that bought.
-    memory_gb: most memory of the slots' keys and values, in GB; more than that is refused before it is allocated.
+    memory_gb: most memory of keys and values, in GB.  Prompts wait until they fit, on a GPU all slots must; a prompt
+    that never fits is refused before anything is computed.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
     whole_step: draft, verify and accept in one call a step: a captured graph on a GPU (docs/fast-on-a-gpu.md), a
@@ -208,10 +209,9 @@ def serve(
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
-    if memory_gb is not None:
-        _refuse_above(memory_gb, target, requests, drafter, state)
+    tokens = None if memory_gb is None else _tokens_within(memory_gb, target, requests, drafter, state)
     steps = _by_whole_steps(target, requests, drafter, policy, state) if whole_step else None
-    return advance(target, requests, drafter, named.policy(policy, drafter), state) if steps is None else steps
+    return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens) if steps is None else steps
 
 
 def _by_whole_steps(
@@ -239,15 +239,15 @@ def _by_whole_steps(
     return whole.advance(requests)
 
 
-def _refuse_above(
+def _tokens_within(
     memory_gb: float, target: Target, requests: Sequence[Request], drafter: Drafter, state: DecodeState
-) -> None:  # fmt: skip
-    """Raises ConfigError where the longest request, in every slot, takes more than this."""
+) -> int | None:  # fmt: skip
+    """Most tokens of all texts together, as in `Room`.  Raises ConfigError where the longest request does not fit."""
     if not memory_gb > 0:
         raise ConfigError(f"memory_gb must be a number above 0, got {memory_gb}")
     longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
-    length, each = min(longest, state.context), token_bytes(target)
-    refuse_above(int(memory_gb * 1e9), len(state.tokens), length, each, "given", draft_columns(drafter))
+    length, more = max(2, min(longest, state.context)), draft_columns(drafter)
+    return room(target, len(state.tokens), length, int(memory_gb * 1e9), more).tokens
 
 
 def batch(

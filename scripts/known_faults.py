@@ -60,6 +60,22 @@ FAULTS = [
         ("_rows", "[[0, *(depth + 1 for depth in own)]", "[[0, *(depth + 2 for depth in own)]"),
     ),
     fault(
+        "a text that ends takes the first columns of its neighbour with it",
+        (
+            "Pages.give_back",
+            "first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE",
+            "first = begin // mmap.PAGESIZE * mmap.PAGESIZE",
+        ),
+    ),
+    fault(
+        "texts take more memory together than there is",
+        ("Scheduler._admit", "if self.serving and not self._has_room([request]):", "if False:"),
+    ),
+    fault(
+        "a plan that measures takes a quarter of an hour",
+        ("Allowance.lacks", "if seconds > WITHIN * share * self.left_s:", "if seconds > 1e9:"),
+    ),
+    fault(
         "a slot that was cut inside a block keeps its last token in the cache",
         ("step", "path if following >= 0 else path[:-1] for path, following", "path for path, following"),
     ),
@@ -449,7 +465,7 @@ FAULTS = [
     ),
     fault(
         "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",
-        ("slot_length", "- more if each", "if each"),
+        ("room", "longest = min(length or context, context, tokens - more)", "longest = min(length or context, context, tokens)"),
     ),
     fault(
         "a node's n-grams are of the columns before it, whatever branch they are of",

@@ -53,6 +53,7 @@ Requests = Annotated[
     int | None,
     typer.Option(min=0, help="Requests of the log to replay with drafters that need no training; 24, if quick."),
 ]
+Minutes = Annotated[float | None, typer.Option(help="Most that --measure takes; 2 unless given.")]
 Checklist = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Instead: what of the roll-out of a run's drafter is done.")
 ]
@@ -64,7 +65,8 @@ def plan(
     new_tokens: NewTokens = None, concurrency: Concurrency = None, rate: Rate = None, slo: Slo = None,
     method: Methods = None, draft_model: DraftModel = None, report: Reports = None, again: Again = False,
     price_per_hour: PricePerHour = None, price_per_gb_month: PricePerMonth = None, train_answers: TrainAnswers = None,
-    epochs: Epochs = None, probe: Requests = None, checklist: Checklist = None, json_to: JsonTo = None,
+    epochs: Epochs = None, probe: Requests = None, minutes: Minutes = None, checklist: Checklist = None,
+    json_to: JsonTo = None,
 ) -> None:  # fmt: skip
     """Will speculation pay?  ENABLE (method and depth), BATCH INSTEAD or NEED DATA, and the number that decided.
 
@@ -78,7 +80,7 @@ def plan(
     asked = Asked(
         target, hardware, measure, devices, weights, log, format, prompt_tokens, new_tokens, concurrency, rate, slo,
         method or (), draft_model, report or (), again, price_per_hour, price_per_gb_month, train_answers, epochs,
-        probe,
+        probe, minutes,
     )  # fmt: skip
     if checklist is not None:
         asking.refuse_with_checklist(asked, checklist)
@@ -103,7 +105,8 @@ def _planned(asked: Asked) -> Plan:
         say(f"plan      {asked.target} on this machine, {loaded.device.type}")
         drafter = functools.partial(probe.drafter_of, own, target=loaded, draft_model=asked.draft_model)
         tell = lambda line: say(f"          {line}")
-        given = measured.given(own, demand, missing, loaded, asked.again, drafter, tell)
+        minutes = asked.minutes or measured.MINUTES
+        given = measured.given(own, demand, missing, loaded, asked.again, drafter, tell, minutes)
         profile = measured.profile_of(own, demand, loaded)
         found = planner.plan(own, given, asked.prices).model_copy(update={"profile": profile})
     elif asked.hardware is None:

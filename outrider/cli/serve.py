@@ -48,6 +48,8 @@ from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
 
 RUN_FILES = (".yaml", ".yml")
+PREFIX_SHARE = 0.1
+"""Of the memory that is free, for shared beginnings unless told otherwise."""
 
 
 class Served(NamedTuple):
@@ -210,12 +212,18 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     engine = Engine(
         target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
         policy=_policy(config, target, drafter), verification=named.judge(config.verification, config.allow_lossy),
-        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, interval_s=config.interval_s,
+        prefix_bytes=_prefix_bytes(config, target), telemetry=telemetry, post=post, interval_s=config.interval_s,
         drafter_timeout_s=config.drafter_timeout_s,
     )  # fmt: skip
     telemetry.length = engine.length
     learner = None if learned is None else Learner(engine, target, learned)
     return Service(engine, target, config, name=name, drafters=names, log=log), post, learner
+
+
+def _prefix_bytes(config: Config, target: TransformersTarget) -> int:
+    """Memory for shared beginnings."""
+    given = config.prefix_bytes
+    return int(PREFIX_SHARE * machine.free_memory(target.device)) if given is None else given
 
 
 def _compile_in_background(
@@ -274,9 +282,10 @@ def _name_of(target: str) -> str:
 
 
 def _say_engine(engine: Engine, config: Config) -> None:
-    held = engine.slots * engine.length * engine.scheduler.cache.column_bytes
-    size = f", up to {sized(held)} of keys and values" if held else ""
-    shared = f"{sized(config.prefix_bytes)} for shared beginnings" if config.prefix_bytes else "no shared beginnings"
+    most, each = engine.scheduler.tokens or engine.slots * engine.length, engine.scheduler.cache.column_bytes
+    size = f", up to {sized(most * each)} of keys and values" if each else ""
+    kept = engine.prefixes.budget_bytes
+    shared = f"{sized(kept)} for shared beginnings" if kept else "no shared beginnings"
     lossy = f", verification {config.verification}" if config.verification != "standard" else ""
     say(
         f"engine    {engine.slots} slots of {engine.length:,} tokens{size}; {shared}; {config.queue} more texts may "

@@ -18,8 +18,8 @@ from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
 PREFILL_CHUNK = 512
 """Most prompt tokens of a slot that are read in one pass."""
-READ_WITH_STEPS = 128
-"""Most prompt tokens that are read between two steps of other slots; more where many prompts wait for few of these."""
+GRAIN = 64
+"""Prompts are read in multiples of it beside steps; prefixes are stored in such blocks."""
 
 
 class Progress(NamedTuple):
@@ -44,6 +44,30 @@ class Progress(NamedTuple):
     """One for each of the tokens, where the request asks for them."""
     error: Exception | None = None
     """Why it ends here, and without these tokens."""
+
+
+class Pace:
+    """How many prompt tokens are read between two steps of other slots: as many as hold them up for three steps."""
+
+    STEPS, LATELY = 3.0, 0.3
+    """Steps that reading may take as long as; and how much the newest time counts."""
+
+    def __init__(self) -> None:
+        self.step_s = self.token_s = 0.0
+        """Seconds of a step and of a prompt's token, lately; 0 before the first."""
+
+    def stepped(self, seconds: float) -> None:
+        self.step_s += (self.LATELY if self.step_s else 1.0) * (seconds - self.step_s)
+
+    def read(self, seconds: float, tokens: int) -> None:
+        self.token_s += (self.LATELY if self.token_s else 1.0) * (seconds / tokens - self.token_s)
+
+    def most(self, live: int) -> int:
+        """Prompt tokens, where so many slots take part in steps."""
+        if not live:
+            return PREFILL_CHUNK
+        wanted = self.STEPS * self.step_s / self.token_s if self.token_s else 0.0
+        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, PREFILL_CHUNK))
 
 
 class Prefixes:
@@ -79,13 +103,14 @@ class Scheduler:
     def __init__(
         self, target: Target, drafter: Drafter, policy: Policy, state: DecodeState, length: int, *,
         is_patient: bool = False, prefixes: Prefixes | None = None, takes_text: bool = True,
-        suspects: Callable[[DecodeState, Exception], Sequence[int]] = everyone,
+        suspects: Callable[[DecodeState, Exception], Sequence[int]] = everyone, tokens: int | None = None,
     ):  # fmt: skip
         """is_patient: prompts are read whole before the next step; else in pieces, so that no text waits long.
-        takes_text: `Progress.text` is filled; else the caller asks the judge.  suspects: slots that end where a step
-        fails before its commit."""
+        tokens: most of all texts together, drafted ones included; a request that would exceed it waits until others
+        have ended.  takes_text: `Progress.text` is filled; else the caller asks the judge.
+        suspects: slots that end where a step fails before its commit."""
         self.target, self.drafter, self.policy, self.state = target, drafter, policy, state
-        self.is_patient, self.takes_text, self.suspects = is_patient, takes_text, suspects
+        self.is_patient, self.takes_text, self.suspects, self.tokens = is_patient, takes_text, suspects, tokens
         self.prefixes = Prefixes() if prefixes is None else prefixes
         self.cache = target.allocate(len(state.tokens), length + draft_columns(drafter))
         drafter.refresh()
@@ -96,6 +121,7 @@ class Scheduler:
         """Whose request each slot serves, in the order of admission."""
         self.cached: dict[int, int] = {}
         """By request that was admitted: prompt tokens that `prefixes` knew."""
+        self.pace = Pace()
         self.read_tokens, self.step_s = 0, 0.0
         """Prompt tokens read since the last verified step, and that step's seconds."""
         self._over: set[int] = set()
@@ -114,6 +140,23 @@ class Scheduler:
     def free(self) -> int:
         """Slots that nobody has or waits for."""
         return len(self.state.tokens) - len(self.serving) + len(self._over) - len(self.queue)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a request that is added now would be admitted by the next step."""
+        waiting = [other for _, other in self.queue]
+        return self.free > 0 and (not (self.serving or waiting) or self._has_room([*waiting, request]))
+
+    def _has_room(self, more: Sequence[Request]) -> bool:
+        """Whether there are tokens for these beside those that are served."""
+        if self.tokens is None:
+            return True
+        live = [self.state.requests[row] for row in self.serving if row not in self._over]
+        return sum(map(self._most, [*live, *more])) <= self.tokens
+
+    def _most(self, request: Request) -> int:
+        """Tokens that a request may come to hold."""
+        whole = len(request.prompt) + request.max_new_tokens
+        return min(whole, self.state.context) + draft_columns(self.drafter)
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its number."""
@@ -154,8 +197,11 @@ class Scheduler:
     def _admit(self) -> None:
         for row in range(len(self.state.tokens)):
             if self.queue and row not in self.serving:
-                self.serving[row], request = self.queue.popleft()
-                self._told[row] = 0
+                number, request = self.queue[0]
+                if self.serving and not self._has_room([request]):
+                    return
+                self.queue.popleft()
+                self.serving[row], self._told[row] = number, 0
                 self.state.admit(row, request, is_live=False)
 
     def _read(self) -> None:
@@ -171,14 +217,16 @@ class Scheduler:
         if self.is_patient:
             counts = {row: min(left, PREFILL_CHUNK) for row, left in unread if left > 0}
         else:
-            most = most_read(len(reading), len(state.rows))
+            most = self.pace.most(len(state.rows))
             counts = pieces(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
         if counts:
+            began = perf_counter()
             try:
                 scores = read(self.target, self.drafter, self.cache, self.memory, state, counts)
                 self.prefixes.put(self.target, self.drafter, self.cache, state, counts, scores)
             except Exception as error:
                 self._fail(dict.fromkeys(counts, error))
+            self.pace.read(perf_counter() - began, sum(counts.values()))
         ready = [row for row in reading if state.unread(row) <= 0 and row not in self._over]
         if ready:
             state.start(ready)
@@ -199,6 +247,7 @@ class Scheduler:
             self._fail(dict.fromkeys(self.suspects(self.state, error), error))
             return
         self.step_s = perf_counter() - began
+        self.pace.stepped(self.step_s)
         self._fail(errors)
         self._found += self._written(dict(zip(self.state.rows, accepted.counts, strict=True)))
 
@@ -226,14 +275,16 @@ class Scheduler:
 
 
 def advance(
-    target: Target, requests: Sequence[Request], drafter: Drafter, policy: Policy, state: DecodeState
-) -> Iterator[Progress]:
-    """Serve requests over the slots of `state`, one step at a time; `state` can be read between steps.  Raises the
-    first error."""
+    target: Target, requests: Sequence[Request], drafter: Drafter, policy: Policy, state: DecodeState,
+    tokens: int | None = None,
+) -> Iterator[Progress]:  # fmt: skip
+    """Serve requests over the slots of `state`, one step at a time; `state` can be read between steps.  tokens: as in
+    `Scheduler`.  Raises the first error."""
     lengths = [len(request.prompt) + request.max_new_tokens for request in requests if request.max_new_tokens > 0]
     if not lengths:
         return
-    scheduler = Scheduler(target, drafter, policy, state, min(max(lengths), state.context), is_patient=True)
+    length = min(max(lengths), state.context)
+    scheduler = Scheduler(target, drafter, policy, state, length, is_patient=True, tokens=tokens)
     for request in requests:
         scheduler.add(request)
     while scheduler.is_busy:
@@ -250,13 +301,6 @@ def advance(
 def draft_columns(drafter: Drafter) -> int:
     """Columns of a slot's cache besides its text's: for the longest draft, its anchor, and a probe's rows."""
     return max(drafter.limit, 1) + 1 + drafter.probe_rows
-
-
-def most_read(reading: int, live: int) -> int:
-    """Prompt tokens that are read before the next step, where so many slots read prompts and so many take part in
-    steps."""
-    wanted = max(READ_WITH_STEPS, 4 * READ_WITH_STEPS * (reading - 1) // live) if live else PREFILL_CHUNK
-    return min(wanted, PREFILL_CHUNK)
 
 
 def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[int, int], bool]) -> dict[int, int]:

@@ -49,6 +49,7 @@ class Asked(NamedTuple):
     train_answers: int | None = None
     epochs: float | None = None
     probe: int | None = None
+    minutes: float | None = None
 
     @property
     def is_probed(self) -> bool:
@@ -113,6 +114,7 @@ def refuse(asked: Asked) -> None:
         ("--price-per-gb-month", asked.price_per_gb_month, "--train-answers", asked.train_answers),
         ("--epochs", asked.epochs, "--train-answers", asked.train_answers),
         ("--format", asked.format, "--log", asked.log), ("--probe", asked.probe, "--log", asked.log),
+        ("--minutes", asked.minutes, "--measure", asked.measure),
     )  # fmt: skip
 
 
@@ -132,7 +134,7 @@ def _refuse_numbers(asked: Asked) -> None:
         if count is not None and count < minimum:
             raise ConfigError(f"{name} must be at least {minimum}, got {count}")
     prices = {"--price-per-hour": asked.price_per_hour, "--price-per-gb-month": asked.price_per_gb_month}
-    for name, value in {**prices, "--epochs": asked.epochs}.items():
+    for name, value in {**prices, "--epochs": asked.epochs, "--minutes": asked.minutes}.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} must be above 0, got {value:g}")
     for name, seconds in limits(asked.slo).items():

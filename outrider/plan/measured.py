@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider import machine
 from outrider.decoding.protocols import Drafter
 from outrider.plan import planner, timings
+from outrider.plan.allowance import SHARE, Allowance
 from outrider.plan.demand import Demand
 from outrider.plan.planner import Given
 from outrider.plan.profile import profile
@@ -14,6 +16,8 @@ from outrider.plan.subject import Subject
 from outrider.plan.timed import TimedCosts
 from outrider.targets.transformers import TransformersTarget
 
+MINUTES = 2.0
+"""Most that timing takes, unless told otherwise."""
 TIMED_DEPTHS = (1, 2, 4, 7)
 TIMED_LOADS = (1, 4, 16)
 """Texts at once that are timed where the traffic does not say how many there are."""
@@ -30,23 +34,27 @@ def loads(demand: Demand | None) -> list[int]:
 
 def given(
     own: Subject, demand: Demand | None, missing: str, target: TransformersTarget, again: bool,
-    drafter: Callable[[str], Drafter], say: Callable[[str], None] = lambda line: None,
+    drafter: Callable[[str], Drafter], say: Callable[[str], None] = lambda line: None, minutes: float = MINUTES,
 ) -> Given:  # fmt: skip
     """What a plan is made from, timed now or before.  again: nothing that was timed before counts.
 
-    drafter: loads a method's.  say: is told what is timed, and where it is stored.
+    drafter: loads a method's.  say: is told what is timed, and where it is stored.  minutes: most that timing takes.
     """
     batches = loads(demand)
     context = timings.rounded(demand.context if demand else planner.USUAL_CONTEXT, target.spec.context)
     before = timings.Timings() if again else timings.cached(target)
     known = timings.as_mapping(before)
     say(f"{known['passes']} sizes of pass and {known['drafts']} of draft were timed before")
-    found = timings.measure(target, list(own.methods), batches, TIMED_DEPTHS, context, before, drafter, say)
+    allowed = Allowance(60 * minutes, SHARE * machine.free_memory(target.device))
+    found = timings.measure(target, list(own.methods), batches, TIMED_DEPTHS, context, before, drafter, say, allowed)
     place = timings.keep(target, found)
     say(f"kept in {place}" if place else "not kept: other programs are busy")
     costs = TimedCosts(found, {name: timings.identity_of(name) for name in own.methods})
     what = f"this machine, {target.device.type}, timed"
-    return Given(costs, demand, missing, what, None, TIMED_DEPTHS, batches, float(max(batches)), True)
+    batches = sorted({slots for slots, _, other in found.plain if other == context})
+    return Given(
+        costs, demand, missing, what, None, TIMED_DEPTHS, batches, float(max(batches)), True, tuple(allowed.left_out)
+    )
 
 
 def profile_of(own: Subject, demand: Demand | None, target: TransformersTarget) -> Profile | None:

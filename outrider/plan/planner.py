@@ -48,12 +48,15 @@ class Given(NamedTuple):
     most: float = 4096.0
     """Most requests at once for which there are costs."""
     is_measured: bool = False
+    left_out: tuple[str, ...] = ()
+    """What was to be timed and was not, in sentences."""
 
 
 def plan(own: Subject, given: Given, prices: money.Prices = NO_PRICES, training: money.Training | None = None,
          place: Place | None = None) -> Plan:  # fmt: skip
     """The plan."""
     notes = [f"costs may be wrong by {given.costs.error:.0%}, which the intervals hold", *_notes(own, place)]
+    notes += given.left_out
     whole: dict[str, Any] = {
         "target": own.target, "hardware": given.hardware, "measured": given.is_measured, "acceptance": sources(own),
     }  # fmt: skip

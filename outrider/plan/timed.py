@@ -56,21 +56,23 @@ def _between(cells: Mapping[Key, Cell], batch: float, depth: int, context: float
     """The cell of this size, by straight lines between the nearest that were timed."""
     near = nearest(context, {key[2] for key in cells})
     slots = sorted({key[0] for key in cells if key[2] == near})
-    return _line([(own, _at_depth(cells, own, depth, near)) for own in slots], batch)
+    return _line([(own, _at_depth(cells, own, depth, near)) for own in slots], batch, goes_on=True)
 
 
 def _at_depth(cells: Mapping[Key, Cell], slots: int, depth: int, context: int) -> Cell:
     return _line(sorted((key[1], cell) for key, cell in cells.items() if (key[0], key[2]) == (slots, context)), depth)
 
 
-def _line(points: Sequence[tuple[int, Cell]], at: float) -> Cell:
-    """Between two points, and the nearest beyond them all."""
+def _line(points: Sequence[tuple[int, Cell]], at: float, goes_on: bool = False) -> Cell:
+    """Between two points; beyond them the nearest, or where it goes on the last line, which never falls."""
     positions = [own for own, _ in points]
     right = min(bisect_left(positions, at), len(positions) - 1)
     left = max(0, right - 1)
-    if positions[right] <= at or left == right:
+    beyond = at > positions[right]
+    if positions[right] == at or left == right or (beyond and not goes_on):
         return points[right][1]
     share = (at - positions[left]) / (positions[right] - positions[left])
     if share < 0:
         return points[left][1]
-    return Cell(*(a + (b - a) * share for a, b in zip(points[left][1], points[right][1], strict=True)))
+    found = [a + (b - a) * share for a, b in zip(points[left][1], points[right][1], strict=True)]
+    return Cell(*(map(max, found, points[right][1]) if beyond else found))

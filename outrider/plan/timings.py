@@ -31,7 +31,9 @@ from outrider.drafters import find, kinds
 from outrider.generation import batch, serve
 from outrider.loading import describe, load_drafter
 from outrider.measure.fingerprint import fingerprint
+from outrider.plan.allowance import Allowance
 from outrider.sampling.settings import Sampling
+from outrider.targets.memory import token_bytes
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -40,10 +42,16 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of each text in the timed passes."""
 MOST_ROWS = 1024
 """Of all texts together."""
+ALONE = 32
+"""Tokens of a prompt that are read in about the time of a pass over one."""
+FEWER = 4
+"""How many times fewer texts at once are timed where so many don't fit."""
+PASSES = 6
+"""Times that each size of pass runs, the first to warm up."""
 STEPS, SKIPPED = 5, 1
 """Timed steps of each depth in a round, and steps before them that warm up."""
 ROUNDS = 3
-"""Times that everything is timed in turn, so that other load slows all of it."""
+"""Times that everything is timed in turn, so that other load slows all of it; fewer where there is no time for them."""
 SPREAD = 0.25
 """Standard deviation of the lengths of a batch's texts, over their mean, as served ones differ that began at other
 times: equal ones are read faster."""
@@ -51,6 +59,8 @@ CHAINS = "random chains"
 """The drafter whose steps tell what a verification takes, whoever drafts."""
 GRAIN = 32
 """Contexts are rounded to it, so that plans for similar traffic share times."""
+SLOW_S = 5.0
+"""Seconds after which a prompt is not read again."""
 
 
 class Cell(NamedTuple):
@@ -169,34 +179,101 @@ def identity_of(name: str) -> str:
 # ── timed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is not timed yet of one number of texts at once, and what timing it takes."""
+
+    slots: int
+    names: Sequence[str]
+    """Drafters whose steps are missing."""
+    sizes: Sequence[tuple[int, int]]
+    """Passes that are missing: slots, rows of each."""
+    depths: Sequence[int]
+    context: int
+
+    def seconds(self, token_s: float, rounds: int) -> float:
+        """Expected, by what a token of a prompt takes."""
+        steps = (STEPS + SKIPPED) * sum(2 + depth + 2 * ALONE / self.slots for depth in self.depths)
+        drafted = 2 * rounds * len(self.names) * self.slots * (self.context + steps)
+        passes = PASSES * sum(max(ALONE, slots * rows) for slots, rows in self.sizes)
+        return token_s * (drafted + passes + self.slots * self.context * bool(self.sizes))
+
+    def bytes(self, token_bytes: float, vocabulary: int) -> float:
+        """Of caches, which are there twice while they grow, and of a pass's logits."""
+        longest = (1 + 3 * SPREAD) * self.context + (STEPS + SKIPPED) * sum(1 + depth for depth in self.depths)
+        rows = max(self.slots * (1 + max(self.depths)), *(slots * each for slots, each in self.sizes), 0)
+        return 2 * self.slots * longest * token_bytes + 8 * rows * vocabulary
+
+
 def measure(
     target: Target, names: Sequence[str], batches: Sequence[int], depths: Sequence[int], context: int, found: Timings,
     load: Callable[[str], Drafter] | None = None, say: Callable[[str], None] = lambda line: None,
+    allowed: Allowance | None = None,
 ) -> Timings:  # fmt: skip
     """Add to `found` what is not in it: passes, plain steps, and steps of each drafter at each depth.
 
-    load: how a drafter is made of its name.
+    load: how a drafter is made of its name.  allowed: what this may take; in place of a batch that does not fit a
+    smaller one is timed, if any, which is said; the smallest that was asked for always is.
     """
-    load = load or functools.partial(load_drafter, target=target)
-    sizes = [size for size in product(batches, ROWS) if size[0] * size[1] <= MOST_ROWS]
-    new = [size for size in sizes if (*size, context) not in found.passes]
-    if new:
-        say(f"timing {len(new)} sizes of pass at {context} tokens")
-        seconds = timed(target, Drafter(), new, context=context, repeats=5, most_s=15.0)
-        found.passes |= {(*size, context): each for size, each in seconds.items()}
-    if not found.prompt_s:
-        found.prompt_s = _prompt_seconds(target, context)
+    load, allowed = load or functools.partial(load_drafter, target=target), allowed or Allowance()
+    found.prompt_s = found.prompt_s or _prompt_seconds(target, context)
     keys = {CHAINS: CHAINS} | {name: identity_of(name) for name in names}
-    for slots in batches:
-        new_names = [name for name in keys if any(
-            (slots, depth, context) not in found.drafts.get(keys[name], {}) for depth in depths
-        )]  # fmt: skip
-        if new_names:
-            say(f"timing steps of {slots} at once: {', '.join(['plain', *new_names])}")
-            chains = RandomChains(target.spec.vocabulary, max(depths))
-            drafters = {keys[name]: chains if name == CHAINS else load(name) for name in new_names}
-            _add(found, target, drafters, slots, depths, context)
+    missing = lambda slots: _missing(found, keys, slots, depths, context)
+    size_of = lambda work: work.bytes(token_bytes(target), target.spec.vocabulary)
+    lacking = lambda share, work, rounds: allowed.lacks(work.seconds(found.prompt_s, rounds), size_of(work), share)
+    wanted, largest = [missing(slots) for slots in sorted(batches)], 0
+    if seconds := sum(work.seconds(found.prompt_s, ROUNDS) for work in wanted):
+        say(f"all of it takes about {seconds:.0f} s and {max(map(size_of, wanted)) / 1e9:.2g} GB{allowed.says()}")
+    for left, whole in zip(range(len(wanted), 0, -1), wanted, strict=True):
+        lacks = functools.partial(lacking, 1 / left)
+        why = lacks(whole, 1)
+        fits = _affordable(whole.slots, largest, missing, lacks)
+        work, rounds = fits or (whole, 0 if largest else 1)
+        if not rounds or work.slots < whole.slots:
+            say(allowed.leave_out(f"{whole.slots} texts at once", why))
+        if rounds:
+            largest = work.slots
+            if expected := work.seconds(found.prompt_s, rounds):
+                names = ["plain", *work.names] if work.names else []
+                say(f"timing {work.slots} at once: {', '.join([*names, f'{len(work.sizes)} sizes of pass'])}")
+                allowed.spend(expected, functools.partial(_time, found, target, work, keys, load, rounds))
     return found
+
+
+def _affordable(
+    slots: int, above: int, missing: Callable[[int], Work], lacks: Callable[[Work, int], str]
+) -> tuple[Work, int] | None:
+    """Work for so many texts at once, or a quarter of them and so on, but more than `above`, and in how many rounds.
+
+    None where nothing fits."""
+    while slots > above:
+        work = missing(slots)
+        rounds = next((rounds for rounds in range(ROUNDS, 0, -1) if not lacks(work, rounds)), 0)
+        if rounds:
+            return work, rounds
+        slots //= FEWER
+    return None
+
+
+def _missing(
+    found: Timings, keys: Mapping[str, str], slots: int, depths: Sequence[int], context: int
+) -> Work:  # fmt: skip
+    known = lambda name: all((slots, depth, context) in found.drafts.get(keys[name], {}) for depth in depths)
+    sizes = [(slots, rows) for rows in ROWS if slots * rows <= max(MOST_ROWS, slots)]
+    sizes = [size for size in sizes if (*size, context) not in found.passes]
+    return Work(slots, [name for name in keys if not known(name)], sizes, depths, context)
+
+
+def _time(
+    found: Timings, target: Target, work: Work, keys: Mapping[str, str], load: Callable[[str], Drafter], rounds: int
+) -> None:  # fmt: skip
+    if work.sizes:
+        taken = timed(target, Drafter(), work.sizes, context=work.context, repeats=PASSES - 1, most_s=15.0)
+        found.passes |= {(*size, work.context): seconds for size, seconds in taken.items()}
+    if work.names:
+        chains = RandomChains(target.spec.vocabulary, max(work.depths))
+        drafters = {keys[name]: chains if name == CHAINS else load(name) for name in work.names}
+        _add(found, target, drafters, work.slots, work.depths, work.context, rounds)
 
 
 class RandomChains(Drafter):
@@ -211,7 +288,8 @@ class RandomChains(Drafter):
 
 
 def _add(
-    found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int
+    found: Timings, target: Target, drafters: Mapping[str, Drafter], slots: int, depths: Sequence[int], context: int,
+    rounds: int,
 ) -> None:  # fmt: skip
     """Steps of these drafters, each right after a plain one.
 
@@ -221,7 +299,7 @@ def _add(
     plain: list[Cell] = []
     drafted: dict[tuple[str, int], list[Cell]] = {}
     """By drafter and depth, in plain steps."""
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for key, drafter in drafters.items():
             own = [depth for depth in depths if depth <= drafter.limit] or [drafter.limit]
             state = batch(target, slots, ends=frozenset())
@@ -299,8 +377,8 @@ def steps(
 def _prompt_seconds(target: Target, context: int) -> float:
     """Of a prompt's token, where one prompt is read alone."""
     text = torch.randint(target.spec.vocabulary, (1, context), generator=torch.Generator().manual_seed(1))
-    taken = []
-    for _ in range(3):
+    taken: list[float] = []
+    while len(taken) < 3 and sum(taken) < SLOW_S:
         cache = target.allocate(1, context + 1)
         began = perf_counter()
         scores = target.prefill(cache, [0], text.to(target.device), [context], ())

@@ -106,6 +106,10 @@ class WaitingCalls:
         call.arrived = time.monotonic()
         self._by_owner.setdefault(call.owner, deque()).append(call)
 
+    def next(self) -> Call:
+        """What `pop` would give."""
+        return next(iter(self._by_owner.values()))[0]
+
     def pop(self) -> Call:
         """The next owner's first call; that owner then waits for all others' turns."""
         owner = next(iter(self._by_owner))

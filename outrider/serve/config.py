@@ -24,8 +24,9 @@ class Config(Base):
     length: int | None = Field(None, ge=2)
     """Most tokens of a prompt with its answer; the target's context, or what fits into `memory_gb`, unless given."""
     memory_gb: PositiveFloat | None = None
-    """Most memory of all slots' keys and values, in GB; slots that could take more are refused at the start.  Unless
-    given, all that is free for a `length`, and half of it without one."""
+    """Most memory of keys and values, in GB, of all texts together.  On a CPU under Linux a text that would exceed it
+    waits; elsewhere slots that could exceed it are refused at the start.  Unless given, all that is free for a
+    `length`, and half of it without one."""
     queue: PositiveInt = 256
     """Most texts that wait for a slot; a request that would make it more is refused with 429."""
     policy: Literal["fixed", "auto"] = "auto"
@@ -35,9 +36,9 @@ class Config(Base):
     `scorer` and `counterfactual`, with their settings in brackets, are not."""
     allow_lossy: bool = False
     """A lossy verification is refused without it."""
-    prefix_bytes: NonNegativeInt = 2**28
-    """Memory for the beginnings of prompts that requests share, as a number of bytes: with it, they are read once.  0
-    shares none."""
+    prefix_bytes: NonNegativeInt | None = None
+    """Memory for the beginnings of prompts that requests share, as a number of bytes: with it, they are read once.  A
+    tenth of what is free when the server starts, unless given; 0 shares none."""
     interval_s: NonNegativeFloat = 0.01
     """Fewest seconds between two pieces of a stream, so that steps of a millisecond are not sent one by one; first
     tokens and ends don't wait.  0 sends every step."""

@@ -37,7 +37,7 @@ from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.outbox import Outbox, Post
 from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
-from outrider.targets.memory import slot_length
+from outrider.targets.memory import room
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,11 @@ INTERNAL = "the engine failed on this request; the server's log says why"
 
 
 class Engine:
-    """Continues calls over `slots` slots of at most `length` tokens, prompt and answer; their memory is fixed.
+    """Continues calls over `slots` slots of at most `length` tokens, prompt and answer.
 
     length: the target's context unless given, or less where that takes more than memory_bytes, which is half of what is
-    free unless given.  policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
+    free unless given.  Texts that don't fit into it together wait.
+    policy, verification: as in `generate`; a policy that learns goes on learning from call to call.
     queue: most calls that wait.  prefix_bytes: memory for beginnings of prompts that calls share.
     post: runs callbacks elsewhere, such as `loop.call_soon_threadsafe`; called once a step, or once every interval_s
     seconds where steps are shorter, and less often with many calls.  First tokens and ends don't wait.
@@ -74,13 +75,13 @@ class Engine:
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
         self.slots = slots
-        self.length = slot_length(target, slots, length, memory_bytes, draft_columns(self.drafter))
+        self.length, tokens = room(target, slots, length, memory_bytes, draft_columns(self.drafter))
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
         self.prefixes = PrefixStore(prefix_bytes)
         self.scheduler = Scheduler(
             target, self.drafter, self.policy, self.state, self.length, prefixes=self.prefixes, takes_text=False,
-            suspects=suspects,
+            suspects=suspects, tokens=tokens,
         )  # fmt: skip
         self.error = ""
         """Why the engine ended by itself; "" while it works."""
@@ -239,17 +240,19 @@ class Engine:
             if self._is_stopping or (self._is_draining and not (self._serving or self._waiting)):
                 is_last = True
             else:
-                is_last, free = False, min(self.scheduler.free, len(self._waiting))
-                admitted = [self._waiting.pop() for _ in range(free)]
+                is_last = False
+                while self._waiting and self.scheduler.fits(self._waiting.next().request):
+                    self._add(self._waiting.pop())
         if is_last:
             self._end_all("the server is stopping")
             return False
-        for call in admitted:
-            call.admitted, call.number = time.monotonic(), self.scheduler.add(call.request)
-            self._serving[call.number] = call
-            self.telemetry.admitted(call)
         self._limit_drafts()
         return True
+
+    def _add(self, call: Call) -> None:
+        call.admitted, call.number = time.monotonic(), self.scheduler.add(call.request)
+        self._serving[call.number] = call
+        self.telemetry.admitted(call)
 
     def _sleep(self) -> None:
         """Until something changes; the listener knows that there are no calls meanwhile."""

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import PREFILL_CHUNK, Prefixes
+from outrider.decoding.scheduler import GRAIN, PREFILL_CHUNK, Prefixes
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.targets.cache import Buffer, SlotCache
 from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
-BLOCK = 64
+BLOCK = GRAIN
 """Tokens of a block.  Smaller ones share more of a beginning's end, and take more copies."""
 
 Key = tuple[int | str, bytes]

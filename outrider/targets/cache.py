@@ -35,7 +35,7 @@ class SlotCache(StateCalls):
     """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache
     does.
 
-    Buffers are made when a layer first writes, in the shape that layer needs, and grow with the longest text.
+    Buffers are made when a layer first writes, in the shape that layer needs; see `stacks` for what they take.
     """
 
     is_compileable = False
@@ -45,9 +45,9 @@ class SlotCache(StateCalls):
         take back without loss where layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
-        self.stacks = Stacks(slots, length, layers)
         self.length = length
         self.device = torch.device(device)
+        self.stacks = Stacks(slots, length, layers, self.device)
         self.lengths = [0] * slots
         self.buffer_rows = list(range(slots))
         """Which row of the buffers holds each slot's keys and values; see `gather`."""
@@ -153,13 +153,16 @@ class SlotCache(StateCalls):
     def _put(self, wanted: Mapping[int, int]) -> None:
         """Move slots to these buffer rows; the slots that were there are among them."""
         moved = [row for row, index in wanted.items() if self.buffer_rows[row] != index and self.lengths[row]]
-        if moved:
-            longest = max(self.lengths[row] for row in moved)
-            come_from, to = [self.buffer_rows[row] for row in moved], [wanted[row] for row in moved]
-            for stack in self.stacks.tensors:
-                stack[:, to, :, :longest] = stack[:, come_from, :, :longest]  # all is read before any is written
+        come_from = {self.buffer_rows[row]: self.lengths[row] for row in moved}
+        for stack in self.stacks.tensors if moved else ():
+            # all is read before any is written, and a short text stays as short as it is
+            taken = [stack[:, at, :, :held].clone() for at, held in come_from.items()]
+            for row, own in zip(moved, taken, strict=True):
+                stack[:, wanted[row], :, : own.shape[2]] = own
         for row, index in wanted.items():
             self.buffer_rows[row] = index
+        for at in come_from.keys() - {wanted[row] for row in moved}:
+            self.stacks.give_back(at, come_from[at])
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -335,6 +338,7 @@ class SlotCache(StateCalls):
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
+            self.stacks.give_back(self.buffer_rows[row], self.lengths[row])
             self.lengths[row] = 0
             self.states.remembered.pop(row, None)
 

@@ -1,17 +1,19 @@
-"""Whether slots fit into memory: what their keys and values take at most is known before any of them is allocated.
+"""What the keys and values of texts may take, known before any of them is read.
 
-Caches begin small and grow with the longest text (see `stacks`), so a budget is what they may take, not what they take.
-Weights and a drafter's own caches are not in it.
+Where memory comes page by page (see `pages`), all texts share a budget of tokens, and one that does not fit beside the
+others waits.  Elsewhere every slot may grow to its whole length, so all slots must fit at that length.  Weights and a
+drafter's own caches are not in it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from outrider import machine
 from outrider.errors import ConfigError
+from outrider.targets import pages
 from outrider.targets.cache import SlotCache
 from outrider.targets.ensemble import EnsembleCache
 from outrider.targets.protocol import Target
@@ -32,11 +34,20 @@ def token_bytes(target: Target) -> int:
     return cache.column_bytes if isinstance(cache, SlotCache | EnsembleCache | TensorParallelCache) else 0
 
 
-def slot_length(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> int:
-    """Most tokens of a slot, prompt and answer: `length`, or as many as the context and the budget allow.
+class Room(NamedTuple):
+    """What texts may take."""
 
-    budget_bytes: of all slots together.  Unless given it is all that is free for a `length`, and half of that without
-    one.  more: columns of a slot besides its text's, for drafts.  Raises ConfigError where they don't fit.
+    length: int
+    """Most tokens of one, prompt and answer."""
+    tokens: int | None = None
+    """Most of all together, drafted ones included; None where every slot has room for its longest text."""
+
+
+def room(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Room:
+    """What so many slots have room for: texts of `length` tokens, or as long as the context and the budget allow.
+
+    budget_bytes: of all texts together.  Unless given it is all that is free for a `length`, and half of that without
+    one.  more: columns of a slot besides its text's, for drafts.  Raises ConfigError where not even one text fits.
     """
     context, each = target.spec.context, token_bytes(target)
     if length is not None and length < 2:
@@ -44,21 +55,31 @@ def slot_length(target: Target, slots: int, length: int | None, budget_bytes: in
     free = machine.free_memory(target.device)
     budget = budget_bytes if budget_bytes is not None else free if length is not None else int(SHARE * free)
     source = "free" if budget_bytes is None else "given"
+    if each and pages.are_there(target.device):
+        refuse_above(budget, 1, min(length or 2, context), each, source, more)
+        tokens = budget // each
+        longest = min(length or context, context, tokens - more)
+        return Room(longest, None if slots * (longest + more) <= tokens else tokens)
     refuse_above(budget, slots, min(length or 2, context), each, source, more)
     most = budget // (slots * each) - more if each else context if length is not None else UNKNOWN_LENGTH
-    return min(length or most, context, most)
+    return Room(min(length or most, context, most))
 
 
 def refuse_above(budget: int, slots: int, length: int, each: int, source: str, more: int = 0) -> None:
     """Raises ConfigError where slots of this many tokens, of `each` bytes, take more than a budget in bytes.
 
-    source: "given" or "free".  more: as in `slot_length`.
+    source: "given" or "free".  more: as in `room`.
     """
     taken = slots * (length + more) * each
     if taken <= budget:
         return
     tokens, fit = max(0, budget // (slots * each) - more), budget // ((length + more) * each)
     whose = "memory_gb allows" if source == "given" else "are free for them"
+    if slots == 1:
+        raise ConfigError(
+            f"a text of {length:,} tokens takes {_gb(taken)}, and {_gb(budget)} {whose}; one of {tokens:,} tokens "
+            "fits: choose shorter texts, or another memory_gb"
+        )
     raise ConfigError(
         f"{slots} slots of {length:,} tokens take up to {_gb(taken)}, and {_gb(budget)} {whose}; {slots} slots of "
         f"{tokens:,} tokens fit, or {fit} of {length:,}: choose fewer slots or shorter texts, or another memory_gb"

@@ -1,7 +1,8 @@
-"""The buffers of a slot cache: many layers of one shape in one tensor, with as many columns as texts have needed.
+"""The buffers of a slot cache: many layers of one shape in one tensor.
 
-They begin with few columns and double when a text needs more, so that many slots of a long context take no more memory
-than the longest text asks for.  While they double, one stack at a time is there twice.
+Where memory comes page by page (`pages`), every slot has all its columns at once, and pays for those that its text
+has written.  Elsewhere buffers begin with few columns and double when a text needs more: many slots of a long context
+take no more memory than the longest text asks for.  While they double, one stack at a time is there twice.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.targets import pages
+from outrider.targets.pages import Pages
+
 FIRST = 512
-"""Columns of a slot before any text needs more."""
+"""Columns of a slot before any text needs more, where buffers double."""
+KEPT = 64
+"""Columns of a text that is over whose memory is not worth giving back: the next text is as long."""
 
 
 class Buffer(NamedTuple):
@@ -36,14 +42,17 @@ class Buffer(NamedTuple):
 class Stacks:
     """Buffers of `slots` texts of at most `length` tokens; `stacked` of one shape are one tensor."""
 
-    def __init__(self, slots: int, length: int, stacked: int):
+    def __init__(self, slots: int, length: int, stacked: int, device: torch.device):
+        """device: of most buffers."""
         self.slots, self.length, self.stacked = slots, length, stacked
-        self.columns = min(length, FIRST)
+        self.columns = length if pages.are_there(device) else min(length, FIRST)
         """Columns that buffers have now."""
         self.layout: tuple[Buffer, ...] = ()
         """Every buffer, in the order in which they were made."""
         self.tensors: list[Tensor] = []
         """[stacked, slots, heads, columns, size] each."""
+        self.pages: list[Pages | None] = []
+        """The memory of each tensor; None where it is there as a whole."""
         self.used: list[int] = []
         """How many buffers of each tensor are some layer's, from the first on."""
         self._numbers: list[tuple[int, int]] = []
@@ -53,10 +62,6 @@ class Stacks:
     def column_bytes(self) -> int:
         """Of one column of a slot, all layers together."""
         return sum(buffer.column_bytes for buffer in self.layout)
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
     def make(self, buffer: Buffer) -> Tensor:
         """A new buffer [slots, heads, columns, size]: part of a stack, so that a path is moved in all layers at
@@ -69,13 +74,21 @@ class Stacks:
         )  # fmt: skip
         number = next(fits, len(self.tensors))
         if number == len(self.tensors):
+            own = Pages(shape, buffer.dtype) if pages.are_there(buffer.device) and self.is_whole else None
+            self.pages.append(own)
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
-            self.tensors.append(torch.zeros(shape, dtype=buffer.dtype, device=buffer.device))
+            zeros = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if own is None else own.tensor
+            self.tensors.append(zeros)
             self.used.append(0)
         self._numbers.append((number, self.used[number]))
         self.used[number] += 1
         self.layout += (buffer,)
         return self.tensors[number][self._numbers[-1][1]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether buffers have all their columns."""
+        return self.columns == self.length
 
     def parts(self) -> Sequence[Tensor]:
         """Every buffer, in the order of the layout."""
@@ -92,3 +105,11 @@ class Stacks:
             self.tensors[number] = old.new_zeros(*old.shape[:3], self.columns, old.shape[4])
             self.tensors[number][:, :, :, :held] = old[:, :, :, :held]
             del old
+
+    def give_back(self, row: int, held: int) -> None:
+        """The text in this row of the buffers, which had this many columns, is over."""
+        if held > KEPT:
+            for tensor, own, used in zip(self.tensors, self.pages, self.used, strict=True):
+                for layer in range(used if own else 0):
+                    assert own is not None
+                    own.give_back(tensor[layer, row])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.decoding import scheduler
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import Progress, Scheduler, most_read, pieces
+from outrider.decoding.scheduler import Pace, Progress, Scheduler, draft_columns, pieces
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate
@@ -90,7 +90,7 @@ def test_texts_are_their_own_whatever_comes_and_goes(is_patient, slots, events, 
 
 def test_a_prompt_is_read_in_pieces_where_others_wait(monkeypatch):
     """Catches a long prompt that holds up a text, and one that is read in pieces where nobody waits."""
-    monkeypatch.setattr(scheduler, "READ_WITH_STEPS", 8)
+    monkeypatch.setattr(Pace, "most", lambda pace, live: 8 if live else scheduler.PREFILL_CHUNK)
     long, short = Request([n % 6 for n in range(41)], 5, Sampling()), Request([3], 30, Sampling())
     for is_patient, steps in ((False, 5), (True, 1)):
         there = scheduled(2, is_patient=is_patient)
@@ -104,6 +104,26 @@ def test_a_prompt_is_read_in_pieces_where_others_wait(monkeypatch):
             written += there.step()
         assert [each.request for each in written].count(0) == steps and written[-1].request == 1
         assert there.read_tokens == 40
+
+
+def test_a_text_waits_until_there_are_tokens_for_it():
+    """Catches a budget that two texts exceed together, a short one that overtakes, and one that never comes."""
+    tokens = 36 + 2 * draft_columns(Random())
+    there = scheduled(3, tokens=tokens)
+    for new in (20, 10, 2, 30):
+        there.add(Request([1, 2, 3], new, Sampling()))
+    live, order = [set[int]()], list[int]()
+    while there.is_busy:
+        for each in there.step():
+            order += [each.request] if each.request not in order else []
+        live.append({*there.serving.values()})
+        held = sum(len(there.state.tokens[row]) for row in there.serving)
+        assert held <= tokens
+    assert order == [0, 1, 2, 3] and {0, 1, 2} not in live and {0, 1} in live
+    there.release()
+    assert there.fits(Request([1], 30, Sampling())) and there.fits(Request([1], 300, Sampling()))
+    there.add(Request([1], 30, Sampling()))
+    assert not there.fits(Request([1], 30, Sampling())) and there.fits(Request([1], 2, Sampling()))
 
 
 def test_what_fails_ends_those_whom_it_concerns():
@@ -158,11 +178,29 @@ def test_what_a_lost_step_committed_is_given_out():
     assert found[1].tokens == alone(requests[1])[: len(found[1].tokens)] != []
 
 
+def test_a_prompt_holds_up_the_others_for_three_steps():
+    """Catches a size that suits one machine, and a single slow moment that decides for good."""
+    pace = Pace()
+    assert (pace.most(0), pace.most(3)) == (512, 64)
+    for _ in range(20):
+        pace.read(0.1, 100)
+        pace.stepped(0.1)
+    assert pace.most(3) == 256  # of the 300 that it has time for
+    pace.stepped(0.2)
+    pace.read(0.1, 50)
+    assert pace.most(3) == 256
+    for _ in range(20):
+        pace.stepped(0.02)
+    assert pace.most(1) == 64 and pace.most(0) == 512
+    for _ in range(20):
+        pace.stepped(10.0)
+    assert pace.most(1) == 512
+
+
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=9), st.integers(0, 20))
 def test_pieces_keep_to_the_size_of_a_pass(lefts, live):
     """Catches a pass that is wider than it may be, an eldest prompt that waits, and a prompt that nobody reads."""
-    most = most_read(len(lefts), live)
-    assert scheduler.READ_WITH_STEPS <= most <= scheduler.PREFILL_CHUNK
+    most = Pace().most(live)
     found = pieces(enumerate(lefts), most, lambda row, other: False)
     assert all(0 < count <= lefts[row] for row, count in found.items())
     assert len(found) * max(found.values(), default=0) <= max(most, 1)

@@ -1,6 +1,7 @@
 """`outrider plan`: what it writes, what it refuses; times that are kept; published points."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from verbs import outrider_with
 
 from benchmarks import plan as benchmark
 from outrider import measurements
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState
 from outrider.drafters import find
 from outrider.generation import batch
 from outrider.plan import timings
+from outrider.plan.allowance import Allowance
 from outrider.plan.predict import StepCost
 from outrider.plan.schema import Plan
 from outrider.plan.timed import TimedCosts
@@ -181,6 +185,56 @@ def test_times_are_kept_and_not_taken_again(target: Target, quiet: Path, monkeyp
     monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
     timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, again)
     assert timings.known_rates(target, 2) is not None and timings.known_rates(target, 3) is None
+
+
+class Clock:
+    """Moved by what is timed."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A machine on which a token takes a millisecond, whatever is done with it."""
+    clock = Clock()
+
+    def steps(_: object, drafter: object, state: DecodeState, depths: Sequence[int], context: int) -> Any:
+        clock.now += 1e-3 * len(state.tokens) * (context + sum(depths))
+        return [(0 if drafter is None else depth, Cell(0.0, 1.0, 0.0, 1.0)) for depth in depths]
+
+    monkeypatch.setattr(timings, "steps", steps)
+    monkeypatch.setattr(timings, "timed", lambda _target, _drafter, sizes, **_: dict.fromkeys(sizes, 1.0))
+    return clock
+
+
+def test_measuring_keeps_to_its_seconds_and_bytes(target: Target, paced: Clock) -> None:
+    """Catches a plan for 1,024 texts at once that takes 16 minutes and 14 GB, one that says nothing of what it left
+    out, and one that spends all of its time on the smallest batch."""
+    said: list[str] = []
+    for seconds, gigabytes, largest, why in ((30.0, 1e3, 16, "s are left for it"), (1e4, 0.1, 64, "0.1 GB are half")):
+        paced.now, found, batches = 0.0, Timings(prompt_s=1e-3), [256, 1, 1024]
+        allowed = Allowance(seconds, 1e9 * gigabytes, paced)
+        timings.measure(target, ["ngram"], batches, [1, 4], 200, found, lambda _: Drafter(), said.append, allowed)
+        assert {key[0] for key in found.plain} == {key[0] for key in found.passes} == {1, largest}
+        assert paced.now < seconds and [line.split(" texts")[0] for line in allowed.left_out] == ["256", "1024"]
+        assert all(why in line for line in allowed.left_out) and said[-1] == allowed.left_out[-1]
+    assert said[0].startswith("all of it takes about") and "it may take 30 s and 1e+03 GB" in said[0]
+
+
+def test_a_slow_machine_learns_what_it_takes(target: Target, paced: Clock) -> None:
+    """Catches an allowance that trusts what it expected: a token takes ten times as long as a prompt said."""
+    found, allowed = Timings(prompt_s=1e-4), Allowance(24.0, math.inf, paced)
+    timings.measure(target, ["ngram"], [1, 4, 64], [1, 4], 200, found, lambda _: Drafter(), allowed=allowed)
+    assert {key[0] for key in found.plain} == {1, 4} and paced.now < 24 and len(allowed.left_out) == 1
+
+
+def test_a_batch_that_was_not_timed_costs_what_the_last_ones_say() -> None:
+    """Catches a load beyond all timed ones that is as cheap as the largest of them."""
+    found = Timings({}, {(1, 0, 64): Cell(0, 1.0, 0.5), (4, 0, 64): Cell(0, 4.0, 0.25)})
+    assert TimedCosts(found, {}).plain(8, 64) == pytest.approx(8.25)
 
 
 def test_drafts_are_timed_beside_plain_steps(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

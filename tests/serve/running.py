@@ -53,7 +53,7 @@ def engine_of(target: TransformersTarget, drafter: Drafter | None, config: Confi
     telemetry = Telemetry(MODEL, config.slots)
     with Engine(
         target, drafter, slots=config.slots, length=config.length, queue=config.queue, policy="fixed",
-        prefix_bytes=config.prefix_bytes, telemetry=telemetry, post=post, interval_s=config.interval_s,
+        prefix_bytes=config.prefix_bytes or 0, telemetry=telemetry, post=post, interval_s=config.interval_s,
     ) as engine:  # fmt: skip
         yield engine, post
 

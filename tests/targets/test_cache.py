@@ -1,22 +1,30 @@
 """The slot cache against plain lists: what stays, stays where it was; what does not never happened."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from outrider.targets import stacks
+from outrider.targets import pages, stacks
 from outrider.targets.cache import SlotCache
 
 SLOTS, LENGTH, HEADS, SIZE = 4, 24, 2, 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_columns():
-    """Caches that grow within these tests."""
+@pytest.fixture(autouse=True, scope="module", params=["pages", "doubling"])
+def few_columns(request):
+    """Caches whose memory comes by pages, and others that grow within these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stacks, "FIRST", 5)
+        patch.setattr(stacks, "KEPT", 0)
+        if request.param == "doubling":
+            patch.setattr(pages, "are_there", lambda device: False)
+        elif not pages.are_there(torch.device("cpu")):
+            pytest.skip("needs Linux")
         yield
 
 
@@ -186,9 +194,69 @@ def test_columns_beyond_a_slot_are_our_own_mistake():
         cache.open([0], 5)
 
 
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not pages.are_there(torch.device("cpu")), reason="needs Linux")
+def test_memory_follows_the_tokens_of_every_slot(monkeypatch):
+    """64 slots of 32k, a gigabyte: catches a slot that is as wide as its neighbour, a huge page for one token, and a
+    text that keeps its memory when it is over."""
+    monkeypatch.setattr(pages, "are_there", lambda device: True)
+    size, column = 32, 2 * 4 * 32
+    cache = SlotCache(64, 32_768, layers=2)
+    before = resident()
+    for row in range(64):
+        cache.open([row], 10)
+        cache.update(*torch.ones(2, 1, 1, 10, size), 0)
+        cache.append([10])
+    assert resident() - before < 10e6
+    for _ in range(20):
+        cache.open([7], 1000)
+        cache.update(*torch.ones(2, 1, 1, 1000, size), 0)
+        cache.append([1000])
+    assert 0.7 * 20_000 * column < resident() - before < 1.3 * 20_000 * column + 10e6
+    cache.free([7])
+    assert resident() - before < 10e6
+    assert not bool(cache.views(slice(7, 8))[0][:, :, 100:20_000].any())
+
+
+def test_a_text_that_ends_takes_nothing_from_its_neighbours(few_columns):
+    """Catches a page that is given back while another slot's first or last columns are on it, and memory of a slot
+    that was moved away from."""
+    cache = SlotCache(4, 1001, layers=2)  # no slot begins where a page does
+    numbers = {row: torch.rand(2, 1, HEADS, 900 + row, SIZE, dtype=torch.float64) for row in range(4)}
+    for row, both in numbers.items():
+        for layer in range(2):
+            if not layer:
+                cache.open([row], 900 + row)
+            cache.update(both[0] + layer, both[1] + layer, layer)
+        cache.append([900 + row])
+
+    def check(rows):
+        for row in rows:
+            for layer in range(2):
+                keys, values = cache.cached(layer, [row])
+                assert torch.equal(keys, numbers[row][0] + layer) and torch.equal(values, numbers[row][1] + layer)
+
+    cache.free([1])
+    check([0, 2, 3])
+    cache.gather([3, 0, 2])  # moves the last into the place that is free
+    check([0, 2, 3])
+    cache.free([0])
+    check([2, 3])
+    cache.open([1], 3)
+    cache.update(*torch.ones(2, 1, HEADS, 3, SIZE, dtype=torch.float64), 0)
+    cache.append([3])
+    check([2, 3])
+
+
 def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatch):
     """64 slots of 32k: catches buffers that are allocated whole, and columns that are lost as they grow."""
     monkeypatch.setattr(stacks, "FIRST", 512)
+    monkeypatch.setattr(pages, "are_there", lambda device: False)
+    allocated = lambda stacks: sum(tensor.nbytes for tensor in stacks.tensors)
     cache, column = SlotCache(64, 32_768, layers=1), 2 * 4 * SIZE
     text = torch.arange(600 * SIZE, dtype=torch.float32).view(1, 1, 600, SIZE)
     found = []
@@ -198,13 +266,13 @@ def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatc
         assert torch.equal(keys, text[:, :, :end])
         assert torch.equal(values, -keys)
         cache.append([end - begin])
-        found.append(cache.stacks.allocated_bytes)
+        found.append(allocated(cache.stacks))
     assert found == [64 * 512 * column, *[64 * 1024 * column] * 3]
     assert max(found) < 64 * 32_768 * column / 30
     cache.reserve(20_000)
-    assert cache.stacks.allocated_bytes == 64 * 20_000 * column
+    assert allocated(cache.stacks) == 64 * 20_000 * column
     cache.reserve(20_001)
-    assert cache.stacks.allocated_bytes == 64 * 32_768 * column
+    assert allocated(cache.stacks) == 64 * 32_768 * column
     keys, _ = cache.cached(0, [7])
     assert torch.equal(keys, text)
     monkeypatch.setattr(stacks, "FIRST", 5)

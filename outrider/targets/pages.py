@@ -1,0 +1,45 @@
+"""Memory that is taken as address space and becomes real page by page, as it is written.  On a CPU under Linux.
+
+A slot of 8,192 tokens then costs what its text has written, whatever its neighbours hold, and nothing is copied as
+texts grow.  What a text held is given back when it ends, and reads as zeros again.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NORESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which `mmap` names from Python 3.13 on: address space is not counted as memory."""
+
+
+def are_there(device: torch.device) -> bool:
+    """Whether memory of this device can be taken so."""
+    return device.type == "cpu" and sys.platform == "linux"
+
+
+class Pages:
+    """The memory of one tensor."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
+        """A tensor of zeros, none of which is there yet."""
+        size = math.prod(shape) * dtype.itemsize
+        self.map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+        # a huge page is as large as a whole slot of one head, and would be there after its first token
+        self.map.madvise(mmap.MADV_NOHUGEPAGE)
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(self.map, dtype=dtype, count=math.prod(shape)).view(*shape)
+
+    def give_back(self, part: Tensor) -> None:
+        """Forget a contiguous part of the tensor, but for what shares a page with others; it reads as zeros then."""
+        assert part.is_contiguous()
+        begin = part.data_ptr() - self.tensor.data_ptr()
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (begin + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end:
+            self.map.madvise(mmap.MADV_DONTNEED, first, end - first)
