@@ -465,7 +465,11 @@ FAULTS = [
     ),
     fault(
         "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",
-        ("room", "longest = min(length or context, context, tokens - more)", "longest = min(length or context, context, tokens)"),
+        (
+            "room",
+            "longest = min(length or context, context, tokens - more)",
+            "longest = min(length or context, context, tokens)",
+        ),
     ),
     fault(
         "a node's n-grams are of the columns before it, whatever branch they are of",

@@ -1,8 +1,8 @@
 """What the keys and values of texts may take, known before any of them is read.
 
-Where memory comes page by page (see `pages`), all texts share a budget of tokens, and one that does not fit beside the
-others waits.  Elsewhere every slot may grow to its whole length, so all slots must fit at that length.  Weights and a
-drafter's own caches are not in it.
+Where memory comes page by page (see `lazy_memory`), all texts share a budget of tokens, and one that does not fit
+beside the others waits.  Elsewhere every slot may grow to its whole length, so all slots must fit at that length.
+Weights and a drafter's own caches are not in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from outrider import machine
 from outrider.errors import ConfigError
-from outrider.targets import pages
+from outrider.targets import lazy_memory
 from outrider.targets.cache import SlotCache
 from outrider.targets.ensemble import EnsembleCache
 from outrider.targets.protocol import Target
@@ -55,7 +55,7 @@ def room(target: Target, slots: int, length: int | None, budget_bytes: int | Non
     free = machine.free_memory(target.device)
     budget = budget_bytes if budget_bytes is not None else free if length is not None else int(SHARE * free)
     source = "free" if budget_bytes is None else "given"
-    if each and pages.are_there(target.device):
+    if each and lazy_memory.comes_by_page(target.device):
         refuse_above(budget, 1, min(length or 2, context), each, source, more)
         tokens = budget // each
         longest = min(length or context, context, tokens - more)

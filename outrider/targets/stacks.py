@@ -1,8 +1,8 @@
 """The buffers of a slot cache: many layers of one shape in one tensor.
 
-Where memory comes page by page (`pages`), every slot has all its columns at once, and pays for those that its text
-has written.  Elsewhere buffers begin with few columns and double when a text needs more: many slots of a long context
-take no more memory than the longest text asks for.  While they double, one stack at a time is there twice.
+Where memory comes page by page (`lazy_memory`), every slot has all its columns at once, and pays for those that its
+text has written.  Elsewhere buffers begin with few columns and double when a text needs more: many slots of a long
+context take no more memory than the longest text asks for.  While they double, one stack at a time is there twice.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.targets import pages
-from outrider.targets.pages import Pages
+from outrider.targets import lazy_memory
+from outrider.targets.lazy_memory import Pages
 
 FIRST = 512
 """Columns of a slot before any text needs more, where buffers double."""
@@ -45,7 +45,7 @@ class Stacks:
     def __init__(self, slots: int, length: int, stacked: int, device: torch.device):
         """device: of most buffers."""
         self.slots, self.length, self.stacked = slots, length, stacked
-        self.columns = length if pages.are_there(device) else min(length, FIRST)
+        self.columns = length if lazy_memory.comes_by_page(device) else min(length, FIRST)
         """Columns that buffers have now."""
         self.layout: tuple[Buffer, ...] = ()
         """Every buffer, in the order in which they were made."""
@@ -74,7 +74,7 @@ class Stacks:
         )  # fmt: skip
         number = next(fits, len(self.tensors))
         if number == len(self.tensors):
-            own = Pages(shape, buffer.dtype) if pages.are_there(buffer.device) and self.is_whole else None
+            own = Pages(shape, buffer.dtype) if lazy_memory.comes_by_page(buffer.device) and self.is_whole else None
             self.pages.append(own)
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
             zeros = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if own is None else own.tensor

@@ -23,7 +23,7 @@ def test_a_token_takes_what_the_buffers_have(target):
 @pytest.fixture
 def whole(monkeypatch):
     """A device whose slots are as long as the longest text."""
-    monkeypatch.setattr(memory.pages, "are_there", lambda device: False)
+    monkeypatch.setattr(memory.lazy_memory, "comes_by_page", lambda device: False)
 
 
 def test_the_length_is_the_context_or_what_the_budget_allows(target, whole):
@@ -53,7 +53,7 @@ def test_a_length_that_does_not_fit_into_free_memory_is_refused(target, whole, m
 
 def test_where_memory_follows_tokens_texts_share_a_budget(target, monkeypatch):
     """Catches slots that are all as short as a shared budget would make them, and a budget that no text keeps to."""
-    monkeypatch.setattr(memory.pages, "are_there", lambda device: True)
+    monkeypatch.setattr(memory.lazy_memory, "comes_by_page", lambda device: True)
     context = target.spec.context
     assert room(target, 4, None, 400 * TOKEN, more=9) == (min(context, 391), 400)
     assert room(target, 4, 60, 400 * TOKEN, more=9) == (60, None)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from outrider.targets import pages, stacks
+from outrider.targets import lazy_memory, stacks
 from outrider.targets.cache import SlotCache
 
 SLOTS, LENGTH, HEADS, SIZE = 4, 24, 2, 3
@@ -22,8 +22,8 @@ def few_columns(request):
         patch.setattr(stacks, "FIRST", 5)
         patch.setattr(stacks, "KEPT", 0)
         if request.param == "doubling":
-            patch.setattr(pages, "are_there", lambda device: False)
-        elif not pages.are_there(torch.device("cpu")):
+            patch.setattr(lazy_memory, "comes_by_page", lambda device: False)
+        elif not lazy_memory.comes_by_page(torch.device("cpu")):
             pytest.skip("needs Linux")
         yield
 
@@ -199,11 +199,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-@pytest.mark.skipif(not pages.are_there(torch.device("cpu")), reason="needs Linux")
+@pytest.mark.skipif(not lazy_memory.comes_by_page(torch.device("cpu")), reason="needs Linux")
 def test_memory_follows_the_tokens_of_every_slot(monkeypatch):
     """64 slots of 32k, a gigabyte: catches a slot that is as wide as its neighbour, a huge page for one token, and a
     text that keeps its memory when it is over."""
-    monkeypatch.setattr(pages, "are_there", lambda device: True)
+    monkeypatch.setattr(lazy_memory, "comes_by_page", lambda device: True)
     size, column = 32, 2 * 4 * 32
     cache = SlotCache(64, 32_768, layers=2)
     before = resident()
@@ -255,7 +255,7 @@ def test_a_text_that_ends_takes_nothing_from_its_neighbours(few_columns):
 def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatch):
     """64 slots of 32k: catches buffers that are allocated whole, and columns that are lost as they grow."""
     monkeypatch.setattr(stacks, "FIRST", 512)
-    monkeypatch.setattr(pages, "are_there", lambda device: False)
+    monkeypatch.setattr(lazy_memory, "comes_by_page", lambda device: False)
     allocated = lambda stacks: sum(tensor.nbytes for tensor in stacks.tensors)
     cache, column = SlotCache(64, 32_768, layers=1), 2 * 4 * SIZE
     text = torch.arange(600 * SIZE, dtype=torch.float32).view(1, 1, 600, SIZE)

@@ -18,7 +18,7 @@ NORESERVE = 0x4000
 """Linux's MAP_NORESERVE, which `mmap` names from Python 3.13 on: address space is not counted as memory."""
 
 
-def are_there(device: torch.device) -> bool:
+def comes_by_page(device: torch.device) -> bool:
     """Whether memory of this device can be taken so."""
     return device.type == "cpu" and sys.platform == "linux"
 
