@@ -135,6 +135,8 @@ class Ensemble(Drafter):
 
 def _for_part(state: DecodeState, part: int, stop: Stop | None) -> DecodeState:
     """The state for one part, with a stop and noise of its own; slots with a seed keep theirs."""
+    if state.judge.temperature is None:  # nothing is drawn
+        return state if stop is None else state.replaced(stop=stop)
     own_seeds = Streams(state.noise_seeds, torch.zeros_like(state.noise_seeds)).key(part, Purpose.PART)
     seeds = own_seeds if state.seeded is None else torch.where(state.seeded, state.noise_seeds, own_seeds)
     return state.replaced(noise_seeds=seeds, stop=stop)

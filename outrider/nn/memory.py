@@ -301,6 +301,8 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
 class Lookup(RequestDrafter[Text], ABC):
     """Looks up the end of each slot's text; a method says in what."""
 
+    watches = True  # what it observes is the text
+
     def __init__(self, limit: int, tries: Tries):
         self.limit, self.tries = limit, tries
 
