@@ -11,15 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from outrider.decoding.draft import padded
 from outrider.decoding.loop import step
 from outrider.decoding.protocols import Drafter, Policy, Target
 from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
-PREFILL_CHUNK = 512
-"""Most prompt tokens of a slot that are read in one pass."""
-GRAIN = 64
-"""Prompts are read in multiples of it beside steps; prefixes are stored in such blocks."""
+PREFILL_CHUNK, ON_A_CPU = 512, 96
+"""Most prompt tokens of a slot that are read in one pass; a CPU's caches hold what fewer need."""
+GRAIN = 16
+"""Prompts are read in multiples of it beside steps."""
 
 
 class Progress(NamedTuple):
@@ -47,13 +49,14 @@ class Progress(NamedTuple):
 
 
 class Pace:
-    """How many prompt tokens are read between two steps of other slots: as many as hold them up for three steps."""
+    """How many prompt tokens are read between two steps of other slots: as many as hold them up for `STEPS`."""
 
-    STEPS, LATELY = 3.0, 0.3
+    STEPS, LATELY = 3.5, 0.3
     """Steps that reading may take as long as; and how much the newest time counts."""
 
-    def __init__(self) -> None:
-        self.step_s = self.token_s = 0.0
+    def __init__(self, chunk: int):
+        """chunk: most of a pass."""
+        self.chunk, self.step_s, self.token_s = chunk, 0.0, 0.0
         """Seconds of a step and of a prompt's token, lately; 0 before the first."""
 
     def stepped(self, seconds: float) -> None:
@@ -65,9 +68,9 @@ class Pace:
     def most(self, live: int) -> int:
         """Prompt tokens, where so many slots take part in steps."""
         if not live:
-            return PREFILL_CHUNK
+            return self.chunk
         wanted = self.STEPS * self.step_s / self.token_s if self.token_s else 0.0
-        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, PREFILL_CHUNK))
+        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, self.chunk))
 
 
 class Prefixes:
@@ -121,7 +124,7 @@ class Scheduler:
         """Whose request each slot serves, in the order of admission."""
         self.cached: dict[int, int] = {}
         """By request that was admitted: prompt tokens that `prefixes` knew."""
-        self.pace = Pace()
+        self.pace = Pace(chunk_on(target.device))
         self.read_tokens, self.step_s = 0, 0.0
         """Prompt tokens read since the last verified step, and that step's seconds."""
         self._over: set[int] = set()
@@ -215,7 +218,7 @@ class Scheduler:
         state = self.state
         unread = ((row, self._unread(row)) for row in self.serving if row in reading)
         if self.is_patient:
-            counts = {row: min(left, PREFILL_CHUNK) for row, left in unread if left > 0}
+            counts = {row: min(left, self.pace.chunk) for row, left in unread if left > 0}
         else:
             most = self.pace.most(len(state.rows))
             counts = pieces(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
@@ -303,6 +306,11 @@ def draft_columns(drafter: Drafter) -> int:
     return max(drafter.limit, 1) + 1 + drafter.probe_rows
 
 
+def chunk_on(device: torch.device) -> int:
+    """Most prompt tokens of a slot in one pass of this device."""
+    return min(PREFILL_CHUNK, ON_A_CPU) if device.type == "cpu" else PREFILL_CHUNK
+
+
 def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[int, int], bool]) -> dict[int, int]:
     """By slot, how many of its prompt's tokens are read now, `most` of all together.
 
@@ -324,8 +332,9 @@ def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[in
 
 def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
     """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter reads each chunk."""
+    most = chunk_on(target.device)
     while left := {row: count for row in rows if (count := state.unread(row))}:
-        read(target, drafter, cache, memory, state, {row: min(count, PREFILL_CHUNK) for row, count in left.items()})
+        read(target, drafter, cache, memory, state, {row: min(count, most) for row, count in left.items()})
 
 
 def read(

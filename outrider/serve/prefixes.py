@@ -28,13 +28,13 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import GRAIN, PREFILL_CHUNK, Prefixes
+from outrider.decoding.scheduler import PREFILL_CHUNK, Prefixes
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.targets.cache import Buffer, SlotCache
 from outrider.targets.protocol import Target, TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
-BLOCK = GRAIN
+BLOCK = 64
 """Tokens of a block.  Smaller ones share more of a beginning's end, and take more copies."""
 
 Key = tuple[int | str, bytes]
@@ -87,6 +87,8 @@ class PrefixStore(Prefixes):
         self._numbers = count()
         self._reading: dict[int, tuple[Request, list[Key]]] = {}
         """By slot whose prompt is being read: its request, and the blocks of its prompt so far."""
+        self._tails: dict[int, tuple[Request, Tensor, Tensor | None]] = {}
+        """By slot whose prompt is being read: its request, and states of the tokens after its last whole block."""
         self._source: Source | None = None
         self._warned: set[str] = set()
 
@@ -148,22 +150,38 @@ class PrefixStore(Prefixes):
         """Store the blocks that one pass over the next counts[row] prompt tokens of each slot has computed; `scores` is
         its result, and `state.prefilled` counts it in.
 
-        A block is stored where one pass has read all of it: read prompts in multiples of `block` tokens.  A prompt
-        whose beginning is not stored, or was removed, is not stored either.
+        A block is stored once all of it was read.  A prompt whose beginning is not stored, or was removed, is not
+        stored either.
         """
         if not self.budget_bytes or not self.supports(target, cache):
             return
         self._fit(target, drafter, cache)
         for b, (row, length) in enumerate(counts.items()):
-            begin = state.prefilled[row] - length
+            taps = None if scores.taps is None else scores.taps[b, :length]
+            hidden, taps = self._with_tail(state, row, scores.hidden[b, :length], taps)
+            begin = state.prefilled[row] - len(hidden)
             keys = self._known(row, state, begin)
             if len(keys) * self.block >= begin:
-                taps = None if scores.taps is None else scores.taps[b, :length]
-                self._put(keys, cache, state, row, scores.hidden[b, :length], taps)
+                self._put(keys, cache, state, row, hidden, taps)
             self._over(row, state)
+
+    def _with_tail(
+        self, state: DecodeState, row: int, hidden: Tensor, taps: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """States of the tokens read last, with those before them that filled no block yet; keeps what fills none."""
+        request, before, tapped = self._tails.pop(row, (None, hidden[:0], None))
+        if request is state.requests[row] and len(before) + len(hidden) <= state.prefilled[row]:
+            hidden = torch.cat([before, hidden])
+            taps = None if taps is None or tapped is None else torch.cat([tapped, taps])
+        left = state.prefilled[row] % self.block
+        if 0 < left <= len(hidden) and state.prefilled[row] < len(state.tokens[row]) - 1:
+            own = None if taps is None else taps[-left:].clone()
+            self._tails[row] = state.requests[row], hidden[-left:].clone(), own
+        return hidden, taps
 
     def clear(self) -> None:
         """Remove all blocks."""
+        self._tails.clear()
         self._blocks.clear()
         self._reading.clear()
         self.bytes = 0
