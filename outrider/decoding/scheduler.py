@@ -20,7 +20,7 @@ from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
 PREFILL_CHUNK, ON_A_CPU = 512, 96
 """Most prompt tokens of a slot that are read in one pass; a CPU's caches hold what fewer need."""
-GRAIN = 16
+GRAIN = 8
 """Prompts are read in multiples of it beside steps."""
 
 
@@ -51,18 +51,26 @@ class Progress(NamedTuple):
 class Pace:
     """How many prompt tokens are read between two steps of other slots: as many as hold them up for `STEPS`."""
 
-    STEPS, LATELY = 3.5, 0.3
+    STEPS, LATELY = 3.2, 0.3
     """Steps that reading may take as long as; and how much the newest time counts."""
 
     def __init__(self, chunk: int):
         """chunk: most of a pass."""
         self.chunk, self.step_s, self.token_s = chunk, 0.0, 0.0
-        """Seconds of a step and of a prompt's token, lately; 0 before the first."""
+        """Seconds from one step to the next without prompts, and of a prompt's token, lately; 0 before the first."""
+        self.since, self.read_s = 0.0, 0.0
+        """When the last step ended, 0 where nobody waits for the next; and seconds of reading since."""
 
-    def stepped(self, seconds: float) -> None:
-        self.step_s += (self.LATELY if self.step_s else 1.0) * (seconds - self.step_s)
+    def stepped(self, now: float) -> None:
+        """A step ended; what its callers do with it is part of the next one."""
+        if self.since:
+            seconds = now - self.since - self.read_s
+            self.step_s += (self.LATELY if self.step_s else 1.0) * (seconds - self.step_s)
+        self.since, self.read_s = now, 0.0
 
     def read(self, seconds: float, tokens: int) -> None:
+        """So many tokens of prompts were read."""
+        self.read_s += seconds
         self.token_s += (self.LATELY if self.token_s else 1.0) * (seconds / tokens - self.token_s)
 
     def most(self, live: int) -> int:
@@ -190,6 +198,8 @@ class Scheduler:
         self._found += self._written({})
         if not self._found:  # else a step that did not come to its end, as its thread was given up, has left them
             self.release()
+            if not self.state.rows:
+                self.pace.since = 0.0
             self._admit()
             self._read()
             if self.state.rows:
@@ -249,8 +259,9 @@ class Scheduler:
         except Exception as error:
             self._fail(dict.fromkeys(self.suspects(self.state, error), error))
             return
-        self.step_s = perf_counter() - began
-        self.pace.stepped(self.step_s)
+        now = perf_counter()
+        self.step_s = now - began
+        self.pace.stepped(now)
         self._fail(errors)
         self._found += self._written(dict(zip(self.state.rows, accepted.counts, strict=True)))
 

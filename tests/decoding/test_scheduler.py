@@ -179,21 +179,29 @@ def test_what_a_lost_step_committed_is_given_out():
 
 
 def test_a_prompt_holds_up_the_others_for_a_few_steps():
-    """Catches a size that suits one machine, and a single slow moment that decides for good."""
-    pace = Pace(512)
-    assert (pace.most(0), pace.most(3)) == (512, 16)
-    for _ in range(20):
-        pace.read(0.1, 100)
-        pace.stepped(0.1)
-    assert pace.most(3) == 336  # of the 350 that it has time for
-    pace.stepped(0.2)
-    pace.read(0.1, 50)
-    assert 304 <= pace.most(3) <= 384
-    for _ in range(20):
-        pace.stepped(0.02)
-    assert pace.most(1) == 48 and pace.most(0) == 512
-    for _ in range(20):
-        pace.stepped(10.0)
+    """Catches a size that suits one machine, a single slow moment that decides for good, and the time of reading, or
+    of an empty server, counted as a step's."""
+    pace, now = Pace(512), 1.0
+    assert (pace.most(0), pace.most(3)) == (512, 8)
+
+    def pass_by(steps: int, step_s: float, token_s: float) -> None:
+        nonlocal now
+        for _ in range(steps):
+            pace.read(100 * token_s, 100)
+            now += step_s + 100 * token_s
+            pace.stepped(now)
+
+    pass_by(20, 0.1, 0.001)
+    assert pace.most(3) == 320
+    pass_by(1, 0.2, 0.002)
+    assert 280 <= pace.most(3) <= 360
+    pass_by(20, 0.02, 0.001)
+    assert pace.most(1) == 64 and pace.most(0) == 512
+    pace.since = 0.0  # nobody is there for an hour
+    now += 3600
+    pass_by(1, 0.02, 0.001)
+    assert pace.most(1) == 64
+    pass_by(20, 10.0, 0.001)
     assert pace.most(1) == 512
 
 
