@@ -49,7 +49,8 @@ class Progress(NamedTuple):
 
 
 class Pace:
-    """How many prompt tokens are read between two steps of other slots: as many as hold them up for `STEPS`."""
+    """How many prompt tokens are read between two steps of other slots: as many as hold them up for `STEPS`, and for
+    longer where more prompts wait than texts are written."""
 
     STEPS, LATELY = 3.2, 0.3
     """Steps that reading may take as long as; and how much the newest time counts."""
@@ -73,11 +74,12 @@ class Pace:
         self.read_s += seconds
         self.token_s += (self.LATELY if self.token_s else 1.0) * (seconds / tokens - self.token_s)
 
-    def most(self, live: int) -> int:
-        """Prompt tokens, where so many slots take part in steps."""
+    def most(self, live: int, reading: int) -> int:
+        """Prompt tokens, where so many slots take part in steps, and so many prompts are to be read."""
         if not live:
             return self.chunk
-        wanted = self.STEPS * self.step_s / self.token_s if self.token_s else 0.0
+        steps = self.STEPS * max(1.0, reading / live)
+        wanted = steps * self.step_s / self.token_s if self.token_s else 0.0
         return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, self.chunk))
 
 
@@ -230,7 +232,7 @@ class Scheduler:
         if self.is_patient:
             counts = {row: min(left, self.pace.chunk) for row, left in unread if left > 0}
         else:
-            most = self.pace.most(len(state.rows))
+            most = self.pace.most(len(state.rows), len(reading))
             counts = pieces(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
         if counts:
             began = perf_counter()

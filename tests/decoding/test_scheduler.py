@@ -90,7 +90,7 @@ def test_texts_are_their_own_whatever_comes_and_goes(is_patient, slots, events, 
 
 def test_a_prompt_is_read_in_pieces_where_others_wait(monkeypatch):
     """Catches a long prompt that holds up a text, and one that is read in pieces where nobody waits."""
-    monkeypatch.setattr(Pace, "most", lambda pace, live: 8 if live else scheduler.PREFILL_CHUNK)
+    monkeypatch.setattr(Pace, "most", lambda pace, live, reading: 8 if live else scheduler.PREFILL_CHUNK)
     long, short = Request([n % 6 for n in range(41)], 5, Sampling()), Request([3], 30, Sampling())
     for is_patient, steps in ((False, 5), (True, 1)):
         there = scheduled(2, is_patient=is_patient)
@@ -182,7 +182,7 @@ def test_a_prompt_holds_up_the_others_for_a_few_steps():
     """Catches a size that suits one machine, a single slow moment that decides for good, and the time of reading, or
     of an empty server, counted as a step's."""
     pace, now = Pace(512), 1.0
-    assert (pace.most(0), pace.most(3)) == (512, 8)
+    assert (pace.most(0, 1), pace.most(3, 1)) == (512, 8)
 
     def pass_by(steps: int, step_s: float, token_s: float) -> None:
         nonlocal now
@@ -192,23 +192,24 @@ def test_a_prompt_holds_up_the_others_for_a_few_steps():
             pace.stepped(now)
 
     pass_by(20, 0.1, 0.001)
-    assert pace.most(3) == 320
+    assert pace.most(3, 1) == 320
     pass_by(1, 0.2, 0.002)
-    assert 280 <= pace.most(3) <= 360
+    assert 280 <= pace.most(3, 1) <= 360
     pass_by(20, 0.02, 0.001)
-    assert pace.most(1) == 64 and pace.most(0) == 512
+    assert pace.most(1, 1) == 64 and pace.most(0, 1) == 512
+    assert (pace.most(2, 4), pace.most(4, 2)) == (128, 64)  # more wait than write, or fewer
     pace.since = 0.0  # nobody is there for an hour
     now += 3600
     pass_by(1, 0.02, 0.001)
-    assert pace.most(1) == 64
+    assert pace.most(1, 1) == 64
     pass_by(20, 10.0, 0.001)
-    assert pace.most(1) == 512
+    assert pace.most(1, 1) == 512
 
 
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=9), st.integers(0, 20))
 def test_pieces_keep_to_the_size_of_a_pass(lefts, live):
     """Catches a pass that is wider than it may be, an eldest prompt that waits, and a prompt that nobody reads."""
-    most = Pace(512).most(live)
+    most = Pace(512).most(live, 1)
     found = pieces(enumerate(lefts), most, lambda row, other: False)
     assert all(0 < count <= lefts[row] for row, count in found.items())
     assert len(found) * max(found.values(), default=0) <= max(most, 1)
