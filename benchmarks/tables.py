@@ -1142,6 +1142,51 @@ def real_model(found: dict[str, Any]) -> str:
     return "\n\n".join([said + _machine(found), table, _promises(found)])
 
 
+def real_server(found: dict[str, Any]) -> str:
+    every = found["clients"]
+    ways = list(dict.fromkeys(way for own in every.values() for way in own["tokens_per_s"]))
+    lines = [[way, *(f"{own['tokens_per_s'][way]:.0f}" for own in every.values())] for way in ways]
+    heads = ["way", *(f"{clients} at a time" for clients in every)]
+    differ = sum(own["texts_that_differ"] for own in every.values())
+    said = f"Tokens/s, {found['prompts']} prompts x {found['new']} tokens; {differ} of our texts differ. "
+    ratios = [
+        [f"{clients} at a time: {name}", f"{one['center']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"]
+        for clients, own in every.items() for name, one in own["ratios"].items()
+    ]  # fmt: skip
+    tables = [_table(heads, lines, slice(1, len(heads))), _table(["ratio", "with its interval"], ratios, slice(1, 2))]
+    return "\n\n".join([said + _machine(found), *tables, _promises(found)])
+
+
+def long_texts(found: dict[str, Any]) -> str:
+    ways = list(found["first"])
+    depths = list(found["first"][ways[0]])
+    rate = lambda way, depth: f"{found['depth'][way][depth]:.0f}" if way in found["depth"] else ""
+    lines = [
+        [way, *(f"{found['first'][way][depth]:.2f}" for depth in depths), *(rate(way, depth) for depth in depths)]
+        for way in ways
+    ]
+    heads = ["way", *(f"first token at {depth}, s" for depth in depths), *(f"tokens/s behind {n}" for n in depths)]
+    held = found["memory"]
+    first = held["prompts"][0]
+    said = (
+        f"One prompt of {held['keys_and_values_bytes'] / 1e6:.0f} MB of keys and values to a server of "
+        f"{found['slots']} slots: memory rises by {first['peak_over_idle'] / 1e6:.0f} MB and stays "
+        f"{first['after_over_idle'] / 1e6:.0f} above where it was, which later prompts that begin alike share. "
+    )
+    return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
+
+
+def minutes(found: dict[str, Any]) -> str:
+    kinds = list(found["rows"][0]["tokens_per_step"])
+    lines = [
+        [row["recipe"], str(row["seed"]), f"{row['minutes']:.0f}", str(row["steps"]), f"{row['peak_gb']:.1f}",
+         *(f"{row['tokens_per_step'][kind]:.2f}" for kind in kinds)]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["recipe", "seed", "minutes", "steps", "peak GB", *kinds]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
+
+
 def accuracy(found: dict[str, Any]) -> str:
     rows = [row for row in found["rows"] if "rms_ratio" in row]
     paths, contexts = list(dict.fromkeys(row["path"] for row in rows)), sorted({row["context"] for row in rows})
@@ -1161,7 +1206,8 @@ def accuracy(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "real_model": real_model, "accuracy": accuracy,
+    "real_model": real_model, "real_server": real_server, "long_texts": long_texts, "minutes": minutes,
+    "accuracy": accuracy,
     "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
     "products": products, "products_avx2": products,
     "large": large, "large_17b": large, "large_avx2": large,

@@ -80,7 +80,7 @@ class Pace:
             return self.chunk
         steps = self.STEPS * max(1.0, reading / live)
         wanted = steps * self.step_s / self.token_s if self.token_s else 0.0
-        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, self.chunk))
+        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, PREFILL_CHUNK))
 
 
 class Prefixes:
@@ -221,18 +221,17 @@ class Scheduler:
 
     def _read(self) -> None:
         """Read prompts, the eldest first; those that are read take part in steps."""
-        while reading := self.state.reading - self._over:
-            self._read_piece(reading)
-            if not self.is_patient:
-                break
+        left = self.pace.most(len(self.state.rows), len(self.state.reading - self._over))
+        while (reading := self.state.reading - self._over) and (self.is_patient or left >= GRAIN):
+            left -= max(GRAIN, self._read_piece(reading, min(left, self.pace.chunk)))
 
-    def _read_piece(self, reading: Collection[int]) -> None:
+    def _read_piece(self, reading: Collection[int], most: int) -> int:
+        """One pass over prompts of these slots, of at most so many tokens where texts wait; returns how many."""
         state = self.state
         unread = ((row, self._unread(row)) for row in self.serving if row in reading)
         if self.is_patient:
-            counts = {row: min(left, self.pace.chunk) for row, left in unread if left > 0}
+            counts = {row: piece(left, self.pace.chunk) for row, left in unread if left > 0}
         else:
-            most = self.pace.most(len(state.rows), len(reading))
             counts = pieces(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
         if counts:
             began = perf_counter()
@@ -246,6 +245,7 @@ class Scheduler:
         if ready:
             state.start(ready)
         self.read_tokens += sum(counts.values())
+        return sum(counts.values())
 
     def _unread(self, row: int) -> int:
         """Prompt tokens left of a slot, once what others have read of the same beginning is taken over."""
@@ -324,8 +324,13 @@ def chunk_on(device: torch.device) -> int:
     return min(PREFILL_CHUNK, ON_A_CPU) if device.type == "cpu" else PREFILL_CHUNK
 
 
+def piece(left: int, most: int) -> int:
+    """How many of a prompt's tokens one pass reads, about `most`: half as many more where these are the last."""
+    return left if left <= most + most // 2 else most
+
+
 def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[int, int], bool]) -> dict[int, int]:
-    """By slot, how many of its prompt's tokens are read now, `most` of all together.
+    """By slot, how many of its prompt's tokens are read now, about `most` of all together.
 
     unread: slots, the eldest first, with how many tokens each has left.  is_shared: whether two slots' prompts begin
     alike; the later one takes over in the next round what the first has read.
@@ -334,7 +339,7 @@ def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[in
     for row, left in unread:
         if any(is_shared(row, other) for other in counts):
             continue
-        count = min(left, most)
+        count = piece(left, most)
         width = max(count, *counts.values(), 0)
         if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
             break

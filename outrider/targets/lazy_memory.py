@@ -6,10 +6,11 @@ texts grow.  What a text held is given back when it ends, and reads as zeros aga
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +21,16 @@ NORESERVE = 0x4000
 
 def comes_by_page(device: torch.device) -> bool:
     """Whether memory of this device can be taken so."""
-    return device.type == "cpu" and sys.platform == "linux"
+    return device.type == "cpu" and _is_lent()
+
+
+@functools.cache
+def _is_lent() -> bool:
+    """Whether the system gives address space without counting it as memory."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:  # another system than Linux
+        return False
 
 
 class Pages:
@@ -29,7 +39,7 @@ class Pages:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype):
         """A tensor of zeros, none of which is there yet."""
         size = math.prod(shape) * dtype.itemsize
-        self.map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+        self.map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
         # a huge page is as large as a whole slot of one head, and would be there after its first token
         self.map.madvise(mmap.MADV_NOHUGEPAGE)
         with torch.inference_mode(False):

@@ -7,6 +7,7 @@ context take no more memory than the longest text asks for.  While they double, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -74,7 +75,8 @@ class Stacks:
         )  # fmt: skip
         number = next(fits, len(self.tensors))
         if number == len(self.tensors):
-            own = Pages(shape, buffer.dtype) if lazy_memory.comes_by_page(buffer.device) and self.is_whole else None
+            is_lazy = self.is_whole and lazy_memory.comes_by_page(buffer.device) and math.prod(shape) > 0
+            own = Pages(shape, buffer.dtype) if is_lazy else None
             self.pages.append(own)
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
             zeros = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if own is None else own.tensor

@@ -114,7 +114,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
     return clock
 
 
-def test_in_no_minute_comes_by_page_more_requests_than_the_limit(time):
+def test_in_no_minute_are_there_more_requests_than_the_limit(time):
     """Catches a bucket that fills while its first burst still counts, and one that never fills."""
     limit = 20
     bucket = TokenBucket(limit, time)

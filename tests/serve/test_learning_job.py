@@ -194,7 +194,7 @@ def test_undo_reaches_a_running_server(quick, tmp_path, learned, float_target, c
 
 
 @pytest.mark.parametrize("while_busy", [False, True])
-def test_the_training_stands_still_while_requests_comes_by_page(tmp_path, learned, float_target, while_busy):
+def test_the_training_stands_still_while_requests_are_there(tmp_path, learned, float_target, while_busy):
     """Catches a job that takes the processor from those who are served, and one that never goes on."""
     there = copied(learned, tmp_path / "still")
     there.set(
