@@ -82,7 +82,7 @@ def small() -> TransformersTarget:
 def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches grow while texts do, and many sizes are captured."""
     monkeypatch.setattr(cuda_graphs, "COLUMNS", 32)
-    monkeypatch.setattr(stacks.pages, "comes_by_page", lambda device: False)
+    monkeypatch.setattr(stacks.lazy_memory, "comes_by_page", lambda device: False)
     monkeypatch.setattr(stacks, "FIRST", 40)
 
 

@@ -38,7 +38,7 @@ def fast() -> TransformersTarget:
 @pytest.fixture(autouse=True)
 def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches grow while texts do."""
-    monkeypatch.setattr(stacks.pages, "comes_by_page", lambda device: False)
+    monkeypatch.setattr(stacks.lazy_memory, "comes_by_page", lambda device: False)
     monkeypatch.setattr(stacks, "FIRST", 40)
 
 

@@ -161,7 +161,7 @@ def test_a_cache_that_grows_in_the_middle_of_texts_changes_no_token(
     drafter = drafter_of(Case(name, {"markov": "vanilla"} if name == "dspark" else {}))
     asked = {"max_new_tokens": 30, "sampling": Sampling(heat, seed=3), "slots": 2, "policy": "fixed"}
     wanted = generate(target, prompts[:3], drafter, **asked)
-    monkeypatch.setattr(stacks.pages, "comes_by_page", lambda device: False)
+    monkeypatch.setattr(stacks.lazy_memory, "comes_by_page", lambda device: False)
     monkeypatch.setattr(stacks, "FIRST", 3)
     grown, grow = [], stacks.Stacks.grow
     monkeypatch.setattr(stacks.Stacks, "grow", lambda self, *own: (grown.append(self), grow(self, *own))[1])
@@ -176,7 +176,7 @@ def test_captures_of_a_cache_that_grows_write_within_its_buffers(monkeypatch):
     slow, tape = load_target(tiny_model(dtype=torch.float64), compile=False), Tape()
     wanted = generate(slow, [[1, 2, 3]], "ngram", max_new_tokens=60, policy="fixed")
     fast = with_tape(load_target(tiny_model(dtype=torch.float64), compile=False), tape)
-    monkeypatch.setattr(stacks.pages, "comes_by_page", lambda device: False)
+    monkeypatch.setattr(stacks.lazy_memory, "comes_by_page", lambda device: False)
     monkeypatch.setattr(stacks, "FIRST", 4)
     assert generate(fast, [[1, 2, 3]], "ngram", max_new_tokens=60, policy="fixed") == wanted
     assert tape.count["replayed"] > tape.count["cuda_graphs"] > 2
