@@ -107,9 +107,11 @@ class PrefixStore(Prefixes):
     def shares(self, state: DecodeState, row: int, other: int) -> bool:
         """Whether a slot could take over what another is about to read."""
         begin, tenants = state.prefilled[row], [state.requests[one].tenant for one in (row, other)]
-        if not self.budget_bytes or begin != state.prefilled[other] or not (self.is_shared or len(set(tenants)) == 1):
-            return False
         ends = begin + self.block
+        if not self.budget_bytes or begin % self.block or not begin <= state.prefilled[other] < ends:
+            return False
+        if not (self.is_shared or len(set(tenants)) == 1):
+            return False
         return len(state.tokens[row]) > ends and state.tokens[row][:ends] == state.tokens[other][:ends]
 
     def take(

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider import generation
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.scheduler import Pace
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import DataError
 from outrider.policies.counterfactual import Counterfactual
@@ -145,7 +146,13 @@ def test_a_judge_with_passes_of_its_own_serves_as_it_generates(target, prompts):
     assert [caller.tokens for caller in callers] == wanted != [alone(target, each) for each in asked]
 
 
-def test_a_slot_that_is_new_reads_its_prompt_beside_others(target):
+def by_pieces(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Prompts are read in such pieces beside other texts, whatever the time."""
+    patch.setattr(Pace, "most", lambda pace, live, reading: most if live else pace.chunk)
+
+
+def test_a_slot_that_is_new_reads_its_prompt_beside_others(target, monkeypatch):
+    by_pieces(monkeypatch, 64)
     first = Caller.of(request([1, 2, 3], 60))
     long = Caller.of(request([n % 64 for n in range(180)], 4))
     between = []
@@ -162,9 +169,11 @@ def test_a_slot_that_is_new_reads_its_prompt_beside_others(target):
 
 
 @pytest.mark.parametrize(("writing", "count"), [(1, 6), (4, 2)], ids=["in one piece", "in two pieces"])
-def test_calls_that_come_together_share_what_the_first_has_read(writing, count, target, drafter_of):
-    """Catches a store that is asked at admission alone, when nobody has read the beginning yet, and tokens that are
-    counted twice where a beginning is taken over piece by piece."""
+def test_calls_that_come_together_share_what_the_first_has_read(writing, count, target, drafter_of, monkeypatch):
+    """Catches a store that is asked at admission alone, when nobody has read the beginning yet, tokens that are counted
+    twice where a beginning is taken over piece by piece, and calls that don't wait where a piece ends within a
+    block."""
+    by_pieces(monkeypatch, 24)
     shared = [(7 * n + n // 9) % 64 for n in range(200)]
     asked = [request([*shared, n], 9) for n in range(count)]
     telemetry = Telemetry("tiny", 6)
