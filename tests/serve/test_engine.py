@@ -170,9 +170,8 @@ def test_a_slot_that_is_new_reads_its_prompt_beside_others(target, monkeypatch):
 
 @pytest.mark.parametrize(("writing", "count"), [(1, 6), (4, 2)], ids=["in one piece", "in two pieces"])
 def test_calls_that_come_together_share_what_the_first_has_read(writing, count, target, drafter_of, monkeypatch):
-    """Catches a store that is asked at admission alone, when nobody has read the beginning yet, tokens that are counted
-    twice where a beginning is taken over piece by piece, and calls that don't wait where a piece ends within a
-    block."""
+    """Catches a store that is asked at admission alone, when nobody has read the beginning yet, and tokens that are
+    counted twice where a beginning is taken over piece by piece; pieces end within blocks."""
     by_pieces(monkeypatch, 24)
     shared = [(7 * n + n // 9) % 64 for n in range(200)]
     asked = [request([*shared, n], 9) for n in range(count)]
