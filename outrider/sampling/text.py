@@ -117,14 +117,16 @@ class TextStream:
 
     def _begin(self, before: Sequence[int]) -> None:
         """Put the last tokens before the text into the window, as text that was given out."""
-        shown = (token for token in reversed(before) if token not in self._detokenizer.skipped)
+        shown = [token for token in before if token not in self._detokenizer.skipped]
         # an open run of bytes is text by itself: what follows does not change it
-        backwards = itertools.dropwhile(self._detokenizer.byte_tokens.__contains__, shown)
-        context = [*itertools.islice(backwards, CONTEXT)][::-1]
+        backwards = itertools.dropwhile(self._detokenizer.byte_tokens.__contains__, reversed(shown))
+        earlier = [*backwards][::-1]
+        context = earlier[-CONTEXT:]
         if len(self._detokenizer.decode(context)) < MIN_FINAL:
-            context = [*backwards][::-1] + context
-        # half a character at the end is the text's to complete
-        text = self._detokenizer.decode(context).removesuffix("\ufffd")
+            context = earlier
+        text = self._detokenizer.decode(context)
+        if len(earlier) == len(shown):
+            text = text.removesuffix("\ufffd")  # half a character at the end is the text's to complete
         self._window, self._read, self._final_length = context, len(context), len(text)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:

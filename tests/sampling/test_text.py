@@ -267,3 +267,12 @@ def test_a_text_that_goes_on_from_a_prompt_is_what_both_together_add(name, data)
     assume(not is_open and whole.startswith(shown))  # else the prompt's own text changes
     found = pushed(TextStream(own, before=prompt), tokens, cuts) if tokens else []
     assert shown + "".join(piece for _, piece in found) == whole
+
+
+def test_what_stands_before_the_bytes_of_a_prompt_is_not_shown_again():
+    """Catches a U+FFFD of the prompt taken for half a character that the text completes, where a run of bytes stands
+    between both; CI found it."""
+    names, spells = TOKENIZERS["llama 2"].get_vocab(), spelt("llama 2")
+    prompt = [names["\ufffd"], *spells("中"), names[SPECIAL]]
+    stream = TextStream(detokenizer_of("llama 2"), before=prompt)
+    assert stream.push(spells("中"), is_last=True).text == "中"
