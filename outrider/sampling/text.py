@@ -123,7 +123,7 @@ class TextStream:
         earlier = [*backwards][::-1]
         context = earlier[-CONTEXT:]
         if len(self._detokenizer.decode(context)) < MIN_FINAL:
-            context = earlier
+            context = shown  # whole, so that no token after it is the first of its text
         text = self._detokenizer.decode(context)
         if len(earlier) == len(shown):
             text = text.removesuffix("\ufffd")  # half a character at the end is the text's to complete
