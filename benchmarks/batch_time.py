@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -21,7 +22,8 @@ import transformers
 from benchmarks.replay import command, processor
 from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, compile_passes
-from outrider.compiled.whole_step import WholeStep
+from outrider.compiled.runner import using
+from outrider.compiled.step_package import StepPackage
 from outrider.data.readers import instructions
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
@@ -84,39 +86,22 @@ def serve(
     return found, texts
 
 
-@torch.inference_mode()
 def serve_in_one_call(
     target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None, slots: int = 1,
     sampling: Sampling | None = None,
 ) -> tuple[Served, list[list[int]]]:  # fmt: skip
-    """As `serve`, by steps that are one call each (`whole_step`)."""
-    found, texts = Served(), [[] for _ in prompts]
-    state = generation.batch(target, min(slots, len(prompts)), shared_noise=False, ends=frozenset())
-    requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
-    whole = WholeStep(target, drafter or Drafter(), state)
-    whole.open(requests)
-    graph, admit, seconds = whole.batch.step.graph, whole._admit, dict.fromkeys(("model", "prompts"), 0.0)
+    """As `serve`, by steps that are one call each, whose time in the package is the model's."""
+    seconds, real = [0.0], StepPackage.launch
 
-    class Timed:
-        def forward(self, *given: Any) -> list[torch.Tensor]:
-            began = time.perf_counter()
-            outputs = graph.forward(*given)
-            seconds["model"] += time.perf_counter() - began
-            found.steps += 1
-            return outputs
-
-    def timed(*given: Any) -> None:
+    def launch(package: StepPackage, *given: Any) -> list[list[int]]:
         began = time.perf_counter()
-        admit(*given)
-        seconds["prompts"] += time.perf_counter() - began
+        found = real(package, *given)
+        seconds[0] += time.perf_counter() - began
+        return found
 
-    vars(whole.batch.step)["graph"], vars(whole)["_admit"] = Timed(), timed
-    began = time.perf_counter()
-    for progress in whole.advance(requests):
-        texts[progress.request] += progress.tokens
-        found.tokens += len(progress.tokens)
-    found.seconds, found.model = time.perf_counter() - began - seconds["prompts"], seconds["model"]
-    vars(whole.batch.step)["graph"] = graph
+    with using("built"), mock.patch.object(StepPackage, "launch", launch):
+        found, texts = serve(target, prompts, new, drafter, slots=slots, sampling=sampling)
+    found.model = seconds[0]
     return found, texts
 
 

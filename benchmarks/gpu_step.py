@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.compiled.whole_step import WholeStep
-from outrider.compiled.whole_step_check import wrong
+from outrider.compiled.runner import using, wrong
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.scheduler import Progress
 from outrider.decoding.state import Request
@@ -81,8 +80,5 @@ def steps_of(
     target: TransformersTarget, drafter: Drafter, requests: list[Request], is_whole: bool
 ) -> Iterator[Progress]:  # fmt: skip
     state = generation.batch(target, len(requests), ends=frozenset())
-    if not is_whole:
-        return generation.serve(target, requests, drafter, policy="fixed", state=state)
-    whole = WholeStep(target, drafter, state)
-    whole.open(requests)
-    return whole.advance(requests)
+    with using("built" if is_whole else "none"):
+        yield from generation.serve(target, requests, drafter, policy="fixed", state=state)

@@ -1,4 +1,4 @@
-"""Steps that are one call each (`whole_step`) beside steps of several, compiled both: texts and time, by turns.
+"""Steps that are one call each beside steps of several, compiled both: texts and time, by turns.
 
     python benchmarks/one_call.py [--tokens 100000] [--batches 1,4,16] [--seed 0] [--out FILE]
 
@@ -23,7 +23,7 @@ from typing import Any
 from batch_time import parties, prompts_of, write
 
 from outrider import generate
-from outrider.compiled.whole_step_check import is_tie
+from outrider.compiled.runner import is_tie, using
 from outrider.sampling.settings import Sampling
 
 TEMPERATURES = (0.0, 0.8)
@@ -83,7 +83,8 @@ class Cell:
         texts = {}
         for way in noise.sample([False, True], 2):
             began = time.perf_counter()
-            found = generate(self.target, prompts, self.drafter, sampling=sampling, whole_step=way, **given)
+            with using("built" if way else "none"):
+                found = generate(self.target, prompts, self.drafter, sampling=sampling, **given)
             self.seconds[way].append(time.perf_counter() - began)
             texts[way] = [one.tokens for one in found]
         for prompt, one, other in zip(prompts, texts[False], texts[True], strict=True):

@@ -4,7 +4,7 @@
 
 Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands
 for it): masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path,
-over compiled steps, and over steps that are one call (`whole_step`: acceptance and commit are in the graph then), each
+over compiled steps, and over steps that are one call (acceptance and commit are in them then), each
 batch's drafters by turns.
 
 Distribution: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q,

@@ -51,6 +51,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.engines import gguf_files, install, install_openvino, llama_cpp, openvino_worker, vllm_server  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
+from outrider.compiled.runner import using  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
 from outrider.export import gguf  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
@@ -63,7 +64,7 @@ CANNOT = (OSError, OutriderError, httpx.HTTPError, SystemExit)
 """What says that a way can't be had here."""
 OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
 ONE_CALL = ", one call"
-"""Of a way whose steps are one call each, `whole_step`."""
+"""Of a way whose steps are one call each."""
 PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
 """Other parties without a draft."""
 KINDS = {"float32": "f32", "16 bits": "f16"}
@@ -242,9 +243,10 @@ def our_ways(target: Any, drafters: dict[str, Any]) -> Iterator[Offer]:
 
 
 def outrider(
-    target: Any, drafter: Any, whole_step: bool, prompts: list[list[int]], new: int, slots: int
+    target: Any, drafter: Any, is_one_call: bool, prompts: list[list[int]], new: int, slots: int
 ) -> list[list[int]]:  # fmt: skip
-    found = generate(target, prompts, drafter, max_new_tokens=new, slots=slots, whole_step=whole_step)
+    with using("built" if is_one_call else "none"):
+        found = generate(target, prompts, drafter, max_new_tokens=new, slots=slots)
     return [without_ends(target, one.tokens) for one in found]
 
 

@@ -50,15 +50,17 @@ from benchmarks.families import continued as generated
 from benchmarks.recording import HostRead, Recording
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from benchmarks.static_replay import StaticReplay
-from outrider.compiled.whole_step import WholeStep
-from outrider.compiled.whole_step_check import wrong
+from outrider.compiled.runner import wrong
+from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, TargetError
 from outrider.generation import serve
+from outrider.policies.fixed import Fixed
 from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import processed
@@ -556,9 +558,10 @@ def continued(case: Case, requests: list[Request], drafter: Replay | None, slots
     if case.is_whole and drafter is not None:
         if reason := wrong(target, drafter):  # as `generate` asks before it captures
             raise NoStatic(reason)
-        whole = WholeStep(target, drafter, state, None if target.device.type == "cuda" else Recording())
-        whole.open(requests)
-        steps = whole.advance(requests)
+        recorder = None if target.device.type == "cuda" else Recording()
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        whole = WholeSteps(target, drafter, len(state.tokens), longest, state.ends, recorder=recorder)
+        steps = advance(target, requests, drafter, policy or Fixed(0), state, fast=lambda _length: whole)
     else:
         steps = serve(target, requests, drafter, policy=policy, state=state)
     for progress in steps:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.replay import Replay
-from outrider.decoding.draft import Draft, node_depths
+from outrider.decoding.draft import node_depths
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticDrafter, StaticRule, StaticSlots, fixed, sizes_of
+from outrider.decoding.static import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
 
 LEAF = 0.3
 """Share of steps in which a node without children of its own is the true token."""
@@ -48,7 +48,7 @@ class StaticTexts(StaticDrafter):
         """texts [B, T]: what each slot's text will be."""
         self.replay, self.parents, self.texts = replay, replay.parents, texts
         there = functools.partial(torch.tensor, device=texts.device)
-        self.above, self.depths, self.chances = there(self.parents), there(replay.depths), there(replay.chances)
+        self.depths, self.chances = there(replay.depths), there(replay.chances)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -62,14 +62,14 @@ class StaticTexts(StaticDrafter):
             self.texts[row] = 0
             self.texts[row, : len(known)] = torch.tensor(known)
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         """A node is the token to come where a number made of its place says so, and the next id elsewhere."""
         at = (slots.length[:, None] + 1 + self.depths).clamp(max=self.texts.shape[1] - 1)
         order = torch.arange(len(self.depths), device=at.device)
         is_right = (at * 7919 + order * 104729) % 1009 < 1009 * self.chances
         coming = self.texts.gather(1, at)
         tokens = torch.where(is_right, coming, (coming + 1 + order) % self.replay.vocabulary)
-        return fixed(tokens, self.parents, self.above, sizes_of(slots, len(self.parents)), None)
+        return Proposed(tokens, sizes_of(slots, len(self.parents)))
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         pass

@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from outrider.compiled.whole_step import WholeStep, refuse
-from outrider.compiled.whole_step_check import wrong
+from outrider.compiled.runner import whole_steps
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
 from outrider.decoding.state import DecodeState, FinishReason, Request
-from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.kernels.selection import acceptance_kernels
 from outrider.loading import load_drafter
@@ -82,8 +80,7 @@ def generate(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, whole_step: bool = False,
-    halves: bool = False,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, halves: bool = False,
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked
     for.
@@ -107,8 +104,6 @@ def generate(
     that never fits is refused before anything is computed.
     shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then
     fixes the noise alone, as it does under `block` and the lossy ones.
-    whole_step: draft, verify and accept in one call a step: a captured graph on a GPU (docs/fast-on-a-gpu.md), a
-    package on a CPU whose target is compiled, made by the first such call (docs/fast.md).
     halves: decode half of the prompts while the other half is drafted for, for a drafter on a device of its own; each
     half has half of the slots, a thread, and on a GPU a stream.  The texts are the same.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can
@@ -120,13 +115,13 @@ def generate(
     drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     parts = [(asked, judge)]
     if halves:
-        _refuse_halves(target, policy, verification, whole_step)
+        _refuse_halves(target, policy, verification)
         parts = [(asked[::2], judge), (asked[1::2], named.judge(verification, allow_lossy))]
         slots, memory_gb = max(1, whole("slots", slots) // 2), None if memory_gb is None else memory_gb / 2
     served = [
         serve(
             target, own, drafter, policy=policy, judge=each, slots=slots, memory_gb=memory_gb,
-            shared_noise=shared_noise, whole_step=whole_step,
+            shared_noise=shared_noise,
         )
         for own, each in parts
     ]  # fmt: skip
@@ -152,14 +147,13 @@ def _texts(requests: Sequence[Request], served: Iterable[Progress]) -> list[Gene
     return found
 
 
-def _refuse_halves(target: Target, policy: object, verification: object, whole_step: bool) -> None:
+def _refuse_halves(target: Target, policy: object, verification: object) -> None:
     """Raises ConfigError for what two threads can't share."""
     if not isinstance(policy, str | None) or not isinstance(verification, str):
         raise ConfigError("halves need policy and verification by name, since each half has its own; give names")
-    if whole_step or isinstance(getattr(getattr(target, "step", None), "graph", None), CudaGraphs):
+    if isinstance(getattr(getattr(target, "step", None), "graph", None), CudaGraphs):
         raise ConfigError(
-            "halves can't share CUDA graphs, of which one runs at a time; load the target with compile=False, and "
-            "leave whole_step out"
+            "halves can't share CUDA graphs, of which one runs at a time; load the target with compile=False"
         )
 
 
@@ -183,7 +177,7 @@ def stream(
     max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
     seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (),
-    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True, whole_step: bool = False,
+    slots: int = 16, memory_gb: float | None = None, shared_noise: bool = True,
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
@@ -191,7 +185,7 @@ def stream(
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
     served = serve(
         target, asked, drafter, policy=policy, judge=judge, slots=slots, memory_gb=memory_gb,
-        shared_noise=shared_noise, whole_step=whole_step,
+        shared_noise=shared_noise,
     )  # fmt: skip
     return (Piece(step.request, step.tokens, step.text, step.accepted, step.logprobs) for step in served)
 
@@ -200,7 +194,7 @@ def serve(
     target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *,
     policy: str | Policy | None = None,
     judge: str | SamplingJudge = "standard", slots: int = 16, memory_gb: float | None = None,
-    shared_noise: bool = True, state: DecodeState | None = None, whole_step: bool = False,
+    shared_noise: bool = True, state: DecodeState | None = None,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.  memory_gb: as in `generate`.
 
@@ -210,33 +204,8 @@ def serve(
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
     tokens = None if memory_gb is None else _tokens_within(memory_gb, target, requests, drafter, state)
-    steps = _by_whole_steps(target, requests, drafter, policy, state) if whole_step else None
-    return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens) if steps is None else steps
-
-
-def _by_whole_steps(
-    target: Target, requests: Sequence[Request], drafter: Drafter, policy: str | Policy | None, state: DecodeState
-) -> Iterator[Progress] | None:
-    """As `advance`, by captured steps; None, with a warning, where they write other texts than plain steps.
-
-    Raises ConfigError where the step of these requests can't be captured.
-    """
-    if policy not in (None, "fixed"):
-        raise ConfigError(f"whole_step drafts the same tree in every step, as policy 'fixed' does, got {policy!r}")
-    wanted = [request for request in requests if request.max_new_tokens > 0]
-    if not wanted:
-        return iter(())
-    whole = WholeStep(target, drafter, state)
-    try:
-        refuse(wanted, state)
-        found = wrong(target, drafter)
-        if found:
-            log.warning("steps are plain: captured ones of %s write other texts (%s)", target.spec.name, found)
-            return None
-        whole.open(wanted)
-    except NoStatic as error:
-        raise ConfigError(f"the whole step can't be captured: {error}; leave whole_step out") from error
-    return whole.advance(requests)
+    fast = functools.partial(whole_steps, target, drafter, state)
+    return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens, fast)
 
 
 def _tokens_within(

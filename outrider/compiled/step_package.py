@@ -1,7 +1,7 @@
 """A whole step compiled for a CPU: one call of a package, over the slots that are live and no others.
 
 The package is that of `decoding.static.step`, with passes, acceptance and all that is written for the next step; it
-reads the weights where they are.  B slots, N nodes.
+reads the weights where they are.  B slots, N nodes, n of them verified.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from outrider import compiled
 from outrider.compiled import Compiled, Runnable
 from outrider.compiled.key import code
 from outrider.decoding import accept, draft, noise, static
-from outrider.decoding.static import Launched, Outcome, StaticStep
+from outrider.decoding.static import Outcome, StaticStep
 from outrider.sampling import distribution
 from outrider.sampling import static as rules
+from outrider.sampling.static import Kind
 from outrider.targets import static_pass
 
 SLOTS, LENGTH = 3, 48
@@ -32,10 +33,10 @@ class CompiledWholeStep(Compiled):
 
     name = "whole-step"
 
-    def __init__(self, parts: StaticStep, is_greedy: bool):
+    def __init__(self, parts: StaticStep, kind: Kind):
         """parts: of `SLOTS` slots."""
         super().__init__()
-        self.parts, self.is_greedy, self.traced = parts, is_greedy, _Traced(parts)
+        self.parts, self.kind, self.traced = parts, kind, _Traced(parts)
 
     def model(self) -> nn.Module:
         return self.traced
@@ -48,9 +49,8 @@ class CompiledWholeStep(Compiled):
         rest = compiled, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
         sizes = [(name, each) for name, each in vars(drafter).items() if isinstance(each, int)]
         tree = getattr(getattr(drafter, "tree", None), "paths", None)
-        drawn = self.is_greedy, self.parts.slots.has_seeded
         configs = [repr(getattr(its, "config", None)) for its in (drafter.model, getattr(drafter, "branching", None))]
-        shape = [*drafter.parents], drafter.varies, target.taps, drawn, sizes, tree, configs
+        shape = [*drafter.parents], drafter.varies, target.taps, self.kind, sizes, tree, configs
         called = *rest, *drafter.code, *(sys.modules[name] for name in names)
         return [*target.target.step.settings(), shape, *code(*called)]
 
@@ -63,9 +63,13 @@ class CompiledWholeStep(Compiled):
             columns.append({0: Dim(f"end{n}", min=3, max=2**20)})
             length = {2: Dim(f"length{n}", min=4, max=2**20)}
             buffers += [rows | length] * len(there.buffers)
-        ends = torch.tensor([0, 1])
-        given = ends, self.parts.tensors, [there.columns for there in caches], _buffers(caches)
-        return self.traced, given, ({0: Dim("ends", min=2, max=2**10)}, [rows for _ in given[1]], columns, buffers)
+        most = self.parts.drafter.nodes
+        ends, nodes = torch.tensor([0, 1]), torch.arange(most - 1 if most > 2 else most)
+        given = ends, nodes, self.parts.tensors, [there.columns for there in caches], _buffers(caches)
+        verified = {0: Dim("nodes", min=2, max=most)} if most > 2 else {}
+        return self.traced, given, (
+            {0: Dim("ends", min=2, max=2**10)}, verified, [rows for _ in given[2]], columns, buffers,
+        )  # fmt: skip
 
     def compare(self, graph: Runnable) -> str:
         """Its texts are compared with plain ones before it is used, see `whole_step_check`."""
@@ -83,7 +87,7 @@ class _Traced(nn.Module):
         self.model, self.draft, self.parts = parts.target.target.model, parts.drafter.model, parts
 
     def forward(
-        self, ends: Tensor, tensors: list[Tensor], columns: list[Tensor], buffers: list[Tensor]
+        self, ends: Tensor, nodes: Tensor, tensors: list[Tensor], columns: list[Tensor], buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The step's packet, and for trees the accepted path [B, D], whose columns are not moved."""
         caches, at = [], 0
@@ -92,15 +96,12 @@ class _Traced(nn.Module):
             at += len(there.buffers)
         parts, paths = self.parts.over(tensors, caches)._replace(ends=ends), list[Tensor]()
         vars(parts.target)["keep"] = lambda _slots, walked: paths.append(walked.path)
-        packet = parts()
+        packet = parts(nodes.shape[0])
         return (packet,) if parts.target.is_chain else (packet, *paths)
 
 
 class StepPackage:
     """Steps of one batch by a package."""
-
-    ahead = 0
-    """Steps that are launched before the first of them is read."""
 
     def __init__(self, parts: StaticStep, compiled: CompiledWholeStep):
         self.parts, self.graph = parts, compiled.graph
@@ -108,20 +109,31 @@ class StepPackage:
         self._own: list[Tensor] = []
         """Tensors of these slots: slices or, where they are not side by side, copies."""
         self._copied: Tensor | None = None
+        self._nodes = torch.arange(parts.drafter.nodes)
 
-    def launch(self, columns: int, rows: Sequence[int]) -> Launched:
-        """Advance these slots.  columns: none of their texts, with its draft, is longer."""
-        if rows != self.rows:
-            self._take(rows)
-        caches = self.parts.caches
-        for there in caches:
-            there.open(columns, self.rows)
-        given = self.parts.ends, self._own, [there.columns for there in caches], _buffers(caches)
+    @torch.inference_mode()
+    def set_sizes(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        """As many nodes are verified of these slots' drafts."""
+        self._take(rows)
+        own = self.parts.over(self._own, self.parts.caches)
+        own.draft.sizes.copy_(torch.tensor(sizes))
+
+    def launch(self, columns: int, rows: Sequence[int], nodes: int) -> list[list[int]]:
+        """Advance these slots.  columns: none of their texts, with what is verified, is longer."""
+        self._open(columns, rows)
+        caches, most = self.parts.caches, len(self._nodes)
+        known = self._nodes[: max(nodes, 1) if most > 2 else most]
+        given = self.parts.ends, known, self._own, [there.columns for there in caches], _buffers(caches)
         packet, *paths = self.graph.forward(*given)
-        found = dict(zip(self.rows, packet.tolist(), strict=True))
+        found: list[list[int]] = packet.tolist()
         if paths:
             self._move(found, paths[0].tolist())
-        return lambda: found
+        return found
+
+    def _open(self, columns: int, rows: Sequence[int]) -> None:
+        self._take(rows)
+        for there in self.parts.caches:
+            there.open(columns, self.rows)
 
     @torch.inference_mode()
     def write_back(self) -> None:
@@ -133,18 +145,21 @@ class StepPackage:
 
     @torch.inference_mode()
     def _take(self, rows: Sequence[int]) -> None:
+        if rows == self.rows:
+            return
         self.write_back()
         side_by_side = slice(rows[0], rows[0] + len(rows))
-        self.rows = rows
-        self._copied = None if rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(rows)
+        self.rows = [*rows]
+        self._copied = None if self.rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(self.rows)
         own = side_by_side if self._copied is None else self._copied
         self._own = [tensor[own] for tensor in self.parts.tensors]
 
-    def _move(self, found: dict[int, list[int]], paths: list[list[int]]) -> None:
+    def _move(self, found: list[list[int]], paths: list[list[int]]) -> None:
         """Have each slot's accepted nodes follow its anchor in the target's cache."""
-        cache = self.parts.target.caches[0].cache
-        for (row, own), path in zip(found.items(), paths, strict=True):
-            cache.straighten(row, cache.lengths[row], path[: Outcome.read(own).accepted])
+        cache, own = self.parts.target.caches[0].cache, self.parts.drafter
+        for row, packet, path in zip(self.rows, found, paths, strict=True):
+            outcome = Outcome.read(packet, own)
+            cache.straighten(row, cache.lengths[row], path[: min(len(outcome.path), outcome.committed)])
 
 
 def _buffers(caches: Sequence[Any]) -> list[Tensor]:

@@ -1,129 +1,282 @@
-"""A whole step captured once and replayed: draft, verify, accept, commit and observe without the host between them.
+"""A whole step in one call: verify, accept, commit, observe and propose the next draft, with no host between them.
 
-The host launches a step, then reads what the step before it committed: it is one step late and waits for no step that
-it has just launched.  What a slot wrote after its text had ended for the host, by a stop string, is dropped.  On a
-device without graphs the step runs again in place of a replay, with the same tokens.
+It is a graph on a CUDA device and, where one was built, a package on a CPU.  Between two calls the host reads what was
+committed and what was drafted, a policy says how much of that is verified next, and slots come and go.  A slot's state
+is in tensors while it is here; it enters from the drafter's memory, also in the middle of a text, and leaves to it, so
+that steps which need the host can be taken in between.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from outrider.compiled.step_graphs import GraphBatch, Wish
-from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import Progress, prefill
-from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import Launched, NoStatic, Outcome
+from outrider import prepacked
+from outrider.compiled import Graph, NotCompiled
+from outrider.compiled.step_graphs import StepGraphs, again
+from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
+from outrider.contents import Contents
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft, padded
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.scheduler import draft_columns
+from outrider.decoding.state import DecodeState
+from outrider.decoding.static import Drafted, NoStatic, Outcome, StaticDraft, StaticSlots, StaticStep
 from outrider.sampling.judge import SamplingJudge, error_of
-from outrider.sampling.settings import Sampling
-from outrider.targets.cuda_graphs import Recorder
+from outrider.sampling.static import RANKS, Kind
+from outrider.targets import cuda_graphs
+from outrider.targets.cuda_graphs import CudaGraphs, Recorder
+from outrider.targets.static_pass import StaticPass, made
 
 
-@dataclass
-class WholeStep:
-    """Serves requests by captured steps; `advance` is `decoding.scheduler.advance` in their place."""
+class WholeSteps:
+    """Steps of one batch, each one call; a `decoding.loop.StepRunner`."""
 
-    target: Any
-    drafter: Drafter
-    state: DecodeState
-    recorder: Recorder | None = None
-    """CUDA's graphs on a CUDA device and, where passes are compiled, a package on a CPU; else `again`."""
-    late: deque[tuple[dict[int, int], Launched]] = field(default_factory=deque)
-    """Launched steps that are not read: whose request each slot served, and what reads the packet."""
+    name = "whole"
+
+    def __init__(
+        self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int], kernels: Any = None,
+        recorder: Recorder | None = None, builds: bool = False,
+    ):  # fmt: skip
+        """length: tokens of the longest text.  kernels: as `SamplingJudge.kernels`.  recorder: CUDA's graphs on a CUDA
+        device and the package on a CPU, unless given.  builds: a package that is not on disk is built.
+
+        Raises NoStatic where steps of this target and drafter can't be tensors alone.
+        """
+        self.target, self.drafter, self.length, self.builds = target, drafter, length, builds
+        self.recorder = recorder or (cuda_graphs.cuda_graph if target.device.type == "cuda" else None)
+        self.kernels = kernels if target.device.type == "cuda" else None
+        self.cache = made(target, target.allocate(slots, length + draft_columns(drafter)))
+        drafter.refresh()
+        self.memory: Any = drafter.allocate(self.cache)
+        self.slots = StaticSlots.empty(slots, target.device)
+        self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=target.device)
+        self.halves: dict[bool, StaticStep] = {}
+        """By whether all requests are greedy."""
+        self.launchers: dict[Kind, StepGraphs | StepPackage | None] = {}
+        self.kind: Kind | None = None
+        """Of the slots that are here."""
+        self.waiting: dict[int, Drafted] = {}
+        """By slot that is here: its draft."""
+        self._for: tuple[list[int] | None, Kind | None] = None, None
+        """Live slots that were last asked about, and their kind."""
+        self.drafts = self._half(is_greedy=True).drafter.nodes > 0
+        """Whether there is a drafter here; without one every step is plain, and in one call all the same."""
+        parts = (target.model, self.halves[True].drafter.model)
+        self.contents = Contents(nn.ModuleList(each for each in parts if each is not None))
+        self.contents.changes()
+
+    def renew(self) -> None:
+        """The drafter has other weights of the same shapes from now on; no slot is here."""
+        self.halves, self.launchers = {}, {}
+        self._half(is_greedy=True)
+
+    def serves(self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int]) -> bool:
+        """Whether it can take steps of another batch; it must have no slot of one."""
+        is_same = self.target is target and self.drafter is drafter and self.ends.tolist() == sorted(ends)
+        fits = is_same and len(self.slots.anchor) == slots and self.length >= length
+        return fits and not self.waiting and not self.contents.changes()
+
+    def end(self) -> None:
+        """The batch is over: the drafter's next one may have this runner."""
+        self._for = None, None
+        self.drafter.whole = self
+
+    # ── what can be taken ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self, state: DecodeState) -> bool:
+        """Whether these live slots can take a whole step now.  Slots that are here leave where they can't."""
+        kind = self._kind(state)
+        if kind is None or self._launcher(kind) is None:
+            self.leave(state)
+            return False
+        if self.kind is not None and kind.is_greedy != self.kind.is_greedy:
+            self.leave(state)
+        state.undrafted = {row for row in state.rows if row not in self.waiting} if self.waiting else set()
+        return True
+
+    def _kind(self, state: DecodeState) -> Kind | None:
+        rows, kind = self._for
+        if rows is not state.rows:
+            judge, requests = state.judge, [state.requests[row] for row in state.rows]
+            is_usual = isinstance(judge, SamplingJudge) and judge.rule is None
+            kind = None
+            if is_usual and not any(len(request.prediction) for request in requests):
+                samplings = [request.sampling for request in requests]
+                kind = Kind.of(samplings, state.shared_noise, self.target.spec.vocabulary)
+            self._for = state.rows, kind
+        return kind
+
+    def _launcher(self, kind: Kind) -> StepGraphs | StepPackage | None:
+        """What takes steps of this kind; None where nothing does."""
+        if kind not in self.launchers:
+            try:
+                self.launchers[kind] = self._made(kind)
+            except NoStatic:
+                self.launchers[kind] = None
+        return self.launchers[kind]
+
+    def _made(self, kind: Kind) -> StepGraphs | StepPackage:
+        half = self._half(kind.is_greedy)
+        slots = replace(self.slots, has_seeded=kind.has_seeded)
+        parts = half._replace(slots=slots, rule=kind.rule(self.kernels))
+        if self.recorder is not None:
+            return StepGraphs(parts, self.recorder)
+        return StepPackage(parts, self._compiled(kind))
+
+    def _half(self, is_greedy: bool) -> StaticStep:
+        if is_greedy not in self.halves:
+            target, vocabulary = self.target, self.target.spec.vocabulary
+            with prepacked.enabled():
+                own = self.drafter.static(self.memory, is_greedy)
+            passes = StaticPass(target, self.cache, None if own.varies else own.parents, self.drafter.taps)
+            if not passes.is_chain and target.spec.mode != "tree":
+                raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")
+            draft = StaticDraft(len(self.slots.anchor), own, vocabulary if own.has_q else None, target.device)
+            rule = Kind(is_greedy, False).rule(self.kernels)
+            self.halves[is_greedy] = StaticStep(self.slots, draft, passes, own, rule, self.ends)
+        return self.halves[is_greedy]
+
+    def _compiled(self, kind: Kind) -> CompiledWholeStep:
+        """The package of these steps, which its model stores for later batches.  Raises NoStatic where there is
+        none."""
+        if not is_compiled(self.target) or kind.rank > max(RANKS):  # a CPU would order all tokens for long
+            raise NoStatic("such steps are not compiled")
+        own = self._half(kind.is_greedy).drafter
+        known = vars(own.model or self.target.model).setdefault("whole_steps", {})
+        key = kind, own.nodes, own.varies, tuple(own.parents)
+        if key not in known:
+            # few slots to trace, and never traced itself
+            few = WholeSteps(self.target, self.drafter, SLOTS, LENGTH, frozenset({0, 1}), recorder=again)
+            known[key] = CompiledWholeStep(few._made(kind).parts, kind)
+        try:
+            known[key].get(build=self.builds)
+        except NotCompiled as error:
+            raise NoStatic(str(error)) from error
+        return known[key]
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def open(self, requests: Sequence[Request]) -> None:
-        """Make caches, and all tensors that stay, or take those of the call before.  Raises NoStatic where these
-        requests need the host."""
-        refuse(requests, self.state)
-        wish = Wish.of(requests, self.target, self.state, self.recorder)
-        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        self.batch = GraphBatch.taken(wish, self.drafter, min(longest, self.state.context))
+    def step(
+        self, policy: Policy, state: DecodeState, wanted: Sequence[int]
+    ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
+        """As `loop.step`, after `prepare`.  wanted [B]: most nodes of each live slot."""
+        are_here, launcher = bool(self.waiting), self._entered(state)
+        own, sizes = launcher.parts.drafter, self._sizes(launcher, policy, state, wanted)
+        nodes = max(sizes)
+        columns = max(len(state.tokens[row]) for row in state.rows) + nodes
+        packets = launcher.launch(columns, state.rows, nodes)
+        outcomes = [Outcome.read(packet, own) for packet in packets]
+        accepted, errors = self._committed(state, sizes, outcomes)
+        for row, outcome in zip(state.rows, outcomes, strict=True):
+            self.waiting[row] = outcome.drafted
+            self._note_length(row, state)
+        state.timing.lap("verify")
+        if are_here or not own.nodes:  # else nothing could have been verified
+            policy.observe(state, torch.tensor(sizes), accepted, state.timing)
+        return accepted, errors
 
-    def advance(self, requests: Sequence[Request]) -> Iterator[Progress]:
-        """Serve these requests, for which it was opened; a step's progress comes when the next one is under way."""
-        queue = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
-        serving: dict[int, int] = {}
-        while queue or serving:
-            if queue and len(serving) < len(self.state.tokens):
-                self._admit(queue, serving)
-            if any(self.state.left_of(row) > self._unread(number, row) for row, number in serving.items()):
-                self._launch(serving)
-                if len(self.late) <= self.batch.step.ahead:
-                    continue
-            for progress in self._read(serving):
-                if progress.finish_reason:
-                    with torch.inference_mode():
-                        self.batch.leave(progress.row)
-                yield progress
-                if progress.finish_reason:
-                    del serving[progress.row]
-                    self.state.free(progress.row)
-        self.late.clear()
-        self.drafter.graphs = self.batch
+    def _entered(self, state: DecodeState) -> StepGraphs | StepPackage:
+        """Have all live slots here.  The first step of one that is new verifies no draft."""
+        kind = self._kind(state)
+        launcher = self.launchers[kind] if kind is not None else None
+        assert launcher is not None and kind is not None
+        new = [row for row in state.rows if row not in self.waiting]
+        if new or self.kind != kind:
+            self._write_back()
+        self.kind = kind
+        if new:
+            launcher.parts.drafter.enter(new, state)
+        for row in new:
+            self.slots.enter(row, state)
+            launcher.parts.draft.sizes[row] = 0
+            self.waiting[row] = Drafted(0, [0] * launcher.parts.drafter.nodes, (), None)
+            self._note_length(row, state)
+        return launcher
 
-    def _unread(self, number: int, row: int) -> int:
-        """Launched steps of a slot's request that are not read; each commits at least a token."""
-        return sum(served.get(row) == number for served, _ in self.late)
+    def _sizes(
+        self, launcher: StepGraphs | StepPackage, policy: Policy, state: DecodeState, wanted: Sequence[int]
+    ) -> list[int]:  # fmt: skip
+        """How many nodes of each slot's draft are verified now; the device knows them afterwards."""
+        waiting = [self.waiting[row] for row in state.rows]
+        sizes = [min(own.size, most) for own, most in zip(waiting, wanted, strict=True)]
+        own = launcher.parts.drafter
+        if any(sizes):
+            sure = None
+            if own.has_confidence and self.drafter.confidence_before_draw:
+                none = [0.0] * own.nodes
+                sure = torch.tensor([each.confidence or none for each in waiting])
+            kept = policy.keep(state, torch.tensor(sizes), sure)
+            sizes = [min(pair) for pair in zip(sizes, kept.tolist(), strict=True)]
+        if sizes != [each.size for each in waiting]:
+            launcher.set_sizes(sizes, state.rows)
+        return sizes
+
+    def _committed(
+        self, state: DecodeState, sizes: Sequence[int], outcomes: Sequence[Outcome]
+    ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
+        """Commit what the device has committed, by the same rules."""
+        waiting, nodes = [self.waiting[row] for row in state.rows], max(sizes)
+        parents = [list(own.parents[:nodes]) or [-1] * nodes for own in waiting]
+        draft = Draft(
+            padded([own.tokens[:nodes] for own in waiting], 0), padded(parents, -1), torch.tensor(sizes),
+            branches=any(above != list(range(-1, nodes - 1)) for above in parents),
+        )  # fmt: skip
+        found = Accepted(*map(list, zip(*((own.path, own.next_token, own.invalid) for own in outcomes), strict=True)))
+        accepted, errors = state.commit(draft, found), dict[int, Exception]()
+        for b, (row, own) in enumerate(zip(state.rows, outcomes, strict=True)):
+            count = len(accepted.paths[b]) + (accepted.next_tokens[b] >= 0)
+            # a stop string ends it earlier; all other ends are found on the device
+            assert count == own.committed or state.finished[row] == "stop", "host and device disagree on an end"
+            if own.is_wrong:
+                where = f"after {len(state.tokens[row]) - count} or more tokens"
+                errors[row] = error_of(float("nan"), False, state.requests[row], where)
+        return accepted, errors
+
+    # ── slots that go ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def _admit(self, queue: deque[tuple[int, Request]], serving: dict[int, int]) -> None:
-        state, batch = self.state, self.batch
-        rows = [row for row in range(len(state.tokens)) if row not in serving][: len(queue)]
-        self._set_lengths(serving)
-        for row in rows:
-            serving[row], request = queue.popleft()
-            state.admit(row, request)
-        prefill(self.target, self.drafter, batch.cache, batch.memory, state, rows)
-        batch.enter(rows, state)
+    def free(self, rows: Sequence[int]) -> None:
+        """The requests in these slots are over; called before their caches are freed."""
+        gone = [row for row in rows if row in self.waiting]
+        if gone:
+            self._write_back()  # before others write some of the tensors, and the next request's prompt does
+        for row in gone:
+            self.slots.leave(row)
+            del self.waiting[row]
 
-    def _set_lengths(self, serving: dict[int, int]) -> None:
-        """Tell all caches how long their texts are at most, of which the host knows what it has read."""
-        for there in self.batch.step.parts.caches:
-            for row, number in serving.items():
-                there.cache.lengths[row] = self._most(row, number)
+    @torch.inference_mode()
+    def leave(self, state: DecodeState) -> None:
+        """All slots go back to the drafter's memory; their drafts are dropped, whatever they say."""
+        state.undrafted = set()
+        if self.kind is None:
+            return
+        self._write_back()
+        self.halves[self.kind.is_greedy].drafter.leave(list(self.waiting), state)
+        for row in self.waiting:
+            self.slots.leave(row)
+        self.waiting, self.kind = {}, None
 
-    def _most(self, row: int, number: int) -> int:
-        """Tokens of a slot before its anchor, at most."""
-        held = len(self.state.tokens[row]) - 1
-        return held + min(self._unread(number, row) * self.batch.width, self.state.left_of(row))
+    def _write_back(self) -> None:
+        launcher = None if self.kind is None else self.launchers[self.kind]
+        if launcher is not None:
+            launcher.write_back()
 
-    def _launch(self, serving: dict[int, int]) -> None:
-        self._set_lengths(serving)
-        columns = max(self._most(row, number) for row, number in serving.items()) + self.batch.width
-        self.late.append((dict(serving), self.batch.step.launch(columns, self.state.rows)))
-
-    def _read(self, serving: dict[int, int]) -> Iterator[Progress]:
-        """What the oldest launched step did to the requests that are still there."""
-        served, read = self.late.popleft()
-        state, found = self.state, read()
-        for row, number in served.items():
-            if serving.get(row) != number:
-                continue
-            out = Outcome.read(found[row])
-            if out.is_wrong:
-                raise error_of(float("nan"), False, state.requests[row], f"after {len(state.tokens[row])} tokens")
-            state.invalid += out.invalid
-            pushed = state.push(row, out.tokens)
-            tokens, reason = out.tokens[:pushed], state.finished[row]
-            by_host = pushed < len(out.tokens)  # a stop string; all other ends are found on the device
-            assert not by_host or (reason == "stop" and tokens[-1] not in state.ends), "the device missed an end"
-            depth, (text, _) = self.batch.reaches[out.size], state.judge.told(row, pushed, True)
-            yield Progress(number, row, tokens, min(out.accepted, pushed), out.size, depth, reason, text)
+    def _note_length(self, row: int, state: DecodeState) -> None:
+        """Tell the caches how long a text is, so that slots that are moved lose nothing: the target has not read its
+        anchor, a drafter may have."""
+        assert self.kind is not None
+        length = len(state.tokens[row])
+        self.cache.lengths[row] = length - 1
+        for there in self.halves[self.kind.is_greedy].drafter.caches:
+            there.cache.lengths[row] = length
 
 
-def refuse(requests: Sequence[Request], state: DecodeState) -> None:
-    """Raises NoStatic for requests that set more than a temperature and a seed, or a rule of their own."""
-    judge = state.judge
-    if not isinstance(judge, SamplingJudge) or judge.rule is not None:
-        raise NoStatic("its verification is another than `standard`")
-    for request in requests:
-        sampling = request.sampling
-        plain = Sampling(temperature=sampling.temperature, seed=sampling.seed)
-        if sampling != plain or request.max_draft is not None:
-            raise NoStatic("a request sets more than temperature and seed")
+def is_compiled(target: Any) -> bool:
+    """Whether this target's passes are a package, or captured."""
+    return isinstance(getattr(getattr(target, "step", None), "graph", None), Graph | CudaGraphs)

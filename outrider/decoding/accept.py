@@ -81,7 +81,9 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
 
 
 def walk(draft: Draft, drawn_from: Tensor, p: Tensor, streams: Streams) -> Walked:
-    """The acceptance rule for nodes that were drawn from q, `drawn_from` [B, N, V]; the host reads nothing."""
+    """The acceptance rule for nodes that were drawn from q, `drawn_from` [B, N, V]; the host reads nothing.
+
+    p may have fewer rows than the draft has nodes, where `draft.sizes` says that no more are verified."""
     (slots, nodes), device = draft.tokens.shape, p.device
     sizes, (tokens, known, valid) = draft.sizes.to(device), judged_nodes(draft, drawn_from, p.shape[-1])
     seeded = torch.zeros(slots, dtype=torch.bool, device=device) if streams.seeded is None else streams.seeded
@@ -97,11 +99,19 @@ def walk(draft: Draft, drawn_from: Tensor, p: Tensor, streams: Streams) -> Walke
             passed = torch.where(seeded, streams.draw(left, depth, Purpose.TARGET) == tokens[:, n], passed)
         went = tested & known[:, n] & passed
         left = torch.where((tested & ~went & ~seeded)[:, None], residual(left, q), left)
-        left = torch.where(went[:, None], p[:, n + 1], left)
+        left = torch.where(went[:, None], _row(p, n + 1), left)
         at, depth, taken[:, n] = torch.where(went, n, at), depth + went, went
     following = streams.draw(left, depth, Purpose.TARGET)
     invalid = torch.where(seeded[:, None], ~known, ~valid) & (torch.arange(nodes, device=device) < sizes[:, None])
     return Walked((~taken).to(torch.int8).argsort(dim=-1, stable=True), depth, following, invalid.sum(-1))
+
+
+def _row(p: Tensor, n: int) -> Tensor:
+    """Row n of p [B, N+1, V], or the last one where there are fewer, which may be a number that stays open."""
+    if isinstance(p.shape[1], int):
+        return p[:, min(n, p.shape[1] - 1)]
+    last = torch.arange(p.shape[1], device=p.device)[-1:]
+    return p.index_select(1, last.clamp(max=n))[:, 0]
 
 
 def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], Tensor]) -> Accepted:

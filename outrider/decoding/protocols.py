@@ -89,8 +89,8 @@ class Drafter:
     """Its own passes that can be compiled, as `compiled.Compiled`."""
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
-    graphs: Any = None
-    """Captured steps of the last call, for the next one; see `compiled.step_graphs.GraphBatch`."""
+    whole: Any = None
+    """What took the last call's steps, for the next one; see `compiled.runner.whole_steps`."""
     nested: bool = True
     """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False
@@ -118,9 +118,9 @@ class Drafter:
         return None
 
     def static(self, memory: Any, is_greedy: bool) -> StaticDrafter:
-        """Its part of a step that is tensors alone; called once a batch, before its first request.
+        """Its part of a step that is tensors alone; called at most twice a batch.
 
-        is_greedy: every request of the batch is.  Raises NoStatic, which says why, where the host must read something.
+        is_greedy: every live request is.  Raises NoStatic, which says why, where the host must read something.
         """
         if self.limit:
             raise NoStatic("its drafts are made by the host")

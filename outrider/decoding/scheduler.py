@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import padded
-from outrider.decoding.loop import step
+from outrider.decoding.loop import StepRunner, nodes_wanted, step
 from outrider.decoding.protocols import Drafter, Policy, Target
 from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
@@ -117,17 +118,23 @@ class Scheduler:
         self, target: Target, drafter: Drafter, policy: Policy, state: DecodeState, length: int, *,
         is_patient: bool = False, prefixes: Prefixes | None = None, takes_text: bool = True,
         suspects: Callable[[DecodeState, Exception], Sequence[int]] = everyone, tokens: int | None = None,
+        fast: StepRunner | None = None,
     ):  # fmt: skip
         """is_patient: prompts are read whole before the next step; else in pieces, so that no text waits long.
         tokens: most of all texts together, drafted ones included; a request that would exceed it waits until others
         have ended.  takes_text: `Progress.text` is filled; else the caller asks the judge.
-        suspects: slots that end where a step fails before its commit."""
+        suspects: slots that end where a step fails before its commit.  fast: takes the steps that it can; its caches
+        hold texts of `length`."""
         self.target, self.drafter, self.policy, self.state = target, drafter, policy, state
         self.is_patient, self.takes_text, self.suspects, self.tokens = is_patient, takes_text, suspects, tokens
         self.prefixes = Prefixes() if prefixes is None else prefixes
-        self.cache = target.allocate(len(state.tokens), length + draft_columns(drafter))
-        drafter.refresh()
-        self.memory: Any = drafter.allocate(self.cache)
+        self.fast = fast
+        if fast is not None:
+            self.cache, self.memory = fast.cache, fast.memory
+        else:
+            self.cache = target.allocate(len(state.tokens), length + draft_columns(drafter))
+            drafter.refresh()
+            self.memory = drafter.allocate(self.cache)
         state.judge.allocate(target, self.cache)
         self.queue: deque[tuple[int, Request]] = deque()
         self.serving: dict[int, int] = {}
@@ -187,6 +194,8 @@ class Scheduler:
     def release(self) -> None:
         """Free the slots of requests that have ended."""
         rows = [row for row in self.serving if row in self._over]
+        if self.fast is not None:
+            self.fast.free(rows)
         for row in rows:
             self.cache.free([row])
             self.state.free(row)
@@ -257,7 +266,7 @@ class Scheduler:
     def _advance(self) -> None:
         began = perf_counter()
         try:
-            accepted, errors = step(self.target, self.drafter, self.policy, self.cache, self.memory, self.state)
+            accepted, errors = self._stepped()
         except Exception as error:
             self._fail(dict.fromkeys(self.suspects(self.state, error), error))
             return
@@ -266,6 +275,19 @@ class Scheduler:
         self.pace.stepped(now)
         self._fail(errors)
         self._found += self._written(dict(zip(self.state.rows, accepted.counts, strict=True)))
+
+    def _stepped(self) -> tuple[Accepted, Mapping[int, Exception]]:
+        """One step of the live slots, by the fast runner where it can take it and drafts are wanted, or there are
+        none."""
+        state, fast = self.state, self.fast
+        is_fast = fast is not None and fast.prepare(state)
+        state.runner = "whole" if is_fast else "plain"
+        wanted = nodes_wanted(self.target, self.drafter, self.policy, state)
+        if fast is not None and is_fast and (any(wanted) or not fast.drafts):
+            return fast.step(self.policy, state, wanted)
+        if fast is not None:
+            fast.leave(state)
+        return step(self.target, self.drafter, self.policy, self.cache, self.memory, state, wanted)
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
         self._over.update(errors)
@@ -292,15 +314,16 @@ class Scheduler:
 
 def advance(
     target: Target, requests: Sequence[Request], drafter: Drafter, policy: Policy, state: DecodeState,
-    tokens: int | None = None,
+    tokens: int | None = None, fast: Callable[[int], StepRunner | None] = lambda length: None,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over the slots of `state`, one step at a time; `state` can be read between steps.  tokens: as in
-    `Scheduler`.  Raises the first error."""
+    `Scheduler`.  fast: makes the fast runner for texts of a length.  Raises the first error."""
     lengths = [len(request.prompt) + request.max_new_tokens for request in requests if request.max_new_tokens > 0]
     if not lengths:
         return
     length = min(max(lengths), state.context)
-    scheduler = Scheduler(target, drafter, policy, state, length, is_patient=True, tokens=tokens)
+    runner = fast(length)
+    scheduler = Scheduler(target, drafter, policy, state, length, is_patient=True, tokens=tokens, fast=runner)
     for request in requests:
         scheduler.add(request)
     while scheduler.is_busy:
@@ -309,6 +332,8 @@ def advance(
                 raise progress.error
             yield progress
     scheduler.release()
+    if runner is not None:
+        runner.end()
 
 
 # ── prompts ───────────────────────────────────────────────────────────────────────────────────────────────────────────

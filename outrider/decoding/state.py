@@ -194,6 +194,8 @@ class DecodeState:
         self.reading: set[int] = set()  # slots whose prompt is being read, which take no part in steps
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
         self.drafted: list[int] = []  # number of nodes of each
+        self.undrafted: set[int] = set()  # slots that joined others in a runner which has no draft of them yet
+        self.runner = "plain"  # which takes this step, or would take one with drafts
         self.is_drafting = True  # the policy wanted drafts in the last step with room for any, or there was none
         self.read_s, self.read_tokens = 0.0, 0  # prompts that the drafter was given meanwhile: its seconds, and tokens
         self.invalid = 0  # nodes so far whose id or q was not valid
@@ -273,7 +275,7 @@ class DecodeState:
     @property
     def room(self) -> list[int]:
         """Most nodes that may be drafted for each live slot: the step itself adds one more token."""
-        most = (self.requests[row].max_draft for row in self.rows)
+        most = (0 if row in self.undrafted else self.requests[row].max_draft for row in self.rows)
         return [left - 1 if own is None else min(left - 1, own) for left, own in zip(self.left, most, strict=True)]
 
     def _most(self, row: int) -> int:

@@ -1,16 +1,17 @@
-"""The step of `loop` as tensors alone: draft, verify, accept, commit, observe, and the host reads none of it.
+"""The step of `loop` as tensors alone, cut at another place: verify, accept, commit, observe, propose the next draft.
 
-Every tensor stays where it is and is written in place, so the step can be recorded once and repeated.  Ends by token
-and by length are found here; the tree is the same in every step, and near a slot's end fewer of its nodes count.  One
-row of numbers a slot says what was committed, for the host to read when it likes: it may run ahead.
+Every tensor stays where it is and is written in place, so the step can be recorded once and repeated.  Between two
+steps the draft waits in `StaticDraft`: the host reads one row of numbers a slot, which says what was committed and what
+was drafted, and a policy decides how much of the draft the next step verifies.  Ends by token and by length are found
+here too.
 
-B slots, live or not; N nodes, V vocabulary, E ids that end a text.
+B slots, live or not; N nodes of a draft, n of them verified, V vocabulary, E ids that end a text.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import ModuleType
@@ -59,16 +60,21 @@ class StaticSlots(Stays):
     """[B] bool, as in `Streams`."""
     temperature: Tensor
     """[B] float32; 0 is greedy."""
+    top_k: Tensor
+    """[B] int64; 0 cuts nothing."""
+    top_p: Tensor
+    """[B] float32."""
+    min_p: Tensor
+    """[B] float32."""
     has_seeded: bool = True
-    """Whether some request of the batch may draft with the target's noise."""
+    """Whether some live request may draft with the target's noise."""
 
     @classmethod
     def empty(cls, slots: int, device: torch.device) -> StaticSlots:
-        numbers = torch.zeros(5, slots, dtype=torch.int64, device=device)
+        anchor, length, index, left, seeds, top_k = torch.zeros(6, slots, dtype=torch.int64, device=device)
         live, seeded = torch.zeros(2, slots, dtype=torch.bool, device=device)
-        temperature = torch.zeros(slots, device=device)
-        anchor, length, index, left, seeds = numbers
-        return cls(anchor, length, index, left, live, seeds, seeded, temperature)
+        temperature, top_p, min_p = torch.zeros(3, slots, device=device)
+        return cls(anchor, length, index, left, live, seeds, seeded, temperature, top_k, top_p, min_p)
 
     @property
     def streams(self) -> Streams:
@@ -77,10 +83,11 @@ class StaticSlots(Stays):
     def enter(self, row: int, state: DecodeState) -> None:
         """Slot `row` of the state begins; its prompt was read.  Numbers are written one by one: nothing is sent."""
         request, text = state.requests[row], state.tokens[row]
-        seed = request.sampling.seed
+        asked = request.sampling
         values = (
             text[-1], len(text) - 1, len(text) - len(request.prompt), state.left_of(row), True, state.seeds[row],
-            state.shared_noise and seed is not None, float(request.sampling.temperature),
+            state.shared_noise and asked.seed is not None, float(asked.temperature), asked.top_k, asked.top_p,
+            asked.min_p,
         )  # fmt: skip
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor[row] = value
@@ -100,13 +107,71 @@ class Committed(NamedTuple):
     """[B], 0 where the slot is not live."""
 
 
+class Proposed(NamedTuple):
+    """A drafter's whole tree under every anchor."""
+
+    tokens: Tensor
+    """[B, N]."""
+    sizes: Tensor
+    """[B], how many nodes, from the first on, may be verified; see `sizes_of`."""
+    q: Tensor | None = None
+    """[B, N, V], as in `Draft`."""
+    confidence: Tensor | None = None
+    """[B, N], as in `Draft`."""
+    parents: Tensor | None = None
+    """[B, N], of a tree that varies."""
+
+
+class StaticDraft(Stays):
+    """The draft of every slot that waits for its verification."""
+
+    def __init__(self, slots: int, own: StaticDrafter, vocabulary: int | None, device: torch.device):
+        """own: the drafter's part.  vocabulary: of the distributions that nodes are drawn from; None without any."""
+        self.own = own
+        self.tokens = torch.zeros(slots, own.nodes, dtype=torch.int64, device=device)
+        """[B, N]."""
+        self.sizes = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[B], how many nodes are verified: those that the drafter offers, or as many as the host leaves."""
+        self.confidence = torch.zeros(slots, own.nodes if own.has_confidence else 0, device=device)
+        """[B, N] float32, or [B, 0]."""
+        self.parents = above(own.parents, slots, device)
+        """[B, N], or [B, 0]."""
+        if own.varies:
+            self.parents = torch.full_like(self.tokens, -1)
+        if vocabulary is not None:
+            self.q = torch.zeros(slots, own.nodes, vocabulary, device=device)
+            """[B, N, V], where nodes are drawn."""
+
+    def draft(self, nodes: int) -> Draft:
+        """The first `nodes` of every slot; all of them where that number stays open."""
+        n = nodes if isinstance(nodes, int) else self.own.nodes
+        tokens, parents = self.tokens[:, :n], self.parents[:, :n]
+        if self.own.varies:
+            return Draft.grown(tokens, parents, self.sizes, min(self.own.depth, n))
+        q: Tensor | None = getattr(self, "q", None)
+        return fixed(tokens, self.own.parents[:n], parents, self.sizes, None if q is None else q[:, :n])
+
+    def hold(self, proposed: Proposed) -> None:
+        """From now on this draft waits."""
+        self.tokens.copy_(proposed.tokens)
+        self.sizes.copy_(proposed.sizes)
+        if proposed.parents is not None:
+            self.parents.copy_(proposed.parents)
+        if proposed.q is not None:
+            self.q.copy_(proposed.q)
+        if proposed.confidence is not None and self.own.has_confidence:
+            self.confidence.copy_(proposed.confidence)
+
+
 class StaticDrafter(Stays):
     """A drafter's part of the step; what `Drafter.static` returns.  This one drafts nothing."""
 
     parents: Sequence[int] = ()
     """Its tree, the same in every step."""
-    varies = False
-    """Whether its tree hangs on the tokens that are drafted, and has no `parents`."""
+    varies, depth = False, 0
+    """Whether its tree hangs on the tokens that are drafted, and has no `parents`; and how many levels it has then."""
+    has_q, has_confidence = False, False
+    """Whether its nodes are drawn from distributions, which its drafts carry; and confidences, known before that."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
     code: Sequence[ModuleType] = ()
@@ -120,12 +185,14 @@ class StaticDrafter(Stays):
         return len(self.parents)
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        """Take over what `admit` stored of these slots' prompts."""
+        """Take over what the drafter has stored of these slots, in the middle of a text too."""
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
-        """The whole tree under every anchor, as `fixed` makes it, of which `sizes_of` are verified."""
-        nothing = slots.anchor.new_empty(slots.anchor.shape[0], 0)
-        return fixed(nothing, (), nothing, torch.zeros_like(slots.anchor), None)
+    def leave(self, rows: Sequence[int], state: DecodeState) -> None:
+        """Give that back, with what was observed since, as the drafter stores it."""
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
+        """The whole tree under every anchor."""
+        return Proposed(slots.anchor.new_empty(slots.anchor.shape[0], 0), torch.zeros_like(slots.anchor))
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         """As `Drafter.observe`; `slots` are as they were before the step."""
@@ -134,8 +201,8 @@ class StaticDrafter(Stays):
 class StaticTarget(Protocol):
     """The target's part of the step."""
 
-    def verify(self, slots: StaticSlots, draft: Draft) -> Scores:
-        """As `Target.verify`, with the choices of its rows."""
+    def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
+        """As `Target.verify`, of the first `nodes` of the draft, with the choices of its rows."""
 
     def keep(self, slots: StaticSlots, walked: Walked) -> None:
         """Anchor and path stay, moved together."""
@@ -158,6 +225,7 @@ class StaticStep(NamedTuple):
     """One step of a batch, and what it is made of: `step` with its arguments."""
 
     slots: StaticSlots
+    draft: StaticDraft
     target: Any
     """A `StaticTarget`, whose tensors stay too."""
     drafter: StaticDrafter
@@ -165,8 +233,8 @@ class StaticStep(NamedTuple):
     ends: Tensor
     """[E], ids that end a text."""
 
-    def __call__(self) -> Tensor:
-        return step(*self)
+    def __call__(self, nodes: int) -> Tensor:
+        return step(*self, nodes)
 
     @property
     def caches(self) -> list[Any]:
@@ -174,41 +242,60 @@ class StaticStep(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.slots.tensors, *self.target.tensors, *self.drafter.tensors]
+        return [*self.slots.tensors, *self.draft.tensors, *self.target.tensors, *self.drafter.tensors]
 
     def over(self, tensors: Sequence[Tensor], caches: Sequence[Any]) -> StaticStep:
         """The same over other tensors and caches, in these orders."""
         rest, (own, *theirs) = iter(tensors), caches
-        slots = self.slots.over(islice(rest, len(self.slots.tensors)))
+        slots, draft = (part.over(islice(rest, len(part.tensors))) for part in (self.slots, self.draft))
         target = self.target.over(islice(rest, len(self.target.tensors)), caches=[own])
-        return self._replace(slots=slots, target=target, drafter=self.drafter.over(rest, caches=theirs))
-
-
-Launched = Callable[[], Mapping[int, list[int]]]
-"""Waits for a step, and reads what it did to each slot, for `Outcome.read`."""
+        drafter = self.drafter.over(rest, caches=theirs)
+        draft.own = drafter
+        return self._replace(slots=slots, draft=draft, target=target, drafter=drafter)
 
 
 def step(
-    slots: StaticSlots, target: StaticTarget, drafter: StaticDrafter, rule: StaticRule, ends: Tensor
+    slots: StaticSlots, waiting: StaticDraft, target: StaticTarget, drafter: StaticDrafter, rule: StaticRule,
+    ends: Tensor, nodes: int,
 ) -> Tensor:  # fmt: skip
-    """Advance every live slot by one verified step.  ends [E]: ids that end a text.
+    """Advance every live slot by one verified step, and draft for the next.
 
-    Returns [B, N+6] int64, which `Outcome.read` reads.
+    nodes: of a draft that are verified at most; `waiting` has no slot with more.  ends [E]: ids that end a text.
+    Returns [B, ...] int64, which `Outcome.read` reads.
     """
-    draft = drafter.propose(slots, rule)
-    scores = target.verify(slots, draft)
+    draft = waiting.draft(nodes)
+    scores = target.verify(slots, draft, nodes)
     walked = rule.accept(draft, scores, slots)
-    committed, has_ended = cut(draft, walked, slots, ends)
+    committed, has_ended = cut(draft, walked, scores, slots, ends)
     target.keep(slots, walked)
     drafter.observe(slots, committed, scores)
-    reach = reached(draft) if drafter.varies else draft.sizes
-    numbers = committed.counts, walked.counts, reach, walked.invalid, is_wrong(committed, scores).long()
+    path = torch.nn.functional.pad(walked.path, (0, drafter.nodes - walked.path.shape[1]))
+    numbers = committed.counts, walked.counts, walked.next_tokens, walked.invalid, is_wrong(committed, scores).long()
     _advance(slots, committed, has_ended)
-    return torch.cat([committed.tokens, torch.stack(numbers, 1)], 1)
+    waiting.hold(drafter.propose(slots, rule))
+    return torch.cat([path, torch.stack(numbers, 1), drafted(waiting)], 1)
 
 
-def cut(draft: Draft, walked: Walked, slots: StaticSlots, ends: Tensor) -> tuple[Committed, Tensor]:
+def drafted(waiting: StaticDraft) -> Tensor:
+    """[B, ...] int64, what the host reads of a draft: sizes, tokens, and parents and confidences where it needs
+    them."""
+    parts = [waiting.sizes[:, None], waiting.tokens]
+    if waiting.own.varies:
+        parts.append(waiting.parents)
+    if waiting.own.has_confidence:
+        parts.append((waiting.confidence.double() * SURE).round().long())
+    return torch.cat(parts, 1)
+
+
+SURE = 2**30
+"""A confidence of 1 as the host reads it."""
+
+
+def cut(
+    draft: Draft, walked: Walked, scores: Scores, slots: StaticSlots, ends: Tensor
+) -> tuple[Committed, Tensor]:  # fmt: skip
     """What of path and next token belongs to each text, and [B] whether it ends there."""
+    assert scores.choice is not None
     (count, nodes), device = draft.tokens.shape, draft.tokens.device
     path = torch.nn.functional.pad(walked.path.clamp(min=0), (0, nodes + 1 - walked.path.shape[1]))
     order = torch.arange(nodes + 1, device=device).expand(count, -1)
@@ -218,7 +305,8 @@ def cut(draft: Draft, walked: Walked, slots: StaticSlots, ends: Tensor) -> tuple
     ended_before = is_end.cumsum(1) - is_end.long()
     stays = (order <= walked.counts[:, None]) & (ended_before == 0) & slots.live[:, None]
     counts = stays.sum(1)
-    rows = torch.nn.functional.pad(path[:, :nodes] + 1, (1, 0))
+    last = torch.arange(scores.choice.shape[1], device=device)[-1]  # what stands behind a path may be any node
+    rows = torch.nn.functional.pad(path[:, :nodes] + 1, (1, 0)).minimum(last)
     return Committed(tokens, rows, counts), (is_end & stays).any(1) | (counts >= slots.left)
 
 
@@ -240,21 +328,43 @@ def _advance(slots: StaticSlots, committed: Committed, has_ended: Tensor) -> Non
     slots.live.logical_and_(~has_ended)
 
 
+class Drafted(NamedTuple):
+    """What waits in a slot for its verification, as the host reads it."""
+
+    size: int
+    """Nodes that the drafter offers."""
+    tokens: list[int]
+    parents: Sequence[int]
+    confidence: list[float] | None
+
+    @classmethod
+    def read(cls, row: Sequence[int], own: StaticDrafter) -> Drafted:
+        """From a row of `drafted`."""
+        n, (size, *rest) = own.nodes, row
+        parents = rest[n : 2 * n] if own.varies else own.parents
+        sure = [each / SURE for each in rest[-n:]] if own.has_confidence and n else None
+        return cls(size, rest[:n], parents, sure)
+
+
 class Outcome(NamedTuple):
     """What a step did to one slot."""
 
-    tokens: list[int]
-    accepted: int
-    """How many of the tokens were drafted, the first ones."""
-    size: int
-    """Nodes that were verified; how deep they went where trees differ from step to step."""
+    path: list[int]
+    """Drafted nodes that stay."""
+    committed: int
+    """Tokens that belong to its text."""
+    next_token: int
     invalid: int
     is_wrong: bool
+    """A token was committed by logits that are not finite."""
+    drafted: Drafted
 
     @classmethod
-    def read(cls, row: Sequence[int]) -> Outcome:
-        *tokens, committed, accepted, size, invalid, wrong = row
-        return cls(tokens[:committed], min(accepted, committed), size, invalid, bool(wrong))
+    def read(cls, row: Sequence[int], own: StaticDrafter) -> Outcome:
+        """From a row of what `step` returns."""
+        n = own.nodes
+        committed, count, following, invalid, wrong = row[n : n + 5]
+        return cls(list(row[:count]), committed, following, invalid, bool(wrong), Drafted.read(row[n + 5 :], own))
 
 
 class NoStatic(Exception):
@@ -265,13 +375,6 @@ def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Ten
     """[B], how many of a draft's nodes are verified: as many as a text has room for, none where nothing is known."""
     sizes = torch.where(slots.live, (slots.left - 1).clamp(max=nodes), 0)
     return sizes if known is None else sizes * known
-
-
-def reached(draft: Draft) -> Tensor:
-    """[B], how deep the nodes that are verified go."""
-    _, depths = draft.rows()
-    order = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
-    return torch.where(order < draft.sizes[:, None], depths[:, 1:], 0).amax(1)
 
 
 def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:

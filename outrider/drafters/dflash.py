@@ -30,7 +30,7 @@ from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
+from outrider.decoding.static import Committed, Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
@@ -306,7 +306,7 @@ class BlockDrafter(FeatureDrafter):
         return self.drawn if is_drawn and not state.judge.bans else None
 
     def static(self, memory: FeatureMemory, is_greedy: bool) -> StaticBlock:
-        return StaticBlock(self, memory, self.tree if is_greedy else sibling_tree(self.block, ()))
+        return StaticBlock(self, memory, self.tree if is_greedy else sibling_tree(self.block, ()), is_greedy)
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         taps, [count] = memory.features.take([row])
@@ -318,25 +318,19 @@ class BlockDrafter(FeatureDrafter):
 class StaticBlock(Unread):
     """The same in a static step: the taps of the last step wait in a tensor, right-padded."""
 
-    def __init__(self, drafter: BlockDrafter, memory: FeatureMemory, tree: RankTree):
-        super().__init__(memory.features, drafter.block + 1)
+    def __init__(self, drafter: BlockDrafter, memory: FeatureMemory, tree: RankTree, is_greedy: bool):
+        super().__init__(drafter, memory, drafter.block + 1)
         self.model, self.backbone, self.tree = drafter.model, drafter.backbone, tree
-        self.start = torch.zeros_like(self.counts)
-        """[B], taps that each slot has read."""
-        slots, device, kv_cache = len(self.start), self.start.device, memory.kv_cache
-        self.parents, self.above = tree.parents, above(tree.parents, slots, device)
-        self.choices = tree.indices.to(device).repeat(slots, 1)
+        self.parents, self.has_q = tree.parents, not is_greedy
+        self.has_confidence = self.model.has_confidence and tree.is_chain
+        kv_cache = memory.kv_cache
+        self.choices = tree.indices.to(self.start.device).repeat(len(self.start), 1)
         if not kv_cache.layers:  # buffers are made by the first pass
             kv_cache.open([0], 1)
             self.backbone.remember(self.features[:1, :1], self.start[:1, None], kv_cache)
         self.caches = [StaticCache(kv_cache, self.width + self.backbone.width)]
 
-    def enter(self, rows: Sequence[int], state: DecodeState) -> None:
-        super().enter(rows, state)
-        for row in rows:
-            self.start[row] = self.caches[0].cache.lengths[row]
-
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         new, width, [cache] = self.width, self.backbone.width, self.caches
         layout = PassLayout(self.start, cache.columns, new + width)
         mask = additive(layout.mask(real(new, self.counts, width)), self.backbone.fc.weight.dtype)
@@ -349,12 +343,11 @@ class StaticBlock(Unread):
             return token
 
         there: Any = cache.within(layout)
-        tokens, logits, _ = self.model(self.features, at, slots.anchor, anchors_at, mask, there, pick)
+        tokens, logits, confidence = self.model(self.features, at, slots.anchor, anchors_at, mask, there, pick)
         if not self.tree.is_chain:
             tokens = self.model.named(logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices))
-        self.start.add_(self.counts)
-        sizes = sizes_of(slots, len(self.parents))
-        return fixed(tokens, self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
+        self.read_all()
+        return Proposed(tokens, sizes_of(slots, len(self.parents)), torch.stack(q, 1) if q else None, confidence)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         self.take(committed, self.model.target_states(scores))

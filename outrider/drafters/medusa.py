@@ -38,11 +38,10 @@ from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import (
     Committed,
+    Proposed,
     StaticDrafter,
     StaticRule,
     StaticSlots,
-    above,
-    fixed,
     sizes_of,
 )  # fmt: skip
 from outrider.errors import DrafterError
@@ -230,28 +229,31 @@ class StaticHeads(StaticDrafter):
     code = (trees,)
 
     def __init__(self, drafter: MedusaDrafter, memory: LastStates, is_drawn: bool):
-        self.model, self.tree, self.was_known, self.is_drawn = drafter.model, drafter.tree, memory.known, is_drawn
+        self.model, self.tree, self.are_known, self.has_q = drafter.model, drafter.tree, memory.known, is_drawn
         self.hidden = memory.hidden
-        slots, device = len(self.hidden), self.hidden.device
-        self.known = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.known = torch.zeros(len(self.hidden), dtype=torch.bool, device=self.hidden.device)
         self.parents = self.tree.parents
-        self.above, self.choices = above(self.parents, slots, device), self.tree.indices.to(device).repeat(slots, 1)
+        self.choices = self.tree.indices.to(self.hidden.device).repeat(len(self.hidden), 1)
         self.deepest = 1 + int(self.tree.depths.max())
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
-            self.known[row] = self.was_known[row]
+            self.known[row] = self.are_known[row]
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def leave(self, rows: Sequence[int], state: DecodeState) -> None:
+        for row, is_known in zip(rows, self.known[rows].tolist(), strict=True):
+            self.are_known[row] = is_known
+
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         step, q = _Step(self.model, self.hidden, slots.anchor, self.deepest), None
-        if self.is_drawn:
+        if self.has_q:
             distribution = functools.partial(rule.distribution, slots=slots)
             tokens, q = trees.drawn(step.first(), step.expand, self.parents, distribution, slots.streams)
         elif step.all is None:
             tokens = trees.ranked(step.first(), step.expand, self.tree)
         else:
             tokens = step.all.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices)
-        return fixed(tokens, self.parents, self.above, sizes_of(slots, len(self.parents), self.known), q)
+        return Proposed(tokens, sizes_of(slots, len(self.parents), self.known), q)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         last = (committed.counts - 1).clamp(min=0)

@@ -34,11 +34,10 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import (
     Committed,
     NoStatic,
+    Proposed,
     StaticDrafter,
     StaticRule,
     StaticSlots,
-    above,
-    fixed,
     sizes_of,
 )  # fmt: skip
 from outrider.errors import ConfigError, DrafterError
@@ -128,12 +127,12 @@ class SmallModel(Drafter):
     def admit(
         self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
-        self._read(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
+        self.read(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         rows, cache = state.rows, memory.cache
-        logits = self._read(memory, rows, [state.tokens[row] for row in rows])
+        logits = self.read(memory, rows, [state.tokens[row] for row in rows])
         read_one = partial(language_model.read_one, self.model, cache, rows)
 
         def expand(tree: Draft, new: int) -> Tensor:
@@ -162,15 +161,15 @@ class SmallModel(Drafter):
         if longest > self.room:
             raise NoStatic(f"a text of {longest} tokens is longer than the drafting model's context")
         if self.config.width > 1:
-            return StaticModelTree(self.model, memory.cache, self.branching, is_greedy)
-        return StaticModelChain(self.model, memory.cache, self.limit)
+            return StaticModelTree(self, memory, self.branching, is_greedy)
+        return StaticModelChain(self, memory, self.limit, is_greedy)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
         for row in rows:
             memory.skipped[row] = 0
 
-    def _read(self, memory: Memory, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
+    def read(self, memory: Memory, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
         """Logits [R, V] after these texts; of one that is longer than the model's context the end is read."""
         for row, text in zip(rows, texts, strict=True):
             if len(text) - memory.skipped[row] > self.room:
@@ -184,8 +183,9 @@ class SmallModel(Drafter):
 class StaticModel(StaticDrafter):
     """The same in a static step: a pass over the end of each text that the model may not have read, then its draft."""
 
-    def __init__(self, model: TransformersTarget, cache: SlotCache, unread: int, more: int):
+    def __init__(self, drafter: SmallModel, memory: Memory, unread: int, more: int):
         """unread: most tokens of such an end; more: columns that a step needs besides the target's."""
+        self.drafter, self.memory, cache, model = drafter, memory, memory.cache, drafter.model
         self.run = StaticPass(model, made(model, cache), (), (), more)
         self.model, self.caches = model.model, self.run.caches
         self.start = torch.zeros(cache.slots, dtype=torch.int64, device=model.device)
@@ -195,10 +195,16 @@ class StaticModel(StaticDrafter):
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
         for row in rows:
-            last = state.tokens[row][-2:]
-            self.start[row], self.counts[row] = len(state.tokens[row]) - len(last), len(last)
+            text, last = state.tokens[row], state.tokens[row][-2:]
+            self.drafter.read(self.memory, [row], [text])
+            self.start[row], self.counts[row] = len(text) - len(last), len(last)
             for i, token in enumerate(last):
                 self.ends[row, i] = token
+
+    def leave(self, rows: Sequence[int], state: DecodeState) -> None:
+        self.memory.tree = None
+        for row in rows:
+            self.memory.cache.lengths[row] = len(state.tokens[row]) - 1
 
     def first(self) -> Tensor:
         """Logits [B, V] after each text."""
@@ -215,6 +221,7 @@ class StaticModel(StaticDrafter):
         """From here on the texts' ends begin so many tokens, [B], after their anchors."""
         is_new, text = committed.counts > 0, torch.cat([slots.anchor[:, None], committed.tokens], 1)
         at = begin.clamp(min=0)[:, None] + torch.arange(self.ends.shape[1], device=begin.device)
+        at = at.clamp(max=text.shape[1] - 1)  # fewer than fit may have been verified
         self.ends.copy_(torch.where(is_new[:, None], text.gather(1, at), self.ends))
         self.start.copy_(torch.where(is_new, slots.length + begin, self.start))
         self.counts.copy_(torch.where(is_new, committed.counts + 1 - begin, self.counts))
@@ -224,12 +231,11 @@ class StaticModelChain(StaticModel):
     """After a block that was accepted whole the model has not read the token before the anchor; else it reads it
     again."""
 
-    def __init__(self, model: TransformersTarget, cache: SlotCache, length: int):
-        super().__init__(model, cache, 2, 1)
-        self.parents = range(-1, length - 1)
-        self.above = above(self.parents, cache.slots, model.device)
+    def __init__(self, drafter: SmallModel, memory: Memory, length: int, is_greedy: bool):
+        super().__init__(drafter, memory, 2, length + 2)
+        self.parents, self.has_q = range(-1, length - 1), not is_greedy
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         logits, tokens, q = self.first(), list[Tensor](), list[Tensor]()
         for depth in range(len(self.parents)):
             if depth:
@@ -238,7 +244,7 @@ class StaticModelChain(StaticModel):
             tokens.append(token)
             q.extend([] if own is None else [own])
         sizes = sizes_of(slots, len(self.parents))
-        return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
+        return Proposed(torch.stack(tokens, 1), sizes, torch.stack(q, 1) if q else None)
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
         self.end(slots, committed, committed.counts - 1)
@@ -247,13 +253,13 @@ class StaticModelChain(StaticModel):
 class StaticModelTree(Branched, StaticModel):
     """Nothing of a tree stays in the cache: accepted tokens are read again with the next one."""
 
-    def __init__(self, model: TransformersTarget, cache: SlotCache, branching: Branching, is_greedy: bool):
+    def __init__(self, drafter: SmallModel, memory: Memory, branching: Branching, is_greedy: bool):
         config = branching.config
         unread = max(2, min(config.length, branching.limit) + 1)
-        super().__init__(model, cache, unread, unread + config.width * (config.length - 1))
-        self.branch(branching, is_greedy, cache.slots, model.device)
+        super().__init__(drafter, memory, unread, 1 + unread + config.width * (config.length - 1))
+        self.branch(branching, is_greedy)
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         first, anchor_at = self.first(), self.start + self.counts - 1
 
         def expand(tree: Draft, new: int) -> Tensor:

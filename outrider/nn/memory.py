@@ -127,6 +127,12 @@ class FeatureBuffer:
         tokens = [state.tokens[row][begin : begin + count] for row, begin, count in spans]
         return taps, padded(tokens, 0, state.device), counts
 
+    def put_back(self, row: int, features: Tensor, read: int) -> None:
+        """These features [C, ...] of a slot are unread, after `read` others."""
+        self._flush()
+        self._hold(row, features)
+        self.read[row] = read
+
     def free(self, rows: Sequence[int]) -> None:
         self._flush()
         for row in rows:

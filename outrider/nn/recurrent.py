@@ -150,8 +150,8 @@ class RecurrentDrafter(PairDrafter):
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
         assert memory.guide is None
         if self.branching.width > 1:
-            return StaticTree(self.model, memory, self.branching, is_greedy)
-        return StaticChain(self.model, memory, self.limit)
+            return StaticTree(self, memory, self.branching, is_greedy)
+        return StaticChain(self, memory, self.limit, is_greedy)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
@@ -165,6 +165,8 @@ class RecurrentDrafter(PairDrafter):
         """Read all unread pairs of these slots but the last `leave`."""
         cache, model = memory.kv_cache, self.model
         states, tokens, counts = memory.features.take_with_tokens(rows, state, leave)
+        if not tokens.shape[1]:  # a whole step has read them
+            return
         cache.open(rows, tokens.shape[1])
         at = cache.positions()
         words, features, cos_sin = model.target.embed(tokens), model.features(states), model.cos_sin(at)

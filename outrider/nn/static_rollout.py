@@ -1,6 +1,6 @@
 """The static step's part of drafters that feed their own output back; see `recurrent`.
 
-B slots, n positions, C unread pairs, D modules, H hidden size, V vocabulary.
+B slots, n positions, W columns for unread pairs, D modules, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft, chain_rows
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, StaticRule, StaticSlots, above, fixed, sizes_of
+from outrider.decoding.static import Committed, Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.nn import trees
 from outrider.nn.blocks import attending
 from outrider.nn.serving import Branching
@@ -28,15 +28,14 @@ class StaticRecurrent(Unread):
     Each module's keys of padding are written over by the tokens drafted next, and those by the next step's pairs.
     """
 
-    def __init__(self, model: Any, memory: Any, length: int, most: int, read: int):
-        """model, memory: as in `recurrent`.  length: levels that are drafted; most: unread pairs of a slot; read:
+    def __init__(self, drafter: Any, memory: Any, length: int, most: int, read: int):
+        """drafter, memory: as in `recurrent`.  length: levels that are drafted; most: unread pairs of a slot; read:
         drafted tokens whose keys are stored."""
-        super().__init__(memory.features, most)
+        super().__init__(drafter, memory, most)
+        model = drafter.model
         self.model, self.length, kv_cache = model, length, memory.kv_cache
-        self.start = torch.zeros_like(self.counts)
-        """[B], pairs that each slot has read."""
-        self.tokens = self.counts.new_zeros(len(self.counts), most)
-        """[B, C], the tokens of the unread pairs."""
+        self.tokens = self.counts.new_zeros(len(self.counts), self.width)
+        """[B, W], the tokens of the unread pairs."""
         self.outputs = memory.outputs
         if not kv_cache.layers:  # buffers are made by the first pass
             kv_cache.open([0], 1)
@@ -44,15 +43,14 @@ class StaticRecurrent(Unread):
             for module in range(model.num_modules):
                 words = model.target.embed(self.tokens[:1, :1])
                 model.step(module, words, states, model.cos_sin(at), attending(None, kv_cache))
-        self.caches = [StaticCache(kv_cache, most + read + 1)]
+        self.caches = [StaticCache(kv_cache, self.width + read + 1)]
 
     def enter(self, rows: Sequence[int], state: DecodeState) -> None:
+        super().enter(rows, state)
         for row in rows:
-            begin = self.buffer.read[row] + 1
-            self.start[row] = begin - 1
+            begin = int(self.start[row]) + 1
             for i, token in enumerate(state.tokens[row][begin : begin + self.width]):
                 self.tokens[row, i] = token
-        super().enter(rows, state)
 
     def read(self) -> Tensor:
         """Read the unread pairs.  Returns [B], whether anything of a slot was ever read."""
@@ -70,7 +68,7 @@ class StaticRecurrent(Unread):
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[1])
         latest = torch.cat(found, -1).gather(1, last)[:, 0]
         outputs.copy_(torch.where((counts > 0)[:, None], latest, outputs))
-        self.start.add_(counts)
+        self.read_all()
         return known
 
     def first(self, hidden: Tensor) -> Tensor:
@@ -98,20 +96,19 @@ class StaticRecurrent(Unread):
         return found
 
     def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        self.take(committed, self.model.target_states(scores))
-        tokens = committed.tokens[:, : self.width]
-        self.tokens[:, : tokens.shape[1]] = tokens
+        at = self.take(committed, self.model.target_states(scores))
+        new = committed.tokens.gather(1, at.clamp(0, committed.tokens.shape[1] - 1))
+        self.tokens.copy_(torch.where(at >= 0, new, self.tokens))
 
 
 class StaticChain(StaticRecurrent):
     """Pairs, and a chain after them."""
 
-    def __init__(self, model: Any, memory: Any, length: int):
-        super().__init__(model, memory, length, length + 1, length)
-        self.parents = range(-1, length - 1)
-        self.above = above(self.parents, len(self.counts), self.counts.device)
+    def __init__(self, drafter: Any, memory: Any, length: int, is_greedy: bool):
+        super().__init__(drafter, memory, length, length + 1, length)
+        self.parents, self.has_q = range(-1, length - 1), not is_greedy
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         known, model, modules = self.read(), self.model, self.model.num_modules
         hidden, tokens, q = self.outputs[:, None], list[Tensor](), list[Tensor]()
         logits = self.first(hidden)
@@ -127,19 +124,19 @@ class StaticChain(StaticRecurrent):
                     found[module] = self.step(module, token[:, None], features, self.start + depth)
                 hidden, logits = torch.cat(found, -1), model.logits(found[first])[:, 0]
         sizes = sizes_of(slots, self.length, known)
-        return fixed(torch.stack(tokens, 1), self.parents, self.above, sizes, torch.stack(q, 1) if q else None)
+        return Proposed(torch.stack(tokens, 1), sizes, torch.stack(q, 1) if q else None)
 
 
 class StaticTree(Branched, StaticRecurrent):
     """Pairs, and a tree after them."""
 
-    def __init__(self, model: Any, memory: Any, branching: Branching, is_greedy: bool):
+    def __init__(self, drafter: Any, memory: Any, branching: Branching, is_greedy: bool):
         config, most = branching.config, branching.limit
         read = min(config.width, most) * (config.length - 1) if is_greedy else len({*branching.parents} - {-1})
-        super().__init__(model, memory, config.length, most + 1, read)
-        self.branch(branching, is_greedy, len(self.counts), self.counts.device)
+        super().__init__(drafter, memory, config.length, most + 1, read)
+        self.branch(branching, is_greedy)
 
-    def propose(self, slots: StaticSlots, rule: StaticRule) -> Draft:
+    def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
         known, expand = self.read(), self._expand()
         return self.grown(self.first(self.outputs[:, None]), expand, slots, rule, known)
 

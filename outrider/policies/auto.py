@@ -63,7 +63,9 @@ class Auto(Policy):
         self.limit = limit
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
-        self.costs = StepCosts(limit, table)
+        self.table, self.costs = table, StepCosts(limit, table)
+        self.ways = {"plain": self.costs}
+        """By runner: its seconds."""
         self.acceptance, self.promises = Acceptance(limit), Promises(limit)
         self.probes, self.prompts = Probes(), PromptCosts()
         self.is_confident, self.is_on = False, True
@@ -89,6 +91,10 @@ class Auto(Policy):
 
     def budget(self, state: DecodeState) -> Tensor:
         self.step, self.survival = self.step + 1, None
+        if self.ways.get(state.runner) is not self.costs:
+            self._read()
+            self.costs = self.ways.setdefault(state.runner, StepCosts(self.limit, self.table))
+            self.decided = self.step - self.rest
         is_same = state.rows is self.rows or (not self.asking and len(state.rows) == len(self.wanted))
         if not self.is_brief and is_same and self.step < self.decided + self.rest:
             if self.step <= self.roomy or not self.asking:

@@ -1,10 +1,13 @@
-"""How the static step draws and judges: greedily, or at each request's temperature from all tokens.
+"""How the static step draws and judges: greedily, at each request's temperature, or from some of the tokens.
 
-Tokens are those of `SamplingJudge`.  With a device's own kernels, they draw and accept.  B slots, N nodes, V
-vocabulary.
+Tokens are those of `SamplingJudge`.  With a device's own kernels, they draw and accept where nothing is cut.  B slots,
+N nodes, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from outrider.decoding.state import Scores
 from outrider.decoding.static import StaticRule, StaticSlots
 from outrider.sampling.distribution import tempered, wide
 from outrider.sampling.judge import AcceptanceKernels
+from outrider.sampling.settings import Sampling
 
 
 class Greedy:
@@ -70,9 +74,88 @@ class Tempered:
         return walk_top1(draft, p.shape[-1], choose, draft.depth)
 
 
-def rule_of(is_greedy: bool, kernels: AcceptanceKernels | None) -> StaticRule:
-    """The rule for requests that set a temperature at most; is_greedy: 0, all of them."""
-    return Greedy(kernels) if is_greedy else Tempered(kernels)
+class Cut(Tempered):
+    """As that, from the tokens that top-k, top-p and min-p leave."""
+
+    def __init__(self, rank: int, has_top_p: bool):
+        """rank: of how many of the likeliest tokens the order is asked for, at least the largest top-k, and all where a
+        request has top-p alone; 0 for none.  has_top_p: some request has it."""
+        super().__init__()
+        self.rank, self.has_top_p = rank, has_top_p
+
+    def distribution(self, logits: Tensor, slots: StaticSlots) -> Tensor:
+        """As `distribution.distribution`, of logits [B, ..., V]."""
+        logits, shape = wide(logits), (-1,) + (1,) * (logits.dim() - 1)
+        is_cold, choice = slots.temperature == 0, logits.argmax(-1, keepdim=True)
+        if self.rank:
+            rank, top_k = min(self.rank, logits.shape[-1]), slots.top_k.view(shape)
+            at = (top_k.clamp(1, rank) - 1).expand(*logits.shape[:-1], 1)
+            floor = logits.topk(rank, -1).values.gather(-1, at)
+            is_cut = (top_k > 0) & (top_k < logits.shape[-1]) & (logits < floor)
+            logits = logits.masked_fill(is_cut, -torch.inf)
+        p = tempered(logits, torch.where(is_cold, 1.0, slots.temperature))
+        if self.has_top_p:
+            p = self._nucleus(p, slots.top_p.to(p.dtype).view(shape))
+        p = p.masked_fill(p < slots.min_p.to(p.dtype).view(shape) * p.amax(-1, keepdim=True), 0.0)
+        p = p / p.sum(-1, keepdim=True)
+        return torch.where(is_cold.view(shape), torch.zeros_like(p).scatter_(-1, choice, 1.0), p)
+
+    def _nucleus(self, p: Tensor, top_p: Tensor) -> Tensor:
+        """p where what is likelier, and equals with smaller ids, have less than top_p.
+
+        Equals of the last token that was ordered may be more than were ordered: they are counted by their ids.
+        """
+        ids = p.topk(min(self.rank, p.shape[-1]), -1).indices.sort(-1).values
+        ranked, order = p.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        before = torch.zeros_like(p).scatter_(-1, ids.gather(-1, order), ranked.cumsum(-1) - ranked)
+        last = ranked[..., -1:]
+        likelier = torch.where(ranked > last, ranked, 0.0).sum(-1, keepdim=True)
+        equals = (p == last).to(p.dtype)
+        before = torch.where(p == last, likelier + (equals.cumsum(-1) - equals) * last, before)
+        least = torch.finfo(torch.float32).tiny  # a top_p that float32 rounds to 0 still leaves one token
+        kept = p.masked_fill((before >= top_p.clamp(min=least)) & (top_p < 1), 0.0)
+        return kept / kept.sum(-1, keepdim=True)
+
+
+RANKS = (64, 256, 1024)
+"""As many tokens are ordered as one of these says, or all."""
+
+
+class Kind(NamedTuple):
+    """What a captured step depends on of the settings of the live requests, besides their values."""
+
+    is_greedy: bool
+    has_seeded: bool
+    """Some request may draft with the target's noise."""
+    rank: int = 0
+    """As of `Cut`."""
+    has_top_p: bool = False
+    has_min_p: bool = False
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], shared_noise: bool, vocabulary: int) -> Kind | None:
+        """Of these requests; None where one needs the host: log probabilities, penalties, bans, typical-p."""
+        if any(each.is_processed or each.logprobs is not None or each.typical_p < 1 for each in samplings):
+            return None
+        drawn = [each for each in samplings if each.temperature > 0]
+        if not drawn:
+            return cls(True, False)
+        ordered = [each.top_k if 0 < each.top_k < vocabulary else vocabulary * (each.top_p < 1) for each in drawn]
+        most = max(ordered)
+        rank = next((rank for rank in (0, *RANKS) if rank >= most), vocabulary)
+        has_seeded = shared_noise and any(each.seed is not None for each in drawn)
+        return cls(False, has_seeded, rank, any(each.top_p < 1 for each in drawn), any(each.min_p for each in drawn))
+
+    def rule(self, kernels: AcceptanceKernels | None) -> StaticRule:
+        """kernels: of the device, which draw and accept where they can."""
+        if self.is_greedy:
+            return Greedy(kernels)
+        return Cut(self.rank, self.has_top_p) if self.cuts else Tempered(kernels)
+
+    @property
+    def cuts(self) -> bool:
+        """Some request draws from fewer than all tokens."""
+        return bool(self.rank) or self.has_top_p or self.has_min_p
 
 
 def _read(found: Tensor) -> Walked:

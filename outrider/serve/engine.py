@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from outrider import generation
+from outrider.compiled.runner import whole_steps
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -81,7 +82,7 @@ class Engine:
         self.prefixes = PrefixStore(prefix_bytes)
         self.scheduler = Scheduler(
             target, self.drafter, self.policy, self.state, self.length, prefixes=self.prefixes, takes_text=False,
-            suspects=suspects, tokens=tokens,
+            suspects=suspects, tokens=tokens, fast=whole_steps(target, self.drafter, self.state, self.length),
         )  # fmt: skip
         self.error = ""
         """Why the engine ended by itself; "" while it works."""
@@ -267,7 +268,11 @@ class Engine:
         with self._changed:
             drafter, self._replacement = self._replacement, None
         if drafter is not None:
+            if fast := self.scheduler.fast:
+                fast.leave(self.state)
             self.drafter.replace(with_predictions(drafter, self.target.spec.vocabulary))
+            if fast:
+                fast.renew()
             self.replaced = time.monotonic()
 
     def _limit_drafts(self) -> None:

@@ -18,6 +18,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.static import StaticDrafter
 from outrider.errors import ConfigError
 
 T = TypeVar("T")
@@ -67,6 +68,9 @@ class GuardedDrafter(Drafter):
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
         self._ask(lambda: self.inner.admit(memory, rows, state, scores, lengths), None)
+
+    def static(self, memory: Any, is_greedy: bool) -> StaticDrafter:
+        return self.inner.static(memory, is_greedy)
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
         slots = len(state.rows)

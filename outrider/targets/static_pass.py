@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from outrider.compiled import NotCompiled
 from outrider.decoding.accept import Walked
@@ -69,15 +70,15 @@ class StaticPass(Stays):
         slots, nodes, device = cache.slots, len(parents), target.device
         rows = torch.zeros(slots, nodes, dtype=torch.int64, device=device)
         sizes = torch.full((slots,), nodes)
-        mask, depths = Draft(rows, above(parents, slots, device), sizes).rows()
-        self.mask, self.depths = mask.contiguous(), depths.contiguous()
+        self.mask, self.depths = _with_one_more(*Draft(rows, above(parents, slots, device), sizes).rows())
 
-    def verify(self, slots: StaticSlots, draft: Draft) -> Scores:
-        tokens = torch.cat([slots.anchor[:, None], draft.tokens.clamp(0, self.target.spec.vocabulary - 1)], 1)
-        if self.parents is not None:
-            return self.read(tokens, slots.length, self.mask, self.depths)
-        mask, depths = draft.rows()
-        return self.read(tokens, slots.length, mask.contiguous(), depths.contiguous())
+    def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
+        # one row more than any pass has: a number of nodes that stays open may then be all of them
+        known = pad(draft.tokens.clamp(0, self.target.spec.vocabulary - 1), (0, 1))
+        mask, depths = _with_one_more(*draft.rows()) if self.parents is None else (self.mask, self.depths)
+        mask, depths = mask[:, : nodes + 1, : nodes + 1].contiguous(), depths[:, : nodes + 1].contiguous()
+        tokens = torch.cat([slots.anchor[:, None], known], 1)[:, : nodes + 1].contiguous()
+        return self.read(tokens, slots.length, mask, depths)
 
     def read(self, tokens: Tensor, starts: Tensor, mask: Tensor, depths: Tensor) -> Scores:
         """One pass over tokens [B, n] after the first starts[b] of each slot."""
@@ -102,6 +103,11 @@ class StaticPass(Stays):
         rows = torch.arange(len(to), device=to.device)[:, None]
         for stack in self.caches[0].cache.stacks.tensors:
             stack[:, rows, :, to] = stack[:, rows, :, come_from]
+
+
+def _with_one_more(mask: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+    """What `Draft.rows` returns, and a row that nobody reads."""
+    return pad(mask, (0, 1, 0, 1)).contiguous(), pad(depths, (0, 1)).contiguous()
 
 
 def traced(target: Any, cache: SlotCache) -> nn.Module:

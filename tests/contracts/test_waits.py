@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 import outrider
 from outrider import generation
-from outrider.compiled.step_graphs import Packets
-from outrider.compiled.whole_step import WholeStep
+from outrider.compiled.step_graphs import StepGraphs, again
+from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding import static
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import Request
+from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 
 MORE = {"jacobi": 2, "recycle": 2, "graft": 2, "mix": 2, "specblock": 3, "layer_skip": 5}
@@ -121,30 +123,23 @@ class InStep(Waits):
 @pytest.mark.parametrize("is_sampled", [True, False])
 @pytest.mark.parametrize("name", first(STATIC, 1))
 def test_a_captured_step_reads_and_sends_nothing(name, is_sampled, target, prompts, drafter_of, monkeypatch):
-    """And what it committed is carried to the host once, and read when the next step is under way."""
+    """And the host waits once for what it committed and drafted."""
     drafter, sampling = drafter_of(CASES[name]), Sampling(temperature=0.8, seed=1) if is_sampled else Sampling()
     if name == "medusa" and is_sampled:
         monkeypatch.setattr(drafter.model, "config", drafter.model.config.model_copy(update={"drawn": False}))
-    lines, events, real, send = InStep(), Counter[str](), static.step, Packets.send
+    lines, events, real, launch = InStep(), Counter[str](), static.step, StepGraphs.launch
 
     def watched(*given):
         events["steps"] += 1
         with lines:
             return real(*given)
 
-    def noted(self, packet):
-        events["sent"] += 1
-        events["ahead"] = max(events["ahead"], events["sent"] - events["read"])
-        read = send(self, packet)
-        return lambda: (events.update(read=1), read())[1]
-
     monkeypatch.setattr(static, "step", watched)
-    monkeypatch.setattr(Packets, "send", noted)
+    monkeypatch.setattr(StepGraphs, "launch", lambda *given: (events.update(launched=1), launch(*given))[1])
     requests = [Request(prompt, 24, sampling) for prompt in prompts[:2]]
-    whole = WholeStep(target, drafter, generation.batch(target, 2, ends=frozenset()))
-    whole.open(requests)
-    for _ in whole.advance(requests):
+    state = generation.batch(target, 2, ends=frozenset())
+    whole = WholeSteps(target, drafter, 2, 24 + max(map(len, prompts)), frozenset(), recorder=again)
+    for _ in advance(target, requests, drafter, Fixed(drafter.limit), state, fast=lambda _length: whole):
         pass
     assert not lines.lines, f"a step reads or sends at {dict(lines.lines)}"
-    assert events["steps"] >= events["sent"] >= events["read"] > 3
-    assert events["ahead"] == 2
+    assert events["steps"] >= events["launched"] > 3

@@ -3,6 +3,7 @@
 No GPU is needed: a record of the step's operations stands for its graph.
 """
 
+import functools
 import itertools
 import secrets
 from collections import Counter
@@ -15,13 +16,14 @@ from conftest import Case, Workshop, first, tiny_model
 
 from benchmarks.recording import Recording
 from outrider import generation
-from outrider.compiled import step_graphs
-from outrider.compiled.whole_step import WholeStep
-from outrider.compiled.whole_step_check import wrong
+from outrider.compiled import runner, step_graphs
+from outrider.compiled.runner import using, wrong
+from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding import static
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters.small_model import Config, SmallModel
-from outrider.errors import ConfigError
+from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets import cuda_graphs, stacks
@@ -38,6 +40,7 @@ CASES = [
 ]  # fmt: skip
 SAMPLINGS = {
     "greedy": [Sampling()],
+    "cut": [Sampling(temperature=0.9, top_k=6, top_p=0.9), Sampling(temperature=0.8, min_p=0.1, seed=2), Sampling()],
     "mixed": [Sampling(temperature=0.9, seed=3), Sampling(), Sampling(temperature=0.8)],
     "sampled": [Sampling(temperature=0.8), Sampling(temperature=1.2, seed=5)],
 }
@@ -46,7 +49,7 @@ SAMPLINGS = {
 def cells(cases: Sequence[Case]) -> list[tuple[Case, str]]:
     """Every case with every sampling; the first of them have each case once."""
     kinds = [*SAMPLINGS]
-    return [(case, kinds[(n + shift) % 3]) for shift in range(3) for n, case in enumerate(cases)]
+    return [(case, kinds[(n + shift) % len(kinds)]) for shift in range(len(kinds)) for n, case in enumerate(cases)]
 
 
 LENGTHS, COUNTS = (5, 1, 11, 17, 1, 30), (22, 17, 1, 30, 9, 12)
@@ -98,17 +101,30 @@ def requests_of(samplings: Sequence[Sampling]) -> list[Request]:
     return [Request(prompt, count, next(settings)) for prompt, count in zip(prompts, COUNTS, strict=True)]
 
 
+class AfterFirst(Fixed):
+    """As much as the drafter offers, but nothing in a text's first step, as where slots join a whole step."""
+
+    def budget(self, state: DecodeState) -> torch.Tensor:
+        is_first = [len(state.tokens[row]) == len(state.requests[row].prompt) for row in state.rows]
+        return super().budget(state).masked_fill(torch.tensor(is_first), 0)
+
+
 def written(
     target: Any, drafter: Any, requests: list[Request], recorder: Any = None, slots: int = 3, packages: bool = False
 ) -> list[Any]:
     """Tokens, reason, accepted tokens and depths of drafts of every request: by plain steps, recorded ones or those of
     a package."""
-    state = DecodeState(slots, target.spec.context, ENDS, target.device, Stops())
-    steps = generation.serve(target, requests, drafter, policy="fixed", state=state)
+    state, whole = DecodeState(slots, target.spec.context, ENDS, target.device, Stops()), None
+    policy: Fixed = AfterFirst(drafter.limit)
     if recorder is not None or packages:
-        whole = WholeStep(target, drafter, state, recorder)
-        whole.open(requests)
-        steps = whole.advance(requests)
+        policy = Fixed(drafter.limit)
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        before = vars(drafter).pop("whole", None)
+        if before is not None and before.serves(target, drafter, slots, longest, ENDS):
+            whole = before
+        else:
+            whole = WholeSteps(target, drafter, slots, longest, ENDS, recorder=recorder, builds=True)
+    steps = advance(target, requests, drafter, policy, state, fast=lambda _length: whole)
     found: list[Any] = [[[], None, 0, 0] for _ in requests]
     with pytest.MonkeyPatch.context() as patch:
         seeds = iter(range(1000))
@@ -130,8 +146,7 @@ def test_captured_steps_write_what_plain_ones_write(cell, small, drafter_for):
     case, kind = cell
     drafter, requests, graph = drafter_for(case), requests_of(SAMPLINGS[kind]), Recording()
     plain, found = written(small, drafter, requests), written(small, drafter, requests, graph)
-    # plain steps draft other trees while all live slots are greedy
-    if {*case.choices} & {"siblings", "width"} and kind == "mixed":
+    if kind in ("mixed", "cut"):  # slots go from steps of greedy requests to others and back, and lose a draft
         plain, found = ([own[:2] + [1] for own in texts] for texts in (plain, found))
     assert found == plain
     assert sum(accepted for _, _, accepted, *_ in plain) > 0
@@ -144,7 +159,8 @@ def test_drafts_that_are_right_are_kept(shape, small):
     """Catches captured steps that agree with plain ones because nothing is ever accepted."""
     drafter, requests = SmallModel(small, Config(length=4, **shape)), requests_of([Sampling()])
     plain, found = (written(small, drafter, requests, graph) for graph in (None, Recording()))
-    assert found == plain
+    # of a text that is nearly over plain steps draft a smaller tree, and this the first nodes of the usual one
+    assert [own[:3] for own in found] == [own[:3] for own in plain]
     assert sum(accepted for _, _, accepted, _ in found) > sum(len(tokens) for tokens, *_ in found) / 2
 
 
@@ -162,57 +178,86 @@ def test_captures_serve_the_next_call(small, drafter_for):
     assert written(small, drafter, long, graph) == written(small, drafter, long) and graph.recorded > before
 
 
-def test_a_batch_that_is_in_use_is_not_given_to_another_call(small, drafter_for):
+# ── as callers get it ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+ASKED: dict[str, Any] = {"max_new_tokens": 12, "policy": "fixed", "sampling": Sampling(temperature=0.7, seed=2)}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Every caller takes whole steps, as on a GPU; what was launched."""
+    launched: list[tuple[Any, ...]] = []
+    real = step_graphs.StepGraphs.launch
+    monkeypatch.setattr(
+        step_graphs.StepGraphs, "launch", lambda self, *given: (launched.append(given), real(self, *given))[1]
+    )
+    monkeypatch.setattr(runner, "is_compiled", lambda target: True)
+    monkeypatch.setattr(runner, "is_on_disk", lambda: True)
+    made = functools.partial(WholeSteps, recorder=step_graphs.again)
+    monkeypatch.setattr(runner, "WholeSteps", made)
+    return launched
+
+
+def test_generate_takes_whole_steps_by_itself(small, drafter_for, recorded):
+    """Catches a runner that nobody uses, and one that writes otherwise."""
+    drafter, prompts = drafter_for(Case("dspark")), [[1, 2, 3], [4], [5, 6]]
+    found = generation.generate(small, prompts, drafter, **ASKED)
+    assert recorded
+    with using("none"):
+        plain = generation.generate(small, prompts, drafter, **ASKED)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("policy", ["auto", "fixed"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Sampling(temperature=0.7, seed=2, repetition_penalty=1.2), Sampling(logprobs=2), Sampling(min_new_tokens=9),
+        Sampling(temperature=0.9, seed=1, typical_p=0.8),
+    ],
+    ids=["penalty", "log probabilities", "banned ends", "typical"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "medusa", "small_model"])
+def test_slots_change_runners_in_the_middle_of_their_texts(kind, asked, policy, small, drafter_for, recorded):
+    """A request that needs the host comes and goes beside others: catches features that are lost or read twice, lengths
+    of caches, and drafts of a text that has gone on meanwhile; they would be right for a text, and accepted less."""
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [3, 3]]
+    requests = [Request(prompt, 40, Sampling()) for prompt in prompts]
+    requests[2] = Request(prompts[2], 15, asked)
+    drafter = drafter_for(Case(kind))
+    both = []
+    for use in ("known", "none"):
+        with using(use):
+            found: list[Any] = [[[], 0] for _ in requests]
+            for step in generation.serve(small, requests, drafter, slots=2, policy=policy):
+                found[step.request][0] += step.tokens
+                found[step.request][1] += step.accepted
+        both.append(found)
+    assert recorded
+    assert [tokens for tokens, _ in both[0]] == [tokens for tokens, _ in both[1]]
+    if policy == "fixed":
+        assert sum(accepted for _, accepted in both[0]) > 0.8 * sum(accepted for _, accepted in both[1])
+
+
+def test_a_batch_that_is_in_use_is_not_given_to_another_call(small, drafter_for, recorded):
     """Catches two calls that write into the same caches."""
     drafter = drafter_for(Case("eagle3"))
 
     def streamed():
-        asked = {"max_new_tokens": 12, "policy": "fixed", "whole_step": True}
-        return generation.stream(small, [[1, 2, 3], [4]], drafter, **asked)
+        return generation.stream(small, [[1, 2, 3], [4]], drafter, max_new_tokens=12, policy="fixed")
 
     alone = [piece.tokens for piece in streamed()]
     one, other = zip(*zip(streamed(), streamed(), strict=True), strict=True)
     assert [piece.tokens for piece in one] == [piece.tokens for piece in other] == alone
 
 
-# ── as it is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
-
-ASKED: dict[str, Any] = {"max_new_tokens": 12, "policy": "fixed", "sampling": Sampling(temperature=0.7, seed=2)}
-
-
-def test_generate_writes_the_same_with_whole_steps(small, drafter_for, monkeypatch):
-    """Catches a setting that does nothing, and a device without graphs where it fails."""
-    drafter, prompts = drafter_for(Case("dspark")), [[1, 2, 3], [4], [5, 6]]
-    plain, launched, real = generation.generate(small, prompts, drafter, **ASKED), [], step_graphs.StepGraphs.launch
-    monkeypatch.setattr(
-        step_graphs.StepGraphs, "launch", lambda self, *given: (launched.append(given), real(self, *given))[1]
-    )
-    assert generation.generate(small, prompts, drafter, **ASKED, whole_step=True) == plain
-    assert launched
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"drafter": "ngram"}, "made by the host"),
-        ({"sampling": Sampling(temperature=1.0, top_k=3)}, "more than temperature and seed"),
-        ({"policy": "auto"}, "policy 'fixed'"),
-        ({"verification": "block"}, "verification"),
-    ],
-)
-def test_what_can_not_be_captured_is_refused_with_the_reason(changed, reason, small, drafter_for):
-    """Catches a setting that is ignored in silence."""
-    given = {"drafter": drafter_for(Case("dspark"))} | ASKED | changed
-    with pytest.raises(ConfigError, match=reason):
-        generation.generate(small, [[1, 2, 3]], **given, whole_step=True)
-
-
-def test_steps_are_plain_where_captured_ones_write_other_texts(small, drafter_for, monkeypatch, caplog):
+def test_steps_are_plain_where_whole_ones_write_other_texts(small, drafter_for, monkeypatch, caplog, recorded):
     """Catches a graph that is used though it is wrong."""
-    drafter = drafter_for(Case("dspark"))
-    plain = generation.generate(small, [[1, 2, 3]], drafter, **ASKED)
-    advance = static._advance
+    drafter, advance = drafter_for(Case("dspark")), static._advance
     monkeypatch.setattr(static, "_advance", lambda slots, *more: (advance(slots, *more), slots.length.sub_(1)))
     assert wrong(small, drafter)
-    assert generation.generate(small, [[1, 2, 3]], drafter, **ASKED, whole_step=True) == plain
-    assert "steps are plain" in caplog.text
+    recorded.clear()
+    found = generation.generate(small, [[1, 2, 3]], drafter, **ASKED)
+    assert not recorded and "of several calls" in caplog.text
+    with using("none"):
+        assert found == generation.generate(small, [[1, 2, 3]], drafter, **ASKED)

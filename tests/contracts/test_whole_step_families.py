@@ -8,10 +8,12 @@ from targets.test_families import FAST, RECURRENT
 from benchmarks.families import SMALL, tiny
 from benchmarks.recording import HostRead, Recording
 from benchmarks.static_replay import StaticReplay
-from outrider.compiled.whole_step import WholeStep
+from outrider.compiled.whole_step import WholeSteps
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.static import NoStatic
 from outrider.generation import batch, serve
+from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets import cuda_graphs
 from outrider.targets.load import load_target
@@ -46,9 +48,9 @@ def written(target: TransformersTarget, requests: list[Request], drafter: Static
 
 def by_record(target: TransformersTarget, requests: list[Request], drafter: StaticReplay, state: DecodeState):
     recording = Recording()
-    whole = WholeStep(target, drafter, state, recording)
-    whole.open(requests)
-    yield from whole.advance(requests)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    whole = WholeSteps(target, drafter, len(state.tokens), longest, state.ends, recorder=recording)
+    yield from advance(target, requests, drafter, Fixed(drafter.limit), state, fast=lambda _length: whole)
     assert recording.recorded < recording.replayed
 
 

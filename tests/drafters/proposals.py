@@ -65,7 +65,7 @@ def misreadings(drafter: Any) -> list[float]:
 
     Catches a cache that is not what the text says, and one that holds more of it or less.
     """
-    read, distances = drafter._read, []
+    read, distances = drafter.read, []
 
     def watched(memory, rows, texts):
         logits = read(memory, rows, texts)
@@ -75,5 +75,5 @@ def misreadings(drafter: Any) -> list[float]:
             distances.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
         return logits
 
-    drafter._read = watched
+    drafter.read = watched
     return distances
