@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from outrider.compiled.runner import whole_steps
+from outrider.compiled.runner import runner_of
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
 from outrider.decoding.state import DecodeState, FinishReason, Request
@@ -204,7 +204,7 @@ def serve(
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
     tokens = None if memory_gb is None else _tokens_within(memory_gb, target, requests, drafter, state)
-    fast = functools.partial(whole_steps, target, drafter, state)
+    fast = lambda length: runner_of(target, drafter, state, length).whole
     return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens, fast)
 
 

@@ -43,7 +43,7 @@ FAULTS = [
     ),
     fault(
         "the bonus token comes from the wrong row",
-        ("walk", "went[:, None], p[:, n + 1], left", "went[:, None], p[:, n], left"),
+        ("walk", "went[:, None], _row(p, n + 1), left", "went[:, None], p[:, n], left"),
         ("accept_greedy", "following.append(wanted[at + 1])", "following.append(wanted[max(at, 0)])"),
         ("Chain.accepted", "left = self.p[slots, counts]", "left = self.p[slots, (counts - 1).clamp(min=0)]"),
     ),
@@ -277,19 +277,27 @@ FAULTS = [
     ),
     fault(
         "a compiled step writes a slot's state back over that of the slot's next request",
-        ("GraphBatch.leave", "self.step.write_back()", "pass"),
+        ("WholeSteps.free", "            self._write_back()  # before", "            pass  # before"),
     ),
     fault(
-        "steps captured for greedy requests serve a later call at another temperature",
-        ("GraphBatch.taken", "before.wish == wish", "before.wish.slots == wish.slots"),
+        "drafts made for greedy requests are judged as drawn ones when a sampled request joins",
+        ("WholeSteps.prepare", "kind.is_greedy != self.kind.is_greedy", "False"),
+    ),
+    fault(
+        "a slot that leaves a whole step is drafted for by columns that were never written",
+        ("Unread.leave", "            self.memory.kv_cache.lengths[row] = start\n", ""),
+    ),
+    fault(
+        "a slot that joins a whole step in the middle of its text is drafted for at its beginning",
+        ("Unread.enter", "            self.start[row] = self.memory.features.read[row]\n", ""),
+    ),
+    fault(
+        "what steps of several calls cost decides whether a whole step drafts",
+        ("Auto.budget", "if self.ways.get(state.runner) is not self.costs:", "if not self.ways:"),
     ),
     fault(
         "compiled steps of small_model's trees of different shapes share one file on disk",
-        ("CompiledWholeStep.settings", "drawn, sizes, tree, configs", "(drawn,)"),
-    ),
-    fault(
-        "tokens that a captured step produced after a stop string go to the next request in that slot",
-        ("WholeStep._read", "if serving.get(row) != number:", "if row not in serving:"),
+        ("CompiledWholeStep.settings", "self.kind, sizes, tree, configs", "(self.kind,)"),
     ),
     # prepacked
     fault(
@@ -630,7 +638,7 @@ FAULTS = [
     # generation
     fault(
         "two threads replay one CUDA graph at a time when a batch is decoded in halves",
-        ("_refuse_halves", "if whole_step or isinstance(", "if whole_step and isinstance("),
+        ("_refuse_halves", "if isinstance(getattr(", "if not isinstance(getattr("),
     ),
     fault(
         "decoding in halves returns the answers in the wrong order",

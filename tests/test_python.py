@@ -158,8 +158,6 @@ def test_what_two_halves_would_share_is_refused(target: TransformersTarget, monk
     """Catches two threads that write into one policy, or replay into the same memory."""
     with pytest.raises(ConfigError, match="by name"):
         generate(target, [[1], [2]], "ngram", max_new_tokens=2, policy=Fixed(2), halves=True)
-    with pytest.raises(ConfigError, match="compile=False"):
-        generate(target, [[1], [2]], max_new_tokens=2, halves=True, whole_step=True)
     monkeypatch.setattr(target.step, "graph", CudaGraphs(torch.nn.Identity()))
     with pytest.raises(ConfigError, match="compile=False"):
         generate(target, [[1], [2]], max_new_tokens=2, halves=True)

@@ -8,8 +8,11 @@ import typer
 from outrider import compiled, machine
 from outrider.cli import console
 from outrider.cli.console import lasting, say
+from outrider.compiled.runner import build_whole
 from outrider.config import override
+from outrider.decoding.protocols import Drafter
 from outrider.loading import load_drafter
+from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 LOWEST = 19
@@ -26,6 +29,9 @@ def compile(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="As in a run file's target section.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of a Hugging Face id.")] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile whole steps too, which are one call each: minutes more.")
+    ] = False,
     background: Annotated[bool, typer.Option("--background", help="At the lowest priority.")] = False,
 ) -> None:
     """Compile the steps of a target and a drafter for this machine's CPU; all other verbs use them.
@@ -38,12 +44,16 @@ def compile(
     loaded = load_target(target, device="cpu", dtype=dtype, revision=revision)
     seconds = loaded.compile()
     _say("target", target, seconds)
+    built = Drafter()
     if drafter is not None:
         built = load_drafter(drafter, loaded, **override({}, settings or ()))
-        if not built.steps:
+        if built.steps:
+            _say("drafter", drafter, compiled.compile_passes(built))
+        else:
             console.remark(f"{drafter} has no passes to compile", "dim")
-            return
-        _say("drafter", drafter, compiled.compile_passes(built))
+    if whole:
+        for what, asked in (("greedy", Sampling()), ("drawn", Sampling(temperature=1.0))):
+            _say(what, "whole steps", build_whole(loaded, built, asked))
 
 
 def _say(what: str, name: str, seconds: float) -> None:

@@ -14,6 +14,7 @@ import typer
 from outrider import compiled, demo, machine
 from outrider.cli import console
 from outrider.cli.console import JsonTo, sized
+from outrider.compiled import runner
 from outrider.errors import DataError
 from outrider.runs.provenance import version_of
 
@@ -66,6 +67,8 @@ def examine() -> list[dict[str, Any]]:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     why = "install g++ for compiled steps, which take about half the time of plain ones on a CPU; all else runs without"
     add("compiler", compiler or "none", compiler is not None, why)
+    is_whole = "whole, where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
+    add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole ones")
     packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
     add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
     for extra, module, gain in (

@@ -291,6 +291,7 @@ def _say_engine(engine: Engine, config: Config) -> None:
         f"engine    {engine.slots} slots of {engine.length:,} tokens{size}; {shared}; {config.queue} more texts may "
         f"wait; policy {config.policy}{lossy}"
     )
+    say(f"steps     {engine.runner.words}")
 
 
 # ── what is served ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from outrider.compiled import folder
+from outrider import machine
+from outrider.compiled import NotCompiled, folder
 from outrider.compiled.step_package import CompiledWholeStep
 from outrider.compiled.whole_step import WholeSteps, is_compiled
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import Progress, advance
+from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.static import NoStatic
 from outrider.errors import first_line
@@ -50,32 +53,72 @@ def using(use: Use) -> Iterator[None]:
         _use.reset(token)
 
 
-def whole_steps(target: Any, drafter: Drafter, state: DecodeState, length: int) -> WholeSteps | None:
-    """The runner of whole steps for a batch of texts of at most `length` tokens: that of the call before, where it
-    serves this one too, or a new one.  None where no step of this target and drafter can be whole, or is right."""
+class Runner(NamedTuple):
+    """What takes a batch's steps."""
+
+    whole: WholeSteps | None
+    """Those that requests allow; None: all steps are of several calls."""
+    words: str
+    """Which it is, and why."""
+
+
+def runner_of(target: Any, drafter: Drafter, state: DecodeState, length: int) -> Runner:
+    """What takes the steps of a batch of texts of at most `length` tokens: whole steps by the runner of the last call,
+    where it serves this one too, or by a new one; or none."""
     before = vars(drafter).pop("whole", None)  # one of two threads gets it
-    use = _use.get()
-    is_there = use == "built" or target.device.type == "cuda" or is_on_disk()
-    if use == "none" or not is_compiled(target) or not is_there:
-        return None
-    slots, ends = len(state.tokens), state.ends
-    if before is not None and before.serves(target, drafter, slots, length, ends):
-        return before  # type: ignore[no-any-return]
-    kernels = state.judge.kernels if isinstance(state.judge, SamplingJudge) else None
-    longest = min(1 << (length - 1).bit_length(), target.spec.context)
     try:
+        _refuse(target)
+        slots, ends = len(state.tokens), state.ends
+        if before is not None and before.serves(target, drafter, slots, length, ends):
+            return Runner(before, WHOLE)
+        longest, builds = min(1 << (length - 1).bit_length(), target.spec.context), _use.get() == "built"
+        kernels = acceptance_kernels(target.device)
         if found := wrong(target, drafter):
             log.warning("steps are of several calls: whole ones of %s write other texts (%s)", target.spec.name, found)
-            return None
-        return WholeSteps(target, drafter, slots, longest, ends, kernels, builds=use == "built")
+            raise NoStatic(f"whole ones write other texts ({found})")
+        if _use.get() == "known" and target.device.type != "cuda" and not _pays(target, drafter):
+            raise NoStatic("these are no slower on this machine")
+        return Runner(WholeSteps(target, drafter, slots, longest, ends, kernels, builds=builds), WHOLE)
     except NoStatic as reason:
-        log.info("steps of %s are of several calls: %s", target.spec.name, reason)
-        return None
+        return Runner(None, f"of several calls, since {reason}")
+
+
+WHOLE = "whole, one call each, where requests and policy allow it"
+
+
+def _refuse(target: Any) -> None:
+    """Raises NoStatic where steps can't be whole, whatever the drafter."""
+    use = _use.get()
+    if use == "none":
+        raise NoStatic("others are switched off")
+    if not is_compiled(target):
+        raise NoStatic("the target's passes are not compiled")
+    if use == "known" and target.device.type != "cuda" and not is_on_disk():
+        raise NoStatic("no package of whole ones was built on this machine")
 
 
 def is_on_disk() -> bool:
     """Whether there is a package of any whole step."""
     return any(folder().glob(f"{CompiledWholeStep.name}-*.pt2"))
+
+
+def build_whole(target: Any, drafter: Drafter, sampling: Sampling) -> float:
+    """Have the package of whole steps of such requests built; returns the seconds it took, 0 where it was there.
+
+    Raises NotCompiled where there can be none.
+    """
+    began = time.perf_counter()
+    try:
+        whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), builds=True)
+        whole.made([sampling], shared_noise=False)
+    except NoStatic as reason:
+        raise NotCompiled(str(reason)) from reason
+    seconds = time.perf_counter() - began
+    return seconds if seconds > LOADING_S else 0.0
+
+
+LOADING_S = 10.0
+"""A package that is there is loaded in less."""
 
 
 def wrong(target: Any, drafter: Drafter) -> str:
@@ -92,36 +135,52 @@ def wrong(target: Any, drafter: Drafter) -> str:
 
 
 def _tried(target: Any, drafter: Drafter) -> str:
-    words = plain_words(target, len(PROMPTS), max(PROMPTS))
-    prompts = [text[:count] for text, count in zip(words, PROMPTS, strict=True)]
-    requests = [Request(prompt, NEW, Sampling()) for prompt in prompts]
-    policy, state = named.policy("fixed", drafter), _batch(target)
-    plain = _texts(requests, advance(target, requests, drafter, policy, state))
-    builds = _use.get() == "built"
-    whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), state.judge.kernels, builds=builds)
+    requests, ways = _asked(target), _ways(target, drafter)
+    plain = ways["several calls"]()
     try:
-        by_graphs = _texts(requests, advance(target, requests, drafter, policy, _batch(target), fast=lambda _: whole))
+        whole = ways["whole"]()
     except RuntimeError as error:  # an operation that no graph takes
         return first_line(error)[:300]
-    for prompt, wanted, found in zip(prompts, plain, by_graphs, strict=True):
+    for request, wanted, found in zip(requests, plain, whole, strict=True):
         both = enumerate(itertools.zip_longest(wanted, found))
         at = next((i for i, (one, other) in both if one != other), None)
-        if at is not None and not is_tie(target, [*prompt, *wanted[:at]], wanted[at], found[at]):
-            return f"token {at} after a prompt of {len(prompt)} is {found[at]}, not {wanted[at]}"
+        if at is not None and not is_tie(target, [*request.prompt, *wanted[:at]], wanted[at], found[at]):
+            return f"token {at} after a prompt of {len(request.prompt)} is {found[at]}, not {wanted[at]}"
     return ""
+
+
+def _pays(target: Any, drafter: Drafter) -> bool:
+    """Whether whole steps are faster; timed once per machine."""
+    question = f"a step of {target.spec.weights_hash} with {type(drafter).__name__} of {drafter.limit} nodes"
+    return machine.fastest(question, lambda: _ways(target, drafter), margin=1.02, processes=1) == "whole"
+
+
+def _asked(target: Any) -> list[Request]:
+    """What is tried."""
+    words = plain_words(target, len(PROMPTS), max(PROMPTS))
+    prompts = [text[:count] for text, count in zip(words, PROMPTS, strict=True)]
+    return [Request(prompt, NEW, Sampling()) for prompt in prompts]
+
+
+def _ways(target: Any, drafter: Drafter) -> dict[str, Callable[[], list[list[int]]]]:
+    """Both runners over what is tried: what they write."""
+    policy, kernels, builds = named.policy("fixed", drafter), acceptance_kernels(target.device), _use.get() == "built"
+    whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), kernels, builds=builds)
+
+    def run(runner: WholeSteps | None) -> list[list[int]]:
+        requests, found = _asked(target), [list[int]() for _ in PROMPTS]
+        for step in advance(target, requests, drafter, policy, _batch(target), fast=lambda _length: runner):
+            found[step.request] += step.tokens
+        vars(drafter).pop("whole", None)
+        return found
+
+    return {"several calls": functools.partial(run, None), "whole": functools.partial(run, whole)}
 
 
 def _batch(target: Any) -> DecodeState:
     judge = SamplingJudge()
     judge.kernels = acceptance_kernels(target.device)
     return DecodeState(2, target.spec.context, frozenset(), target.device, judge)
-
-
-def _texts(requests: list[Request], steps: Iterator[Progress]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in requests]
-    for step in steps:
-        found[step.request] += step.tokens
-    return found
 
 
 @torch.inference_mode()

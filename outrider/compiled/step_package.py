@@ -72,7 +72,7 @@ class CompiledWholeStep(Compiled):
         )  # fmt: skip
 
     def compare(self, graph: Runnable) -> str:
-        """Its texts are compared with plain ones before it is used, see `whole_step_check`."""
+        """Its texts are compared with plain ones before it is used, see `runner`."""
         return ""
 
     def _pays(self, graph: Runnable) -> bool:
@@ -85,6 +85,7 @@ class _Traced(nn.Module):
     def __init__(self, parts: StaticStep):
         super().__init__()
         self.model, self.draft, self.parts = parts.target.target.model, parts.drafter.model, parts
+        self.borrowed = nn.ModuleList(parts.drafter.borrowed)
 
     def forward(
         self, ends: Tensor, nodes: Tensor, tensors: list[Tensor], columns: list[Tensor], buffers: list[Tensor]

@@ -27,6 +27,7 @@ from outrider.decoding.scheduler import draft_columns
 from outrider.decoding.state import DecodeState
 from outrider.decoding.static import Drafted, NoStatic, Outcome, StaticDraft, StaticSlots, StaticStep
 from outrider.sampling.judge import SamplingJudge, error_of
+from outrider.sampling.settings import Sampling
 from outrider.sampling.static import RANKS, Kind
 from outrider.targets import cuda_graphs
 from outrider.targets.cuda_graphs import CudaGraphs, Recorder
@@ -106,10 +107,21 @@ class WholeSteps:
             is_usual = isinstance(judge, SamplingJudge) and judge.rule is None
             kind = None
             if is_usual and not any(len(request.prediction) for request in requests):
-                samplings = [request.sampling for request in requests]
-                kind = Kind.of(samplings, state.shared_noise, self.target.spec.vocabulary)
+                kind = self._kind_of([request.sampling for request in requests], state.shared_noise)
             self._for = state.rows, kind
         return kind
+
+    def made(self, samplings: Sequence[Sampling], shared_noise: bool) -> None:
+        """Make what takes steps of such requests.  Raises NoStatic where nothing does."""
+        kind = self._kind_of(samplings, shared_noise)
+        if kind is None:
+            raise NoStatic("these requests need the host")
+        self.launchers[kind] = self._made(kind)
+
+    def _kind_of(self, samplings: Sequence[Sampling], shared_noise: bool) -> Kind | None:
+        kind = Kind.of(samplings, shared_noise, self.target.spec.vocabulary)
+        # without drafts none is drawn by the target's noise
+        return kind if kind is None or self.drafts else kind._replace(has_seeded=False)
 
     def _launcher(self, kind: Kind) -> StepGraphs | StepPackage | None:
         """What takes steps of this kind; None where nothing does."""

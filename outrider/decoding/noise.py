@@ -54,9 +54,10 @@ class Streams:
         the winner's weight set to 0 the same noise draws the second as a new draw would.
         """
         key = self.key(depth, purpose, salt)
-        if on_cpu is not None and weights.device.type == "cpu" and type(weights) is Tensor:  # not while it is traced
+        is_here = weights.device.type == "cpu" and type(weights) is Tensor  # not while it is traced
+        if on_cpu is not None and is_here:
             return on_cpu(weights, key)
-        if weights.shape[-1] > MANY and weights.device.type == "cpu":
+        if weights.shape[-1] > MANY and is_here:
             flat = weights.flatten(0, -2)
             rows, tokens = flat.nonzero().unbind(-1)
             if 8 * len(rows) < flat.numel():

@@ -90,7 +90,7 @@ class Drafter:
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
     whole: Any = None
-    """What took the last call's steps, for the next one; see `compiled.runner.whole_steps`."""
+    """What took the last call's steps, for the next one; see `compiled.runner.runner_of`."""
     nested: bool = True
     """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False

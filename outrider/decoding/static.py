@@ -174,6 +174,8 @@ class StaticDrafter(Stays):
     """Whether its nodes are drawn from distributions, which its drafts carry; and confidences, known before that."""
     model: Any = None
     """The module with all weights that it reads, besides the target's."""
+    borrowed: Sequence[Any] = ()
+    """Modules that `model` makes of the target's weights, and that are no part of it."""
     code: Sequence[ModuleType] = ()
     """Modules that it calls, besides those of its classes: a package of its steps is another where they change."""
     caches: Sequence[Any] = ()
@@ -247,7 +249,8 @@ class StaticStep(NamedTuple):
     def over(self, tensors: Sequence[Tensor], caches: Sequence[Any]) -> StaticStep:
         """The same over other tensors and caches, in these orders."""
         rest, (own, *theirs) = iter(tensors), caches
-        slots, draft = (part.over(islice(rest, len(part.tensors))) for part in (self.slots, self.draft))
+        slots = self.slots.over(islice(rest, len(self.slots.tensors)))
+        draft = self.draft.over(islice(rest, len(self.draft.tensors)))
         target = self.target.over(islice(rest, len(self.target.tensors)), caches=[own])
         drafter = self.drafter.over(rest, caches=theirs)
         draft.own = drafter

@@ -322,6 +322,8 @@ class StaticBlock(Unread):
         super().__init__(drafter, memory, drafter.block + 1)
         self.model, self.backbone, self.tree = drafter.model, drafter.backbone, tree
         self.parents, self.has_q = tree.parents, not is_greedy
+        if self.model.reduced is not None:
+            self.borrowed = [self.model.reduced.head(self.model.dtype)]
         self.has_confidence = self.model.has_confidence and tree.is_chain
         kv_cache = memory.kv_cache
         self.choices = tree.indices.to(self.start.device).repeat(len(self.start), 1)

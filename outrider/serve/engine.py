@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.compiled.runner import whole_steps
+from outrider.compiled.runner import runner_of
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -80,9 +80,10 @@ class Engine:
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
         self.prefixes = PrefixStore(prefix_bytes)
+        self.runner = runner_of(target, self.drafter, self.state, self.length)
         self.scheduler = Scheduler(
             target, self.drafter, self.policy, self.state, self.length, prefixes=self.prefixes, takes_text=False,
-            suspects=suspects, tokens=tokens, fast=whole_steps(target, self.drafter, self.state, self.length),
+            suspects=suspects, tokens=tokens, fast=self.runner.whole,
         )  # fmt: skip
         self.error = ""
         """Why the engine ended by itself; "" while it works."""

@@ -239,6 +239,42 @@ def test_slots_change_runners_in_the_middle_of_their_texts(kind, asked, policy, 
         assert sum(accepted for _, accepted in both[0]) > 0.8 * sum(accepted for _, accepted in both[1])
 
 
+class Moody(Fixed):
+    """Wants no drafts in every fifth step, which is then one of several calls."""
+
+    steps = 0
+
+    def budget(self, state: DecodeState) -> torch.Tensor:
+        self.steps += 1
+        return super().budget(state) * (self.steps % 5 > 0)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "mtp", "medusa", "small_model"])
+def test_what_is_drafted_does_not_depend_on_the_runner(kind, small, drafter_for, monkeypatch):
+    """Catches features that are lost or read twice where a slot changes its runner, and caches that are longer there
+    than what was read: texts stay right, and what an untrained model drafts tells all the same."""
+    drafter, drafted, real = drafter_for(Case(kind)), dict[tuple[int, ...], list[int]](), DecodeState.commit
+
+    def noted(state: DecodeState, draft: Any, accepted: Any) -> Any:
+        for b, row in enumerate(state.rows):
+            drafted[tuple(state.tokens[row])] = draft.ids[b][: draft.live[b]]
+        return real(state, draft, accepted)
+
+    monkeypatch.setattr(DecodeState, "commit", noted)
+    requests, found = requests_of([Sampling()]), list[dict[tuple[int, ...], list[int]]]()
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    for policy, is_whole in ((AfterFirst(drafter.limit), False), (Moody(drafter.limit), True)):
+        drafted.clear()
+        whole = WholeSteps(small, drafter, 3, longest, ENDS, recorder=step_graphs.again) if is_whole else None
+        state = DecodeState(3, small.spec.context, ENDS, small.device, Stops())
+        for _ in advance(small, requests, drafter, policy, state, fast=lambda _length, own=whole: own):
+            pass
+        found.append(dict(drafted))
+    both = [(one, found[1][text]) for text, one in found[0].items() if one and found[1].get(text)]
+    assert len(both) > 12
+    assert all(one[: len(other)] == other[: len(one)] for one, other in both)
+
+
 def test_a_batch_that_is_in_use_is_not_given_to_another_call(small, drafter_for, recorded):
     """Catches two calls that write into the same caches."""
     drafter = drafter_for(Case("eagle3"))

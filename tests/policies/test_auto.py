@@ -172,6 +172,18 @@ def test_it_comes_back_when_drafts_become_cheap():
     assert world.play(policy, 1500).rate(200) >= 0.93 * world.best()
 
 
+def test_each_runner_has_seconds_of_its_own():
+    """Catches drafts that a whole step makes for little, and that are left out since they are dear by several calls;
+    and seconds that are learnt anew whenever the runner changes."""
+    dear, cheap = Clock(64, 0.01, 1.5), Clock(64, 0.01, 0.02)
+    world, policy = World(1, dear, alike(0.8)), Auto(LIMIT)
+    assert world.play(policy, 600).depths(100).count(0) >= 90
+    world.state.runner, world.clock = "whole", cheap
+    assert world.play(policy, 60).rate(40) >= 0.9 * world.best()
+    world.state.runner, world.clock = "plain", dear
+    assert world.play(policy, 40).depths(40).count(0) >= 36
+
+
 def test_it_follows_a_text_that_changes():
     """Catches counts that fade too slowly, and an acceptance that is never questioned."""
     world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.95)), Auto(LIMIT)
