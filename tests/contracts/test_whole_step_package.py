@@ -1,12 +1,10 @@
 """Whole steps that were compiled into one call write what plain steps write."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from conftest import Case, Workshop, first, tiny_model
-from test_whole_step import SAMPLINGS, V, cells, requests_of, small, written
+from test_whole_step import SAMPLINGS, V, cells, requests_of, small, taken_as_it_is, written
 
 from outrider import generation
 from outrider.compiled import whole_step
@@ -63,13 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 @pytest.fixture
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of a package, what it would be made of."""
-
-    def take(self: CompiledWholeStep, build: bool) -> None:
-        self.example()  # opens the caches of what is traced
-        self.graph = SimpleNamespace(forward=torch.inference_mode()(self.traced))
-
-    monkeypatch.setattr(CompiledWholeStep, "get", take)
+    monkeypatch.setattr(CompiledWholeStep, "get", taken_as_it_is)
     monkeypatch.setattr(whole_step, "is_compiled", lambda target: True)
 
 
