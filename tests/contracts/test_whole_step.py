@@ -257,6 +257,9 @@ class Moody(Fixed):
         return super().budget(state) * (self.steps % 5 > 0)
 
 
+SEEDED = [Sampling(temperature=0.9, seed=3), Sampling(), Sampling(temperature=0.8, seed=4), Sampling()]
+
+
 class Seldom(WholeSteps):
     """Takes no more than two steps one after another; drafts are made between them by several calls too."""
 
@@ -271,8 +274,15 @@ class Seldom(WholeSteps):
 
 
 @pytest.mark.parametrize("way", ["graphs", "package"])
-@pytest.mark.parametrize("kind", ["dspark", "eagle3", "mtp", "medusa", "small_model"])
-def test_what_is_drafted_does_not_depend_on_the_runner(kind, way, small, drafter_for, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "samplings"),
+    [
+        ("dspark", [Sampling()]), ("eagle3", [Sampling()]), ("mtp", [Sampling()]), ("medusa", [Sampling()]),
+        ("small_model", [Sampling()]), ("dspark", SEEDED), ("eagle3", SEEDED),
+    ],
+    ids=["dspark", "eagle3", "mtp", "medusa", "small_model", "dspark-mixed", "eagle3-mixed"],
+)  # fmt: skip
+def test_what_is_drafted_does_not_depend_on_the_runner(kind, samplings, way, small, drafter_for, monkeypatch):
     """Catches features that are lost or read twice where a slot changes its runner, and caches that are longer there
     than what was read: texts stay right, and what an untrained model drafts tells all the same."""
     drafter, drafted, real = drafter_for(Case(kind)), dict[tuple[int, ...], list[int]](), DecodeState.commit
@@ -285,9 +295,9 @@ def test_what_is_drafted_does_not_depend_on_the_runner(kind, way, small, drafter
     monkeypatch.setattr(DecodeState, "commit", noted)
     monkeypatch.setattr(whole_step, "is_compiled", lambda target: True)
     monkeypatch.setattr(CompiledWholeStep, "get", taken_as_it_is)
-    requests, found = requests_of([Sampling()]), list[dict[tuple[int, ...], list[int]]]()
+    requests, found = requests_of(samplings), list[dict[tuple[int, ...], list[int]]]()
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    for policy, is_whole in ((AfterFirst(drafter.limit), False), (Moody(drafter.limit), True)):
+    for policy, is_whole in ((Fixed(drafter.limit), False), (Moody(drafter.limit), True)):
         drafted.clear()
         recorder = step_graphs.again if way == "graphs" else None
         whole = Seldom(small, drafter, 3, longest, ENDS, recorder=recorder) if is_whole else None
