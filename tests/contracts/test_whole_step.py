@@ -175,7 +175,10 @@ def test_drafts_that_are_right_are_kept(shape, small):
 def test_drafts_are_kept_while_sampled_requests_come_and_go(small):
     """Catches a greedy text that goes on in another captured step than the one that holds its draft."""
     drafter, noise = SmallModel(small, Config(length=4)), [Sampling(temperature=0.9, seed=5), Sampling()]
-    requests = [Request([1, 2, 3], 120, Sampling()), *(Request([4, n], 9, noise[n % 2]) for n in range(10))]
+    requests = [
+        Request(requests_of([Sampling()])[0].prompt, 80, Sampling()),
+        *(Request([4, n], 9, noise[n % 2]) for n in range(10)),
+    ]
     plain, found = (written(small, drafter, requests, graph, slots=2) for graph in (None, Recording()))
     assert [own[:2] for own in found] == [own[:2] for own in plain]
     assert found[0][2] > len(found[0][0]) / 2
