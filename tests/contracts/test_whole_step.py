@@ -172,18 +172,6 @@ def test_drafts_that_are_right_are_kept(shape, small):
     assert sum(accepted for _, _, accepted, _ in found) > sum(len(tokens) for tokens, *_ in found) / 2
 
 
-def test_drafts_are_kept_while_sampled_requests_come_and_go(small):
-    """Catches a greedy text that goes on in another captured step than the one that holds its draft."""
-    drafter, noise = SmallModel(small, Config(length=4)), [Sampling(temperature=0.9, seed=5), Sampling()]
-    requests = [
-        Request(requests_of([Sampling()])[0].prompt, 80, Sampling()),
-        *(Request([4, n], 9, noise[n % 2]) for n in range(10)),
-    ]
-    plain, found = (written(small, drafter, requests, graph, slots=2) for graph in (None, Recording()))
-    assert [own[:2] for own in found] == [own[:2] for own in plain]
-    assert found[0][2] > len(found[0][0]) / 2
-
-
 def test_captures_serve_the_next_call(small, drafter_for):
     """Catches captures that are made anew for every call, those of greedy steps that serve sampled ones, and a slot in
     which something of the call before is left."""
@@ -285,7 +273,7 @@ class Seldom(WholeSteps):
         return super().prepare(state)
 
 
-@pytest.mark.parametrize("way", ["graphs", "package"])
+@pytest.mark.parametrize("way", ["graphs", "package", "graphs alone"])
 @pytest.mark.parametrize(
     ("kind", "samplings"),
     [
@@ -309,10 +297,12 @@ def test_what_is_drafted_does_not_depend_on_the_runner(kind, samplings, way, sma
     monkeypatch.setattr(CompiledWholeStep, "get", taken_as_it_is)
     requests, found = requests_of(samplings), list[dict[tuple[int, ...], list[int]]]()
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    for policy, is_whole in ((Fixed(drafter.limit), False), (Moody(drafter.limit), True)):
+    moody = Fixed(drafter.limit) if way == "graphs alone" else Moody(drafter.limit)
+    for policy, is_whole in ((Fixed(drafter.limit), False), (moody, True)):
         drafted.clear()
-        recorder = step_graphs.again if way == "graphs" else None
-        whole = Seldom(small, drafter, 3, longest, ENDS, recorder=recorder) if is_whole else None
+        recorder = None if way == "package" else step_graphs.again
+        runner = WholeSteps if way == "graphs alone" else Seldom
+        whole = runner(small, drafter, 3, longest, ENDS, recorder=recorder) if is_whole else None
         state = DecodeState(3, small.spec.context, ENDS, small.device, Stops())
         for _ in advance(small, requests, drafter, policy, state, fast=lambda _length, own=whole: own):
             pass
