@@ -148,7 +148,8 @@ class WholeSteps:
             passes = StaticPass(target, self.cache, None if own.varies else own.parents, self.drafter.taps)
             if not passes.is_chain and target.spec.mode != "tree":
                 raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")
-            draft = StaticDraft(len(self.slots.anchor), own, vocabulary if own.has_q else None, target.device)
+            dtype = torch.float64 if target.spec.dtype == "float64" else torch.float32  # as of `distribution.wide`
+            draft = StaticDraft(len(self.slots.anchor), own, vocabulary, target.device, dtype)
             rule = Kind(is_greedy, False).rule(self.kernels)
             self.halves[is_greedy] = StaticStep(self.slots, draft, passes, own, rule, self.ends)
         return self.halves[is_greedy]

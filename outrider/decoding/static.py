@@ -125,8 +125,8 @@ class Proposed(NamedTuple):
 class StaticDraft(Stays):
     """The draft of every slot that waits for its verification."""
 
-    def __init__(self, slots: int, own: StaticDrafter, vocabulary: int | None, device: torch.device):
-        """own: the drafter's part.  vocabulary: of the distributions that nodes are drawn from; None without any."""
+    def __init__(self, slots: int, own: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
+        """own: the drafter's part.  vocabulary, dtype: of the distributions that nodes are drawn from."""
         self.own = own
         self.tokens = torch.zeros(slots, own.nodes, dtype=torch.int64, device=device)
         """[B, N]."""
@@ -138,8 +138,8 @@ class StaticDraft(Stays):
         """[B, N], or [B, 0]."""
         if own.varies:
             self.parents = torch.full_like(self.tokens, -1)
-        if vocabulary is not None:
-            self.q = torch.zeros(slots, own.nodes, vocabulary, device=device)
+        if own.has_q:
+            self.q = torch.zeros(slots, own.nodes, vocabulary, device=device, dtype=dtype)
             """[B, N, V], where nodes are drawn."""
 
     def draft(self, nodes: int) -> Draft:
