@@ -436,13 +436,10 @@ class Moody:
 
 
 def recorded(case: Case) -> Case:
-    """The case with nothing in it that only plain steps can do."""
-    plain = lambda sampling: Sampling(sampling.temperature, seed=sampling.seed)
-    requests = [replace(request, sampling=plain(request.sampling)) for request in case.requests]
+    """The case by whole steps wherever its requests and its policy allow them."""
     width = 1 if case.target.spec.mode == "chain" else case.drafter["width"]
     return replace(
-        case, requests=requests, generation={}, defaults=frozenset(), threads=1, is_whole=True, policy="whole",
-        drafter=case.drafter | {"soft": False, "obeys": True, "width": width},
+        case, threads=1, is_whole=True, drafter=case.drafter | {"soft": False, "obeys": True, "width": width},
     )  # fmt: skip
 
 

@@ -125,7 +125,9 @@ def traced(target: Any, cache: SlotCache) -> nn.Module:
 
 
 def made(target: Any, cache: SlotCache) -> SlotCache:
-    """The cache with the buffers of all layers, which a pass makes."""
+    """The cache with the buffers of all layers, which a pass makes.  Raises NoStatic for a family's own cache."""
+    if not isinstance(cache, SlotCache):
+        raise NoStatic(f"{target.spec.name} has a cache of its own")
     if not cache.layers:
         target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
         cache.free([0])
