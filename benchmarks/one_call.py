@@ -1,12 +1,13 @@
 """Steps that are one call each beside steps of several, compiled both: texts and time, by turns.
 
-    python benchmarks/one_call.py [--tokens 100000] [--batches 1,4,16] [--seed 0] [--out FILE]
+    python benchmarks/one_call.py [--target demo] [--tokens 100000] [--batches 1,4,16] [--seed 0] [--out FILE]
 
-The demo target, plain and with the checkpoint of the last `make demo`, greedy and at temperature 0.8 with seeds.  A
-round draws prompts of 5 to 200 tokens from other programs, twice as many as slots, and asks for 20 to 200 tokens each,
-so that slots are used again and end one by one.  Every round is written both ways, `policy="fixed"`; a text that
-differs is a mismatch, or a tie where its first other token's logit is within rounding.  Rounds go on until so many
-tokens were compared.  Ratios are of medians of rounds, prompts included.  Prints JSON; exits with 1 on a mismatch.
+The small target or `smollm2`, plain and with the checkpoint that was trained for it last, greedy and at temperature 0.8
+with seeds.  A round draws prompts of 5 to 200 tokens that no drafter was trained on, twice as many as slots, and asks
+for 20 to 200 tokens each, so that slots are used again and end one by one.  Every round is written both ways,
+`policy="fixed"`; a text that differs is a mismatch, or a tie where its first other token's logit is within rounding.
+Rounds go on until so many tokens were compared.  Ratios are of medians of rounds, prompts included.  Prints JSON; exits
+with 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from batch_time import parties, prompts_of, write
+from batch_time import CHECKPOINTS, parties, prompts_of, write
 
 from outrider import generate
 from outrider.compiled.runner import is_tie, using
@@ -31,13 +32,14 @@ TEMPERATURES = (0.0, 0.8)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="demo", choices=CHECKPOINTS)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
-    target, drafters = parties(["dspark"])
+    target, drafters = parties(["dspark"], name=options.target)
     cells = {
         cell: Cell(target, *cell, drafters) for cell in itertools.product(("plain", *drafters), TEMPERATURES, batches)
     }
@@ -58,7 +60,7 @@ def main() -> None:
          "holds": compared >= options.tokens},
         {"promise": "texts that differ, ties aside", "wanted": 0, "found": mismatches, "holds": not mismatches},
     ]  # fmt: skip
-    write({"promises": promises, "rows": rows, "seed": options.seed}, options.out)
+    write({"target": options.target, "promises": promises, "rows": rows, "seed": options.seed}, options.out)
     sys.exit(bool(mismatches))
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from outrider.compiled.runner import runner_of
+from outrider.decoding.loop import StepRunner
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
 from outrider.decoding.state import DecodeState, FinishReason, Request
@@ -204,7 +205,12 @@ def serve(
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
     tokens = None if memory_gb is None else _tokens_within(memory_gb, target, requests, drafter, state)
-    fast = lambda length: runner_of(target, drafter, state, length).whole
+
+    def fast(length: int) -> StepRunner | None:
+        """Caches may be longer than these texts, so that they serve the next call too."""
+        most = length if memory_gb else min(1 << (length - 1).bit_length(), target.spec.context)
+        return runner_of(target, drafter, state, most).whole
+
     return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens, fast)
 
 

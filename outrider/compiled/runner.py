@@ -65,20 +65,19 @@ class Runner(NamedTuple):
 def runner_of(target: Any, drafter: Drafter, state: DecodeState, length: int) -> Runner:
     """What takes the steps of a batch of texts of at most `length` tokens: whole steps by the runner of the last call,
     where it serves this one too, or by a new one; or none."""
-    before = vars(drafter).pop("whole", None)  # one of two threads gets it
+    before = vars(drafter if drafter.limit else target).pop("whole", None)  # one of two threads gets it
     try:
         _refuse(target)
         slots, ends = len(state.tokens), state.ends
         if before is not None and before.serves(target, drafter, slots, length, ends):
             return Runner(before, WHOLE)
-        longest, builds = min(1 << (length - 1).bit_length(), target.spec.context), _use.get() == "built"
-        kernels = acceptance_kernels(target.device)
+        kernels, builds = acceptance_kernels(target.device), _use.get() == "built"
         if found := wrong(target, drafter):
             log.warning("steps are of several calls: whole ones of %s write other texts (%s)", target.spec.name, found)
             raise NoStatic(f"whole ones write other texts ({found})")
         if _use.get() == "known" and target.device.type != "cuda" and not _pays(target, drafter):
             raise NoStatic("these are no slower on this machine")
-        return Runner(WholeSteps(target, drafter, slots, longest, ends, kernels, builds=builds), WHOLE)
+        return Runner(WholeSteps(target, drafter, slots, length, ends, kernels, builds=builds), WHOLE)
     except NoStatic as reason:
         return Runner(None, f"of several calls, since {reason}")
 
@@ -171,7 +170,7 @@ def _ways(target: Any, drafter: Drafter) -> dict[str, Callable[[], list[list[int
         requests, found = _asked(target), [list[int]() for _ in PROMPTS]
         for step in advance(target, requests, drafter, policy, _batch(target), fast=lambda _length: runner):
             found[step.request] += step.tokens
-        vars(drafter).pop("whole", None)
+        vars(drafter if drafter.limit else target).pop("whole", None)
         return found
 
     return {"several calls": functools.partial(run, None), "whole": functools.partial(run, whole)}

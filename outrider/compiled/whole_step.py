@@ -78,14 +78,15 @@ class WholeSteps:
 
     def serves(self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int]) -> bool:
         """Whether it can take steps of another batch; it must have no slot of one."""
-        is_same = self.target is target and self.drafter is drafter and self.ends.tolist() == sorted(ends)
+        is_same = self.drafter is drafter or not (self.drafts or drafter.limit)
+        is_same = is_same and self.target is target and self.ends.tolist() == sorted(ends)
         fits = is_same and len(self.slots.anchor) == slots and self.length >= length
         return fits and not self.waiting and not self.contents.changes()
 
     def end(self) -> None:
-        """The batch is over: the drafter's next one may have this runner."""
+        """The batch is over: the next one of its drafter, or of its target without one, may have this runner."""
         self._for = None, None
-        self.drafter.whole = self
+        vars(self.drafter if self.drafts else self.target)["whole"] = self
 
     # ── what can be taken ─────────────────────────────────────────────────────────────────────────────────────────────
 

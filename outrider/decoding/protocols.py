@@ -89,8 +89,6 @@ class Drafter:
     """Its own passes that can be compiled, as `compiled.Compiled`."""
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
-    whole: Any = None
-    """What took the last call's steps, for the next one; see `compiled.runner.runner_of`."""
     nested: bool = True
     """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False
