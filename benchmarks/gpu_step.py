@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.compiled.runner import using, wrong
+from outrider.compiled.runner import wrong
+from outrider.compiled.step_graphs import again
+from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import Progress
+from outrider.decoding.scheduler import Progress, advance
 from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
+from outrider.kernels.selection import acceptance_kernels
+from outrider.policies import named
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
@@ -79,6 +83,11 @@ def timed(
 def steps_of(
     target: TransformersTarget, drafter: Drafter, requests: list[Request], is_whole: bool
 ) -> Iterator[Progress]:  # fmt: skip
-    state = generation.batch(target, len(requests), ends=frozenset())
-    with using("built" if is_whole else "none"):
-        yield from generation.serve(target, requests, drafter, policy="fixed", state=state)
+    """On a CPU, to rehearse, the operations of a whole step one by one."""
+    state, fixed = generation.batch(target, len(requests), ends=frozenset()), named.policy("fixed", drafter)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    recorder = None if target.device.type == "cuda" else again
+    kernels, whole = acceptance_kernels(target.device), None
+    if is_whole:
+        whole = WholeSteps(target, drafter, len(requests), longest, state.ends, kernels, recorder)
+    return advance(target, requests, drafter, fixed, state, fast=lambda _length: whole)
