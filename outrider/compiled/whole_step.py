@@ -24,7 +24,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import draft_columns
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Judge
 from outrider.decoding.static import Drafted, NoStatic, Outcome, StaticDraft, StaticSlots, StaticStep
 from outrider.sampling.judge import SamplingJudge, error_of
 from outrider.sampling.settings import Sampling
@@ -32,6 +32,7 @@ from outrider.sampling.static import RANKS, Kind
 from outrider.targets import cuda_graphs
 from outrider.targets.cuda_graphs import CudaGraphs, Recorder
 from outrider.targets.static_pass import StaticPass, made
+from outrider.targets.transformers import TransformersTarget
 
 
 class WholeSteps:
@@ -104,10 +105,8 @@ class WholeSteps:
     def _kind(self, state: DecodeState) -> Kind | None:
         rows, kind = self._for
         if rows is not state.rows:
-            judge, requests = state.judge, [state.requests[row] for row in state.rows]
-            is_usual = isinstance(judge, SamplingJudge) and judge.rule is None
-            kind = None
-            if is_usual and not any(len(request.prediction) for request in requests):
+            requests, kind = [state.requests[row] for row in state.rows], None
+            if is_usual(state.judge) and not any(len(request.prediction) for request in requests):
                 kind = self._kind_of([request.sampling for request in requests], state.shared_noise)
             self._for = state.rows, kind
         return kind
@@ -291,6 +290,14 @@ class WholeSteps:
             there.cache.lengths[row] = length
 
 
+def is_usual(judge: Judge) -> bool:
+    """Whether a judge accepts by the usual rule, and looks at no draft or scores for somebody."""
+    kind = type(judge)
+    is_own = isinstance(judge, SamplingJudge) and judge.rule is None
+    return is_own and kind.__call__ is SamplingJudge.__call__ and kind.observe is SamplingJudge.observe
+
+
 def is_compiled(target: Any) -> bool:
-    """Whether this target's passes are a package, or captured."""
-    return isinstance(getattr(getattr(target, "step", None), "graph", None), Graph | CudaGraphs)
+    """Whether this target's passes are a package, or captured, and nobody watches them."""
+    is_own = isinstance(target, TransformersTarget) and "verify" not in vars(target)
+    return is_own and isinstance(target.step.graph, Graph | CudaGraphs)

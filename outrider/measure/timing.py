@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
-from outrider.decoding.state import Request, Scores
+from outrider.decoding.state import Request
 from outrider.generation import batch, serve
 from outrider.measure import memory
 from outrider.measure.record import Run
-from outrider.measure.rejections import TracedTarget
 from outrider.nn.ensemble import Ensemble
 from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy
@@ -39,20 +37,15 @@ def run_batch(
     """
     runs = [Run() for _ in requests]
     state = batch(target, len(requests), judge or "standard", shared_noise, None if ends else frozenset())
-
-    def count_nodes(draft: Draft, scores: Scores) -> None:
-        for row, live in zip(state.rows, draft.live, strict=True):  # as many slots as requests: slot i serves request i
-            runs[row].nodes.append(live)
-
-    traced: Any = TracedTarget(target, count_nodes)
     is_watched = memory.reset(target.device)
     with model_clock(target, drafter) as clock:
         began = now = time.perf_counter()
         step, parts = None, (0.0, 0.0, 0.0, 0.0)
-        for progress in serve(traced, requests, drafter, policy=policy, state=state):
+        for progress in serve(target, requests, drafter, policy=policy, state=state):
             if state.timing is not step:  # the first slot of a new step
                 step, now, slots = state.timing, time.perf_counter(), len(state.rows)
-                seconds = (step.draft, step.verify, step.other, clock.since(step.began))
+                # what takes place within one call is the models'
+                seconds = (step.draft, step.verify, step.other, clock.since(step.began) or step.verify)
                 parts = tuple(part / slots for part in seconds)  # type: ignore[assignment]
             run = runs[progress.request]
             if run.steps:
@@ -65,6 +58,7 @@ def run_batch(
             run.tokens += progress.tokens
             run.steps += 1
             run.accepted.append(progress.accepted)
+            run.nodes.append(progress.drafted)
             # nodes after the text's end were not judged
             is_cut = len(progress.tokens) == progress.accepted
             run.reached.append(progress.accepted if is_cut else progress.reached)

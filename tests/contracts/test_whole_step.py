@@ -20,7 +20,7 @@ from outrider import generation
 from outrider.compiled import runner, step_graphs, whole_step
 from outrider.compiled.runner import using, wrong
 from outrider.compiled.step_package import CompiledWholeStep
-from outrider.compiled.whole_step import WholeSteps
+from outrider.compiled.whole_step import WholeSteps, is_compiled
 from outrider.decoding import static
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
@@ -29,6 +29,7 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets import cuda_graphs, stacks
+from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -201,6 +202,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     )
     monkeypatch.setattr(runner, "is_compiled", lambda target: True)
     monkeypatch.setattr(runner, "is_on_disk", lambda: True)
+    monkeypatch.setattr(runner, "_pays", lambda target, drafter: True)
     made = functools.partial(WholeSteps, recorder=step_graphs.again)
     monkeypatch.setattr(runner, "WholeSteps", made)
     return launched
@@ -209,6 +211,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_generate_takes_whole_steps_by_itself(small, drafter_for, recorded):
     """Catches a runner that nobody uses, and one that writes otherwise."""
     drafter, prompts = drafter_for(Case("dspark")), [[1, 2, 3], [4], [5, 6]]
+    assert not wrong(small, drafter)
+    recorded.clear()
     found = generation.generate(small, prompts, drafter, **ASKED)
     assert recorded
     with using("none"):
@@ -233,6 +237,8 @@ def test_slots_change_runners_in_the_middle_of_their_texts(kind, asked, policy, 
     requests = [Request(prompt, 40, Sampling()) for prompt in prompts]
     requests[2] = Request(prompts[2], 15, asked)
     drafter = drafter_for(Case(kind))
+    assert not wrong(small, drafter)
+    recorded.clear()
     both = []
     for use in ("known", "none"):
         with using(use):
@@ -310,6 +316,26 @@ def test_what_is_drafted_does_not_depend_on_the_runner(kind, samplings, way, sma
     both = [(one, found[1][text]) for text, one in found[0].items() if one and found[1].get(text)]
     assert len(both) >= 8
     assert all(one[: len(other)] == other[: len(one)] for one, other in both)
+
+
+def test_whoever_watches_drafts_or_passes_sees_all_of_them(small, drafter_for, recorded, monkeypatch):
+    """Catches whole steps behind the back of a judge, or of what stands for a target, that records what it is given:
+    traces of `evaluate` were empty, and so were confidences to calibrate by."""
+    drafter = drafter_for(Case("dspark"))
+    seen = list[int]()
+
+    class Noting(SamplingJudge):
+        def __call__(self, draft: Any, scores: Any, state: DecodeState) -> Any:
+            seen.extend(draft.live)
+            return super().__call__(draft, scores, state)
+
+    wrong(small, drafter)
+    recorded.clear()
+    generation.generate(small, [[1, 2, 3]], drafter, max_new_tokens=12, policy="fixed", verification=Noting())
+    assert seen and not recorded
+    monkeypatch.setattr(runner, "is_compiled", is_compiled)
+    monkeypatch.setattr(type(small.step), "graph", CudaGraphs(torch.nn.Identity()), raising=False)
+    assert not is_compiled(SimpleNamespace(step=small.step))
 
 
 def test_a_batch_that_is_in_use_is_not_given_to_another_call(small, drafter_for, recorded):
