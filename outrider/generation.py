@@ -208,7 +208,7 @@ def serve(
 
     def fast(length: int) -> StepRunner | None:
         """Caches may be longer than these texts, so that they serve the next call too."""
-        most = length if memory_gb else min(1 << (length - 1).bit_length(), target.spec.context)
+        most = length if memory_gb else min(1 << (int(length) - 1).bit_length(), target.spec.context)
         return runner_of(target, drafter, state, most).whole
 
     return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens, fast)
