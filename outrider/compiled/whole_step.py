@@ -38,8 +38,6 @@ from outrider.targets.transformers import TransformersTarget
 class WholeSteps:
     """Steps of one batch, each one call; a `decoding.loop.StepRunner`."""
 
-    name = "whole"
-
     def __init__(
         self, target: Any, drafter: Drafter, slots: int, length: int, ends: frozenset[int], kernels: Any = None,
         recorder: Recorder | None = None, builds: bool = False,
