@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from outrider import machine, measurements
 from outrider.compiled.runner import runner_of
+from outrider.costs.kept import KeptCosts, shape_of
 from outrider.decoding.loop import StepRunner
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
@@ -211,7 +213,17 @@ def serve(
         most = length if memory_gb else min(1 << (int(length) - 1).bit_length(), target.spec.context)
         return runner_of(target, drafter, state, most).whole
 
-    return advance(target, requests, drafter, named.policy(policy, drafter), state, tokens, fast)
+    chosen = named.policy(policy, drafter, kept_costs(target, drafter))
+    return advance(target, requests, drafter, chosen, state, tokens, fast)
+
+
+def kept_costs(target: Target, drafter: Drafter) -> KeptCosts:
+    """What steps of these two took on this machine in earlier processes."""
+    spec, step = target.spec, getattr(target, "step", None)
+    size = spec.name, spec.layers, spec.hidden, spec.vocabulary, spec.dtype, spec.quantised
+    place = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else target.device.type
+    about = machine.identity(), place, type(target).__qualname__, size, getattr(step, "graph", None) is not None
+    return KeptCosts((*about, shape_of(drafter)), measurements.is_busy)
 
 
 def _tokens_within(

@@ -931,10 +931,27 @@ FAULTS = [
         "the settings for TensorRT-LLM name a temporary folder that is gone",
         ("files", 'folder.with_name(folder.name.removesuffix(".part")).absolute()', "folder.absolute()"),
     ),
+    # costs
+    fault(
+        "tracing a prompt keeps its slow steps for the next process",
+        ("apart", "        there.kept = None\n", "        pass\n"),
+    ),
+    fault(
+        "what the last process learnt of steps is tried again by the next",
+        ("Auto._costs_of", "self.known.get(runner, NOTHING)", "NOTHING"),
+    ),
+    fault(
+        "costs of the last process are believed on a machine that has become slower",
+        ("Curve._rise", "change = statistics.median(changes) if changes else 1.0", "change = 1.0"),
+    ),
+    fault(
+        "steps of drafters of other sizes are taken for this one's",
+        ("shape_of", "own = drafter.taps, drafter.limit,", "own = drafter.taps,"),
+    ),
     # measure
     fault(
         "tracing a prompt teaches the policy that is being timed",
-        ("trace", "policy = copy.deepcopy(measured.chosen)", "policy = measured.chosen"),
+        ("trace", "named.apart(measured.chosen)", "measured.chosen"),
     ),
     fault(
         "of several processes the one that ends first writes the report without the others' prompts",

@@ -180,7 +180,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def spares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted unless a policy is named: what the shipped default does where drafts cost more than they
     bring."""
-    monkeypatch.setattr(named, "POLICIES", {**named.POLICIES, "spares": lambda _limit: Fixed(0)})
+    monkeypatch.setattr(named, "POLICIES", {**named.POLICIES, "spares": lambda _limit, _kept: Fixed(0)})
     monkeypatch.setattr(named, "DEFAULT", "spares")
 
 

@@ -207,6 +207,16 @@ def test_how_long_a_stage_takes_is_said_after_its_first_steps(given, taken, done
     assert [lasting(seconds) for seconds in (0.2134, 9.9, 100, 7265)] == ["0.21 s", "9.9 s", "2 min", "2 h 1 min"]
 
 
+def test_what_is_read_once_is_not_taken_for_every_step(clock):
+    """Catches a forecast of 30 minutes for a training of 6, whose first pass reads the target's states."""
+    forecast, lines = Forecast("steps", 400, 0, True, None), []
+    for step in range(1, 41):
+        clock[0] += 3.0
+        lines.append(forecast.update(step, (2.0 * step, 2.0 * (60 - step))))
+    [line] = filter(None, lines)
+    assert line == "about 9 min for 400 steps, 1 s each"  # 400 s and 120 s
+
+
 def test_free_memory_is_what_the_container_has_left(monkeypatch, tmp_path):
     """Catches a limit that is not looked at, one that is not there, and a system that does not say."""
     whole = machine.free_memory()

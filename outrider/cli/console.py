@@ -232,16 +232,20 @@ class Forecast:
         """Seconds of every step of this process."""
         self.is_printed = False
         self.line_done = done
+        self.reading_s = (0.0, 0.0)
 
-    def update(self, done: int) -> str | None:
-        """The line about the whole, once its first steps are timed; None before and after."""
+    def update(self, done: int, reading_s: tuple[float, float] = (0.0, 0.0)) -> str | None:
+        """The line about the whole, once its first steps are timed; None before and after.
+
+        reading_s: seconds of what is done once, beside the steps, so far and still to come."""
         if self.is_steady and not self.steps:
             self.done = done - 1  # where an earlier run stopped is known to the one that goes on
         now, new_steps = time.monotonic(), done - self.done
         if new_steps < 1:
             return None
-        self.steps += [(now - self.at) / new_steps] * new_steps
-        self.done, self.at = done, now
+        own = now - self.at - (reading_s[0] - self.reading_s[0])
+        self.steps += [own / new_steps] * new_steps
+        self.done, self.at, self.reading_s = done, now, reading_s
         spent, enough = now - self.began, len(self.steps) >= STEADY_STEPS or not self.is_steady
         if self.is_printed or not self.is_known or not (spent > 30 or (spent > 5 and enough)):
             return None
@@ -261,13 +265,13 @@ class Forecast:
 
     @property
     def each_s(self) -> float:
-        """Seconds that a step takes.  First steps of a training read features too; answers of a batch end in bursts."""
+        """Seconds that a step takes.  The first step of a training warms up; answers of a batch end in bursts."""
         spent = self.at - self.began
         return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
 
     @property
     def left_s(self) -> float:
-        return self.each_s * max(0, self.total - self.done)
+        return self.each_s * max(0, self.total - self.done) + self.reading_s[1]
 
     def line(self, note: str) -> str | None:
         """Progress in one line for a log: every `LINE_EVERY_S` seconds and every tenth of the work; None in between."""
@@ -315,12 +319,12 @@ def bar(
         is_logged = not (note.is_terminal and out.is_terminal)
         text = ""
 
-        def update(done: int, note: str | None = None) -> None:
+        def update(done: int, note: str | None = None, reading_s: tuple[float, float] = (0.0, 0.0)) -> None:
             nonlocal text
             text = text if note is None else note
             if progress.live.is_started:
                 progress.update(task, completed=done, refresh=True, note=text)
-            lines = (forecast.update(done), forecast.line(text) if is_logged else None)
+            lines = (forecast.update(done, reading_s), forecast.line(text) if is_logged else None)
             for line in filter(None, lines):
                 say(f"          {line}")
 

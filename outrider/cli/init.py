@@ -53,6 +53,7 @@ evaluate:
   tasks: {tasks}  # prompts that are not in the data above: FILE.jsonl, or names of `outrider tasks`
   prompts: 24  # of each task
   max_new_tokens: 96
+  policy: auto  # drafts as much as pays, as decode and serve do; fixed drafts all
   baselines: {baselines}  # measured in the same run
 """
 BUDGETED = """\
@@ -72,6 +73,7 @@ evaluate:
   prompts: {prompts}  # of each task
   max_new_tokens: 96
   temperatures: [0.0, 0.7]
+  policy: auto  # drafts as much as pays, as decode and serve do; fixed drafts all
   baselines: {baselines}  # measured in the same run
 usual_minutes: {minutes}  # planned on this machine
 """

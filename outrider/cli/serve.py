@@ -21,14 +21,12 @@ from outrider.cli import console
 from outrider.cli.console import Parts, bar, say, sized
 from outrider.cli.stages import Printer
 from outrider.compiled import background
-from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.protocols import Drafter
 from outrider.drafters import kinds
 from outrider.drafters.mix import Mix
 from outrider.errors import ConfigError
 from outrider.loading import describe, load_drafter
-from outrider.plan import timings
 from outrider.policies import named
-from outrider.policies.auto import Auto
 from outrider.runs import file as runs
 from outrider.runs.baselines import Choice, compile_drafter, parted
 from outrider.runs.file import TargetConfig
@@ -211,7 +209,7 @@ def _loaded(served: Served, printer: Printer, log: RequestLog) -> tuple[Service,
     memory_bytes = None if config.memory_gb is None else int(config.memory_gb * 1e9)
     engine = Engine(
         target, drafter, slots=config.slots, length=config.length, memory_bytes=memory_bytes, queue=config.queue,
-        policy=_policy(config, target, drafter), verification=named.judge(config.verification, config.allow_lossy),
+        policy=config.policy, verification=named.judge(config.verification, config.allow_lossy),
         prefix_bytes=_prefix_bytes(config, target), telemetry=telemetry, post=post, interval_s=config.interval_s,
         drafter_timeout_s=config.drafter_timeout_s,
     )  # fmt: skip
@@ -267,13 +265,6 @@ def _drafter(
     of = f" of {', '.join(names)}" if isinstance(drafter, Mix) else ""
     say(f"drafter   {kind}{of}: at most {drafter.limit} tokens a step")
     return drafter, str(kind), names
-
-
-def _policy(config: Config, target: TransformersTarget, drafter: Drafter | None) -> str | Policy:
-    if config.policy == "auto" and drafter is not None and (table := timings.known_rates(target, config.slots)):
-        say("policy    auto: by the times that `outrider plan --measure` kept")
-        return Auto(drafter.limit, table)
-    return config.policy
 
 
 def _name_of(target: str) -> str:

@@ -66,7 +66,7 @@ class Printer(Reporter):
             restarted("calibration") if isinstance(plan, events.Calibrating) else nullcontext(),
             bar(plan.unit, plan.total, plan.done, is_training, plan.usual_minutes, why_slow) as update,
         ):
-            yield lambda done, **facts: update(done, note(**facts))
+            yield lambda done, reading_s=(0.0, 0.0), **facts: update(done, note(**facts), reading_s)
 
     def finished(self, result: Result) -> None:
         seconds = time.monotonic() - self.began

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 
@@ -21,8 +22,22 @@ class Curve:
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
         self.means: dict[int, float] = {}
+        self.known: dict[int, float] = {}
+        """Seconds by depth of another time, which count where there are no samples, times what all have changed by."""
         self.curve = rising([])
         """Depths and seconds, rising."""
+
+    @classmethod
+    def of(cls, known: Mapping[int, float], age: float = AGE) -> Curve:
+        """With these seconds by depth, from another time; nothing is left to be tried."""
+        curve = cls([], age)
+        curve.known = dict(known)
+        curve._rise()
+        return curve
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.samples or self.known)
 
     def add(self, depth: int, seconds: Sequence[float], step: int) -> None:
         if not seconds:
@@ -32,7 +47,14 @@ class Curve:
         for other in stale if depth else ():
             del self.samples[other], self.means[other]
         self.means[depth] = self.mean(depth)
-        self.curve = rising([(depth, self.means[depth], len(self.samples[depth])) for depth in sorted(self.samples)])
+        self._rise()
+
+    def _rise(self) -> None:
+        changes = [mean / self.known[depth] for depth, mean in self.means.items() if depth in self.known]
+        change = statistics.median(changes) if changes else 1.0
+        points = {depth: (change * seconds, 1) for depth, seconds in self.known.items()}
+        points |= {depth: (mean, len(self.samples[depth])) for depth, mean in self.means.items()}
+        self.curve = rising([(depth, *points[depth]) for depth in sorted(points)])
 
     def shift(self, depth: int, seconds: Sequence[float]) -> None:
         """Scale everything where what took so long now took twice as long before, or half: all has become another.

@@ -26,6 +26,8 @@ class OfTexts(ABC):
 
     order: Texts
     target: Target
+    reading_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the target has read texts for their states so far, and will, if they are read once."""
     taps: tuple[int, ...]
     _process: tuple[int, int] | None = None
     """Rank of this process and number of processes, where several share the rows of a batch."""

@@ -4,6 +4,7 @@ Where the features of all texts fit into a share of the machine's memory, each i
 """
 
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -91,9 +92,12 @@ class LiveFeatures(OfTexts):
             return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
         for i in texts:
             if i not in self._cache:  # read with its group
+                began = time.perf_counter()
                 for one, (taps, hidden, _) in self._read(self._group[i]):
                     states = [part.to(self.states_dtype, copy=True) for part in (taps, hidden)]
                     self._cache[one] = Stored(states[0], states[1], None)
+                spent = self.reading_s[0] + time.perf_counter() - began
+                self.reading_s = spent, spent * (len(self.texts) / len(self._cache) - 1)
         return {i: self._cache[i] for i in texts}
 
     def _read(self, group: Sequence[int]) -> Iterator[tuple[int, Stored]]:

@@ -3,7 +3,6 @@ learns."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -130,7 +129,7 @@ def trace(target: TransformersTarget, asked: Asked, measured: Measured, config: 
     """Run a prompt once more, untimed, and record every token.  Neither policy nor drafter learns from it for timed
     runs."""
     entry = measured.entry
-    policy = copy.deepcopy(measured.chosen)
+    policy = None if measured.chosen is None else named.apart(measured.chosen)
     tokens: list[TracedToken] = []
     overlap: list[float] = []
     tenant = f"traced at {plain_key(entry.temperature)}"

@@ -19,7 +19,7 @@ from outrider import contents
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
-from outrider.generation import DrafterLike, as_drafters, as_target
+from outrider.generation import DrafterLike, as_drafters, as_target, kept_costs
 from outrider.measure import groups, journal, scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
@@ -140,7 +140,7 @@ def measure_share(
     _tell(done, sets, config, on_prompt if done.records else None)
     if empty := [task for task, prompts in sets.items() if not prompts]:
         raise DataError(f"task {empty[0]} has no prompt; give it one, or leave it out of evaluate.tasks")
-    tables = {task: [_measured(entry, task, config, shard) for entry in entries] for task in sets}
+    tables = {task: [_measured(target, entry, task, config, shard) for entry in entries] for task in sets}
     for task, prompts in sets.items():
         _prepare_task(target, tables[task], task, prompts, config, done)
         _measure_task(
@@ -278,12 +278,13 @@ def _refuse(target: TransformersTarget, entries: Sequence[Entry], config: Config
         log.warning("evaluate.thinking has no effect: the chat template of %s has no enable_thinking", target.spec.name)
 
 
-def _measured(entry: Entry, task: str, config: Config, shard: Shard) -> Measured:
+def _measured(target: TransformersTarget, entry: Entry, task: str, config: Config, shard: Shard) -> Measured:
     """An entry without samples.  Its policy goes on learning from prompt to prompt, as a server's does."""
     judge = groups.judge_of(config)
     rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
+    policy = named.policy(config.policy, entry.drafter, kept_costs(target, entry.drafter))
     return Measured(
-        entry, task_name(task), rule=rule, policy=config.policy, chosen=named.policy(config.policy, entry.drafter),
+        entry, task_name(task), rule=rule, policy=config.policy, chosen=policy,
         batch=config.batch, processes=shard.count, verification=config.verification,
     )  # fmt: skip
 
@@ -330,7 +331,7 @@ def _summarise(
     found.prompts += len(measured)
     found.load = groups.with_load(found.load, [known[index] for index in measured])
     for number, entry in enumerate(entries):
-        own = _measured(entry, task, config, shard)
+        own = _measured(target, entry, task, config, shard)
         _fill(own, number, measured, known, prompts, config)
         _score(target, own, config)
         row = summarise(own, target, None if overlaps is None else overlaps.get(entry.name))

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider import cache, machine, measurements
-from outrider.costs.passes import PassSeconds, timed
+from outrider.costs.kept import Known
+from outrider.costs.passes import timed
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.drafters import find, kinds
-from outrider.generation import batch, serve
+from outrider.generation import batch, kept_costs, serve
 from outrider.loading import describe, load_drafter
 from outrider.measure.fingerprint import fingerprint
 from outrider.plan.allowance import Allowance
@@ -102,12 +103,14 @@ class Timings:
     prompts: dict[str, float] = field(default_factory=dict)
     """The same of each drafter, beside the target's."""
 
-    def rates(self, context: int) -> PassSeconds | None:
-        """The table of the target's passes at the nearest context; None before any is timed."""
-        if not self.passes:
-            return None
-        near = nearest(context, {key[2] for key in self.passes})
-        return PassSeconds({key[:2]: seconds for key, seconds in self.passes.items() if key[2] == near})
+    def known(self, drafter: str, context: int) -> Known:
+        """What a policy needs of steps of this drafter, by its identity."""
+        steps = [(key, cell) for key, cell in (self.plain | self.drafts[CHAINS]).items() if key[2] == context]
+        drafts = [(key, cell) for key, cell in self.drafts[drafter].items() if key[2] == context]
+        return Known(
+            {(slots, 1 + depth): cell.verify_s + cell.other_s for (slots, depth, _), cell in steps},
+            {(slots, depth): cell.draft_s for (slots, depth, _), cell in drafts},
+        )
 
 
 def nearest(value: float, known: set[int] | Sequence[int]) -> int:
@@ -274,6 +277,10 @@ def _time(
         chains = RandomChains(target.spec.vocabulary, max(work.depths))
         drafters = {keys[name]: chains if name == CHAINS else load(name) for name in work.names}
         _add(found, target, drafters, work.slots, work.depths, work.context, rounds)
+        for key, drafter in drafters.items():
+            if key != CHAINS:
+                kept = kept_costs(target, drafter)
+                kept.write(kept.read() | {"plain": found.known(key, work.context)})
 
 
 class RandomChains(Drafter):
@@ -385,13 +392,6 @@ def _prompt_seconds(target: Target, context: int) -> float:
         float(scores.logits.flatten()[0])  # waits for a GPU
         taken.append(perf_counter() - began)
     return min(taken) / context
-
-
-def known_rates(target: Target, slots: int) -> PassSeconds | None:
-    """A kept table of this target's passes for up to so many slots, for policies; None where there is none."""
-    found = cached(target)
-    most = max((key[0] for key in found.passes), default=0)
-    return found.rates(0) if most >= slots else None
 
 
 def as_mapping(found: Timings) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from outrider.costs.kept import NOTHING, KeptCosts
 from outrider.costs.passes import PassSeconds
 from outrider.costs.steps import StepCosts, StepSize
 from outrider.decoding.accept import Accepted
@@ -37,7 +38,7 @@ class Auto(Policy):
     by what was accepted of each node so far.  A slot whose request has max_draft 0 is never drafted for.
 
     table: the target's passes, from `costs.passes.measured`; what is timed while decoding scales it.  None learns
-    seconds while decoding alone.
+    seconds while decoding alone.  kept: what earlier processes learnt of them, from where this one goes on.
 
     The first nodes of all slots are admitted together, then the second ones, while one of them or of those that follow
     is expected to raise the rate; later columns are expected to bring what they brought in earlier steps.
@@ -59,13 +60,19 @@ class Auto(Policy):
     OFFERS = 32
     """Steps after which the share of nodes that a drafter offers has faded to 1/e."""
 
-    def __init__(self, limit: int, table: PassSeconds | None = None):
+    FIRST_KEPT = 32
+    """Steps after which costs are kept, and again whenever there are twice as many."""
+
+    def __init__(self, limit: int, table: PassSeconds | None = None, kept: KeptCosts | None = None):
         self.limit = limit
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
-        self.table, self.costs = table, StepCosts(limit, table)
-        self.ways = {"plain": self.costs}
+        self.table, self.kept = table, kept
+        self.known = {} if kept is None else kept.read()
+        """By runner: its seconds in earlier processes."""
+        self.ways = dict[str, StepCosts]()
         """By runner: its seconds."""
+        self.costs = self._costs_of("plain")
         self.acceptance, self.promises = Acceptance(limit), Promises(limit)
         self.probes, self.prompts = Probes(), PromptCosts()
         self.is_confident, self.is_on = False, True
@@ -74,6 +81,8 @@ class Auto(Policy):
         self.asking = self.decided = self.step = self.since = self.tries = self.pause = self.roomy = 0
         """Nodes asked for now; the step of the last decision; steps; steps since the last try; tries; plain steps since
         the last draft; the last step before which every slot has room for what is asked."""
+        self.keeps = self.FIRST_KEPT
+        """The step at which costs are kept next."""
         self.rest = 1
         """Steps between decisions now: twice as many after each that changes nothing."""
         self.is_trial = self.is_brief = False
@@ -93,7 +102,7 @@ class Auto(Policy):
         self.step, self.survival = self.step + 1, None
         if self.ways.get(state.runner) is not self.costs:
             self._read()
-            self.costs = self.ways.setdefault(state.runner, StepCosts(self.limit, self.table))
+            self.costs = self._costs_of(state.runner)
             self.decided = self.step - self.rest
         is_same = state.rows is self.rows or (not self.asking and len(state.rows) == len(self.wanted))
         if not self.is_brief and is_same and self.step < self.decided + self.rest:
@@ -233,6 +242,18 @@ class Auto(Policy):
 
     # ── what steps teach ──────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _costs_of(self, runner: str) -> StepCosts:
+        if runner not in self.ways:
+            self.ways[runner] = StepCosts(self.limit, self.table, self.known.get(runner, NOTHING))
+        return self.ways[runner]
+
+    def _keep_costs(self) -> None:
+        """For the next process."""
+        self.keeps = 2 * self.step
+        if self.kept is not None:
+            own = {runner: costs.known for runner, costs in self.ways.items()}
+            self.kept.write(self.known | {runner: known for runner, known in own.items() if known.passes})
+
     def _read(self) -> None:
         """Learn from the steps since the last decision."""
         unread, self.unread = self.unread, []
@@ -243,6 +264,8 @@ class Auto(Policy):
                 groups[self._size(each)].append((each.draft_s, each.pass_s))
         for size, seconds in groups.items():
             self.costs.add(size, seconds, self.step)
+        if self.step >= self.keeps:
+            self._keep_costs()
         drafted = [each for each in unread if any(each.wanted)]
         for each in drafted if self.probes.left else ():
             self._charge(each)

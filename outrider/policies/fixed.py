@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.decoding.accept import Accepted
 from outrider.decoding.protocols import Policy
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Timing
 
 
 class Fixed(Policy):
@@ -17,3 +18,6 @@ class Fixed(Policy):
 
     def budget(self, state: DecodeState) -> Tensor:
         return torch.full((len(state.rows),), self.nodes)
+
+    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
+        """Nothing changes it."""

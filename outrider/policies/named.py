@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from outrider.config import nearest
+from outrider.costs.kept import KeptCosts
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError
 from outrider.policies import lossy
@@ -39,9 +41,9 @@ SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
 alone."""
 REQUIRED = {"relay": "cues", "scorer": "tau", "counterfactual": "swap"}
 """The setting without which a rule has no meaning."""
-POLICIES: Mapping[str, Callable[[int], Policy]] = {
-    "fixed": Fixed,
-    "auto": Auto,
+POLICIES: Mapping[str, Callable[[int, KeptCosts | None], Policy]] = {
+    "fixed": lambda limit, kept: Fixed(limit),
+    "auto": lambda limit, kept: Auto(limit, kept=kept),
 }
 """As many nodes as the drafter offers; as many as pay, by what was accepted and measured seconds."""
 GONE = ("adaptive", "by_load", "by_confidence")
@@ -50,26 +52,36 @@ DEFAULT = "auto"
 """The policy that is used unless another is named."""
 
 
-def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
+def policy(name: str | Policy | None, drafter: Drafter, kept: KeptCosts | None = None) -> Policy:
     """A new policy of this name for this drafter; None continues with this thread's default policy for it.
 
-    Raises ConfigError for an unknown name.
+    kept: what steps of this drafter took in earlier processes.  Raises ConfigError for an unknown name.
     """
     if name is None:
         policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault(
             "policies", weakref.WeakKeyDictionary()
         )
-        return policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
+        if drafter not in policies:
+            policies[drafter] = POLICIES[DEFAULT](drafter.limit, kept)
+        return policies[drafter]
     if not isinstance(name, str):
         return name
     if name in GONE:
         raise ConfigError(f"policy {name!r} is gone; auto does what it did, so write auto")
     _known("policy", name, POLICIES)
-    return POLICIES[name](drafter.limit)
+    return POLICIES[name](drafter.limit, kept)
 
 
 _taken = threading.local()
 """`policies`: by drafter, so that the next request uses earlier measurements."""
+
+
+def apart(policy: Policy) -> Policy:
+    """A copy that goes on from what a policy has learnt; nothing that it learns is kept."""
+    there = copy.deepcopy(policy)
+    if isinstance(there, Auto):
+        there.kept = None
+    return there
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:

@@ -158,7 +158,7 @@ Update = Callable[..., None]
 """Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
 
 facts, where they are known: `tokens` written or read so far, `loss`, `tokens_per_step` (in training the expected ones),
-`mfu` of a training (see `training.throughput`), `left_out` prompts.
+`mfu` of a training (see `training.throughput`), `reading_s` (see `data.batches.OfTexts`), `left_out` prompts.
 """
 
 

@@ -270,7 +270,7 @@ def train(
             probe=_probe(settings, target, inputs, lambda: readers.sent(features(held_out), readers.HELD_OUT, link)),
             on_step=lambda step, row: update(
                 step, tokens=step * each, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step"),
-                mfu=row.get("mfu"),
+                mfu=row.get("mfu"), reading_s=source.reading_s,
             ),
         )  # fmt: skip
     if not processes.is_first:

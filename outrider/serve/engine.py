@@ -17,6 +17,7 @@ import torch
 
 from outrider import generation
 from outrider.compiled.runner import runner_of
+from outrider.costs.kept import shape_of
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -33,7 +34,7 @@ from outrider.serve.calls import (
     over_by_now,
     seconds_to_next,
 )
-from outrider.serve.guard import Abandoned, GuardedDrafter, shape_of, suspects
+from outrider.serve.guard import Abandoned, GuardedDrafter, suspects
 from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.outbox import Outbox, Post
 from outrider.serve.prediction import with_predictions
@@ -71,10 +72,11 @@ class Engine:
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
         self._drafts_always, self._shape = bool(inner.limit), shape_of(inner)
+        kept = generation.kept_costs(target, inner)
         inner = with_predictions(inner, target.spec.vocabulary)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
-        self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter)
+        self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter, kept)
         self.slots = slots
         self.length, tokens = room(target, slots, length, memory_bytes, draft_columns(self.drafter))
         self.state = generation.batch(target, slots, verification)

@@ -25,12 +25,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def shape_of(drafter: Drafter) -> tuple[object, ...]:
-    """What is equal where one drafter can take over what another stores of its slots."""
-    own = drafter.taps, drafter.limit, drafter.hidden, drafter.confidence_before_draw, drafter.probe_rows
-    return (type(drafter), *own)
-
-
 def suspects(state: DecodeState, error: Exception) -> Sequence[int]:
     """Slots that may be the reason why a step failed before its commit: those with code or grammars of their own, or
     else all."""
@@ -55,7 +49,7 @@ class GuardedDrafter(Drafter):
         self._lock = threading.Lock()
 
     def replace(self, inner: Drafter) -> None:
-        """Ask this one from now on; it takes over the memory of the one before, see `shape_of`."""
+        """Ask this one from now on; it takes over the memory of the one before, see `costs.kept`."""
         self.inner = inner
 
     def refresh(self) -> None:

@@ -279,7 +279,7 @@ def test_decode_drafts_and_verifies_as_it_is_asked_to(folder, outrider, monkeypa
     name."""
     asked: list[object] = []
     policy, judge = named.policy, named.judge
-    monkeypatch.setattr(named, "policy", lambda name, rider: (asked.append(name), policy(name, rider))[1])
+    monkeypatch.setattr(named, "policy", lambda name, *rest: (asked.append(name), policy(name, *rest))[1])
     monkeypatch.setattr(named, "judge", lambda *given: (asked.append(given), judge(*given))[1])
     words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
     for more, wanted in (

@@ -16,7 +16,8 @@ from outrider import measurements
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.drafters import find
-from outrider.generation import batch
+from outrider.generation import batch, kept_costs
+from outrider.loading import load_drafter
 from outrider.plan import timings
 from outrider.plan.allowance import Allowance
 from outrider.plan.predict import StepCost
@@ -184,7 +185,9 @@ def test_times_are_kept_and_not_taken_again(target: Target, quiet: Path, monkeyp
     monkeypatch.setattr(timings, "timed", lambda *_, **__: pytest.fail("timed again"))
     monkeypatch.setattr(timings, "steps", lambda *_, **__: pytest.fail("timed again"))
     timings.measure(target, ["ngram"], [1, 2], [1, 2], 16, again)
-    assert timings.known_rates(target, 2) is not None and timings.known_rates(target, 3) is None
+    known = kept_costs(target, load_drafter("ngram", target)).read()["plain"]  # what a policy begins with
+    assert set(known.passes) == {(slots, rows) for slots in (1, 2) for rows in (1, 2, 3)}
+    assert set(known.drafts) == {(slots, depth) for slots in (1, 2) for depth in (1, 2)}
 
 
 class Clock:
