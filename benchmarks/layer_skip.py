@@ -20,7 +20,7 @@ import torch
 from batch_time import parties, prompts_of, write
 
 from outrider.decoding.state import Request
-from outrider.drafters import layer_skip
+from outrider.lab.drafters import layer_skip
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget

@@ -25,10 +25,10 @@ from batch_time import prompts_of, write
 from outrider import demo, load_drafter, load_target
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
-from outrider.policies.counterfactual import Counterfactual
+from outrider.lab.judges.counterfactual import Counterfactual
+from outrider.lab.judges.relay import Relay
+from outrider.lab.judges.scorer import ScoredBlocks
 from outrider.policies.lossy import LossyJudge
-from outrider.policies.relay import Relay
-from outrider.policies.scorer import ScoredBlocks
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget

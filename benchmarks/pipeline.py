@@ -6,7 +6,7 @@
     python benchmarks/pipeline.py table [--out FILE]
 
 `train`: one drafter for each number of stages and each seed, by recipes/demo-pipeline.yaml.  `cycles`: all stages in
-this process; counted are the cycles of `decoding.pipeline.cycles`, and n times tokens per cycle is the paper's
+this process; counted are the cycles of `lab.pipeline.cycles`, and n times tokens per cycle is the paper's
 equivalent accept length.  Intervals are from a bootstrap over seeds and, within them, prompts.  Its prompts are the
 first of benchmarks/methods.py, whose cells of `eagle3` with as many steps it is compared with.
 
@@ -37,15 +37,15 @@ from methods import HERE, RECIPES, Bench, cell_of, ratio_of, say
 from torch import Tensor
 
 from outrider import load_drafter, load_target
-from outrider.decoding.pipeline import PipelineDrafter, Stage, cycles
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
+from outrider.lab.pipeline import PipelineDrafter, Stage, cycles
+from outrider.lab.stage_processes import in_processes
+from outrider.lab.stages import stages_of
 from outrider.measure.config import Config as MeasureConfig
 from outrider.measure.prompts import as_tokens, draw
 from outrider.runs.file import load
 from outrider.sampling.settings import Sampling
-from outrider.targets.stage_processes import in_processes
-from outrider.targets.stages import stages_of
 from outrider.targets.transformers import TransformersTarget
 
 CELLS, RUNS = HERE / "results" / "pipeline.jsonl", HERE.parent / "runs" / "pipeline"

@@ -23,12 +23,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 
 import outrider
+from outrider.policies.named import LOSSY
 
 HOMES = {
     "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
     "evaluate": "measure.run", "ENGINES": "engines.engine",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
-    "RULES": "policies.named policies.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
+    "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
 TABLES = dict(
@@ -146,7 +147,8 @@ def facts() -> Iterator[str]:
             each for each in ours if {"budget", "keep"} <= {*dir(each)} and not getattr(each, "_is_protocol", False)
         ]
         yield from (line for each in ours for line in called(f"policy {each.__name__}", each))
-    yield from (line for name, rule in home("RULES").items() for line in called(f"rule {name}", rule))
+    rules = {name: getattr(LOSSY.find(name), name) for name in LOSSY.own()}
+    yield from (line for name, rule in rules.items() for line in called(f"rule {name}", rule))
     yield from (
         f"format {row['format']} {row['kind']} {way}" for row in home("matrix")() for way in row if row[way] is True
     )

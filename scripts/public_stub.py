@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import outrider
-from outrider.drafters import __name__ as own
-from outrider.drafters import find, kinds
+from outrider.drafters import find, own
 
 PATH = Path(outrider.__file__).with_suffix(".pyi")
 HEAD = '''\
@@ -76,7 +75,7 @@ def stub() -> str:
     imports = [f"from outrider.{module} import {other or name} as {name}" for name, (module, _, other) in homes.items()]
     public = textwrap.indent(textwrap.fill(", ".join(f'"{name}"' for name in outrider.__all__), 112), "    ")
     parts = ["\n".join([HEAD, *sorted(imports), "", f"__all__ = [\n{public},\n]\n__version__: str\n"])]
-    for kind in sorted(name for name, module in kinds().items() if module.startswith(f"{own}.")):
+    for kind in own():
         parts.append(overload(f'Literal["{kind}"]', settings_of(kind)))
     return "\n".join([*parts, overload("str | Path", ["**config: Any"])])
 

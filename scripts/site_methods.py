@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.papers import PAPERS, figure
+from outrider.drafters import REGISTRY, own
 
 ROOT = Path(__file__).resolve().parent.parent
-DRAFTERS, BENCHMARKS, RECIPES = ROOT / "outrider" / "drafters", ROOT / "benchmarks", ROOT / "recipes"
+BENCHMARKS, RECIPES = ROOT / "benchmarks", ROOT / "recipes"
 RETRIEVAL = (("new", "new text"), ("seen", "text like earlier text"), ("edit", "edits"))
 LEGEND = re.compile(r"[A-Z] (live )?(slots|drafted)")
 """Begins the paragraph of a docstring that names letters of shapes."""
@@ -37,12 +38,12 @@ class Method(NamedTuple):
 
 
 def kinds() -> list[str]:
-    return sorted(path.stem for path in DRAFTERS.glob("*.py") if path.stem != "__init__")
+    return own()
 
 
 def method(kind: str) -> Method:
     """The parts of a docstring.  Raises ValueError where it does not say when to take the drafter."""
-    text = ast.get_docstring(ast.parse((DRAFTERS / f"{kind}.py").read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(ast.parse((ROOT / "outrider" / REGISTRY.place(kind)).read_text(encoding="utf-8"))) or ""
     idea, *rest = [part for part in text.split("\n\n") if not LEGEND.match(part)]
     body, differs, take = [], "", ""
     for part in rest:
@@ -54,7 +55,7 @@ def method(kind: str) -> Method:
         if not part.startswith("Take it ") and before.strip():
             body.append(before)
     if not take:
-        raise ValueError(f"outrider/drafters/{kind}.py must have a paragraph 'Take it where …' in its docstring")
+        raise ValueError(f"outrider/{REGISTRY.place(kind)} must have a paragraph 'Take it where …' in its docstring")
     return Method(kind, idea, body, differs, take)
 
 
@@ -232,7 +233,7 @@ def papers_of(kind: str) -> list[str]:
     """What papers claim of a kind, and what holds here."""
     said = []
     for paper in yaml.safe_load(PAPERS.read_text(encoding="utf-8")):
-        if any(place.split(" ")[0] == f"drafters/{kind}.py" for place in paper["lives"]):
+        if any(place.split(" ")[0] == REGISTRY.place(kind) for place in paper["lives"]):
             here = "; ".join(figure(one, _Results()) for one in paper["found"])
             said.append(
                 f"**{paper['name']}** ({inline(paper['source'])}) claims: {inline(paper['claim'])}. "

@@ -1,4 +1,5 @@
-"""One file per method; the file's name is its kind.  `find` is the registry: this folder, and entry points of others.
+"""One file per method; the file's name is its kind.  `find` looks in this folder, in `outrider.lab.drafters` and
+among entry points of others.
 
 A drafter file offers `Config` (its `kind` is a Literal of the file's name) and `build(config, target) -> Drafter`.  One
 that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`; one whose weights are the target's,
@@ -7,10 +8,7 @@ trained further, offers `TargetModel` instead, whose `save_target(folder)` write
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -18,44 +16,32 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from pydantic import AfterValidator
 
 from outrider import config as configs
-from outrider.config import Config, nearest
+from outrider.config import Config
 from outrider.errors import ConfigError
+from outrider.registry import Registry
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
     from outrider.targets.protocol import Target
 
-GROUP = "outrider.drafters"
+REGISTRY = Registry("drafter", ("outrider.drafters", "outrider.lab.drafters"), "outrider.drafters")
 
 
 def kinds() -> dict[str, str]:
     """Every drafter found, own and of other distributions: kind to module name."""
-    shipped = {kind: f"{__name__}.{kind}" for kind in own()}
-    return {point.name: point.value for point in entry_points(group=GROUP)} | shipped
+    return REGISTRY.all()
 
 
 def own() -> list[str]:
     """The kinds that ship with Outrider."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return list(REGISTRY.own())
 
 
 def find(kind: str) -> ModuleType:
     """The module of a drafter.  Raises ConfigError for an unknown kind, with the nearest name, and for one that can't
     be used."""
-    # The name is looked up before the import: a missing dependency inside a drafter must not read as an unknown
-    # drafter.
-    known = kinds()
-    if kind not in known:
-        raise ConfigError(f"unknown drafter {kind!r}{nearest(kind, known)}")
-    is_own = known[kind].startswith(f"{__name__}.")
-    place = f"drafters/{kind}.py" if is_own else known[kind]
-    try:
-        module = importlib.import_module(known[kind])
-    except Exception as error:  # whatever others' code raises
-        raise ConfigError(
-            f"{place} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
-        ) from error
-    _refuse_incomplete(module, kind, place, "file" if is_own else "entry point")
+    module = REGISTRY.find(kind)
+    _refuse_incomplete(module, kind, REGISTRY.place(kind), "file" if kind in REGISTRY.own() else "entry point")
     return module
 
 

@@ -17,30 +17,14 @@ from outrider.errors import ConfigError
 from outrider.policies import lossy
 from outrider.policies.auto import Auto
 from outrider.policies.block import accept_block
-from outrider.policies.counterfactual import counterfactual
 from outrider.policies.fixed import Fixed
-from outrider.policies.relay import relay
-from outrider.policies.scorer import scorer
+from outrider.registry import Registry
 from outrider.sampling.judge import SamplingJudge
 
 EXACT = ("standard", "block")
-"""Exact ways to verify; `RULES` has the others."""
-RULES: Mapping[str, Callable[..., lossy.LossyRule]] = {
-    **lossy.RULES, "relay": relay, "scorer": scorer, "counterfactual": counterfactual,
-}  # fmt: skip
-"""By name, the function that makes each lossy rule from its settings."""
-number_or_text = lambda text: int(text) if text.isdecimal() else text
-SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
-    "typical": {"epsilon": float, "delta": float},
-    "relaxed": {"k": int},
-    "relay": {"cues": str, "min_tokens": int},
-    "scorer": {"tau": float, "aggregate": str, "block": number_or_text, "force_reject_first": int},
-    "counterfactual": {"swap": str, "beta": float, "delta": float, "preamble": str},
-}
-"""Settings of each lossy rule that may be given as text, and how they are read; functions can be given in Python
-alone."""
-REQUIRED = {"relay": "cues", "scorer": "tau", "counterfactual": "swap"}
-"""The setting without which a rule has no meaning."""
+"""Exact ways to verify; `LOSSY` has the others."""
+LOSSY = Registry("verification", ("outrider.lab.judges",), "outrider.judges")
+"""Those that change the output; see `outrider.lab.judges`."""
 POLICIES: Mapping[str, Callable[[int, KeptCosts | None], Policy]] = {
     "fixed": lambda limit, kept: Fixed(limit),
     "auto": lambda limit, kept: Auto(limit, kept=kept),
@@ -106,7 +90,7 @@ def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
     lossy one unless allow_lossy is True."""
     called = re.fullmatch(r"(\w+)\((.*)\)", name.strip(), re.DOTALL)
     own = called[1] if called else name
-    _known("verification", own, [*EXACT, *RULES])
+    _known("verification", own, [*EXACT, *LOSSY.all()])
     if own in EXACT:
         if called:
             raise ConfigError(f"verification {own!r} has no settings, got {name!r}; give its name alone")
@@ -116,23 +100,26 @@ def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
             f"verification '{name}' changes what the target would write, and allow_lossy is {allow_lossy!r}; "
             "set allow_lossy: true to allow that, or use standard or block for exact output"
         )
-    settings = _settings(own, called[2] if called else "")
-    wanted = REQUIRED.get(own)
-    if wanted is not None and wanted not in settings:
-        raise ConfigError(f"verification {own!r} needs {wanted}; write {own}({wanted}=...), see docs/lossy.md")
-    return RULES[own](**settings)
+    module = LOSSY.find(own)
+    settings = _settings(own, called[2] if called else "", module.SETTINGS)
+    if module.REQUIRED and module.REQUIRED not in settings:
+        raise ConfigError(
+            f"verification {own!r} needs {module.REQUIRED}; write {own}({module.REQUIRED}=...), see docs/lossy.md"
+        )
+    rule: lossy.LossyRule = getattr(module, own)(**settings)
+    return rule
 
 
-def _settings(name: str, text: str) -> dict[str, Any]:
+def _settings(name: str, text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
     """Settings of a lossy rule, read from `key=value, key=value`."""
     found = {}
     for part in re.split(r",\s*(?=\w+\s*=)", text) if text.strip() else ():
         key, equals, value = (side.strip() for side in part.partition("="))
         if not equals:
             raise ConfigError(f"verification {name!r}: {part!r} is not a setting; write {name}(setting=value)")
-        _known(f"setting of verification {name!r}", key, SETTINGS[name])
+        _known(f"setting of verification {name!r}", key, known)
         try:
-            found[key] = SETTINGS[name][key](value)
+            found[key] = known[key](value)
         except ValueError:
             raise ConfigError(f"verification {name!r}: {key} must be a number, got {value!r}") from None
     return found

@@ -14,9 +14,10 @@ from outrider.decoding import accept as accepting
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters import graft, mix
-from outrider.drafters.graft import Graft
+from outrider.drafters import mix
 from outrider.drafters.mix import Mix
+from outrider.lab.drafters import graft
+from outrider.lab.drafters.graft import Graft
 from outrider.policies.auto import Auto
 from outrider.policies.fixed import Fixed
 from outrider.sampling.distribution import Settings

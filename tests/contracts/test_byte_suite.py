@@ -13,8 +13,9 @@ from conftest import OF_BYTES, Case, batch_of, fast, train
 from contracts import test_exactness, test_restarts, test_slots
 
 from outrider.decoding.protocols import Drafter
-from outrider.drafters import find, patch_diffusion
+from outrider.drafters import find
 from outrider.generation import generate
+from outrider.lab.drafters import patch_diffusion
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 

@@ -6,11 +6,11 @@ from conftest import Case
 from contracts.chances import follows
 from contracts.parties import TableTarget
 
-from outrider.decoding.pipeline import PipelineDrafter, StageOutput, cycles
 from outrider.generation import batch, requests
+from outrider.lab.pipeline import PipelineDrafter, StageOutput, cycles
+from outrider.lab.stages import LayerRange, stages_of
 from outrider.sampling.distribution import Settings
 from outrider.sampling.settings import Sampling
-from outrider.targets.stages import LayerRange, stages_of
 
 CASE = Case("pipeline")
 

@@ -5,9 +5,9 @@ import torch
 from conftest import batch_of
 
 from benchmarks.families import tiny
-from outrider.drafters import confu
 from outrider.errors import TargetError
 from outrider.generation import generate
+from outrider.lab.drafters import confu
 from outrider.targets.load import load_target
 
 

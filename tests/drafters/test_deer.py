@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import batch_of
 
-from outrider.drafters import deer
+from outrider.lab.drafters import deer
 
 SIZES = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16}
 

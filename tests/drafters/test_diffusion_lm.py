@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.decoding.state import Request
-from outrider.drafters import deer
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch
-from outrider.nn.diffusion_lm import DiffusionLM
+from outrider.lab.diffusion_lm import DiffusionLM
+from outrider.lab.drafters import deer
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 

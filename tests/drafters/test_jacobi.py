@@ -6,7 +6,7 @@ from contracts.chances import emitted, keeps_the_distribution
 from contracts.parties import OnAndOff, TableTarget
 from drafters.proposals import exact, watch
 
-from outrider.drafters.jacobi import Config, build
+from outrider.lab.drafters.jacobi import Config, build
 from outrider.retrieval.pool import Pool
 from outrider.sampling.settings import Sampling
 

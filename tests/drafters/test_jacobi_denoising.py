@@ -2,10 +2,10 @@
 
 import torch
 
-from outrider.drafters import jacobi_denoising
 from outrider.generation import generate
+from outrider.lab.drafters import jacobi_denoising
+from outrider.lab.probe_rows import rows_after
 from outrider.nn import trees
-from outrider.nn.probe_rows import rows_after
 
 CONFIG = jacobi_denoising.Config(window=3, levels=2)
 

@@ -11,10 +11,10 @@ from contracts.parties import Cutting, TableTarget
 from drafters.proposals import exact
 
 from benchmarks.families import tiny
-from outrider.drafters import layer_skip
-from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import DrafterError
-from outrider.nn.sublayer_search import Search
+from outrider.lab.drafters import layer_skip
+from outrider.lab.drafters.layer_skip import Config, LayerSkip, build
+from outrider.lab.sublayer_search import Search
 from outrider.policies.fixed import Fixed
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip, SkipsLayers

@@ -5,7 +5,7 @@ import torch
 from tiny import randomise
 
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters import ngram_embedding
+from outrider.lab.drafters import ngram_embedding
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 

@@ -6,8 +6,8 @@ from byte_targets import byte_model, exactly
 from conftest import batch_of, train
 from contracts.chances import emitted, follows
 
-from outrider.drafters import patch_diffusion
 from outrider.generation import generate
+from outrider.lab.drafters import patch_diffusion
 from outrider.sampling.distribution import Settings
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target

@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import batch_of
 
-from outrider.decoding.pipeline import cycles
-from outrider.drafters import pipeline
 from outrider.errors import DrafterError, TargetError
 from outrider.generation import batch, requests
+from outrider.lab.drafters import pipeline
+from outrider.lab.pipeline import cycles
+from outrider.lab.stages import stages_of
 from outrider.sampling.settings import Sampling
-from outrider.targets.stages import stages_of
 
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 

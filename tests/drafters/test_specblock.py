@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outrider import generation
 from outrider.decoding.state import Request
-from outrider.drafters import specblock
 from outrider.generation import serve
+from outrider.lab.drafters import specblock
 from outrider.nn import blocks as layers
 from outrider.nn import heads, trees
 from outrider.policies.fixed import Fixed

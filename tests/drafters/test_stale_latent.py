@@ -4,8 +4,8 @@ import pytest
 from byte_targets import byte_model, ends_of, exactly
 from contracts.chances import emitted, follows
 
-from outrider.drafters import stale_latent
 from outrider.generation import generate
+from outrider.lab.drafters import stale_latent
 from outrider.sampling.distribution import Settings
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from outrider.drafters import tidar
 from outrider.errors import DrafterError
+from outrider.lab.drafters import tidar
 from outrider.nn import trees
 
 CONFIG = tidar.Config(block=3, mask_token=63, anchors=16)

@@ -1,8 +1,8 @@
 """What is measured is what happened: counts, shares and exactness against brute force, faults planted to be found."""
 
 import json
-import re
 import random
+import re
 from typing import Any
 
 import pytest

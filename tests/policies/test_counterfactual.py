@@ -14,10 +14,10 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import generate, serve
-from outrider.policies.counterfactual import Counterfactual, counterfactual, jensen_shannon
+from outrider.lab.judges.counterfactual import Counterfactual, counterfactual, jensen_shannon
+from outrider.lab.second_text import SecondTexts
+from outrider.lab.swap import Swap, SwappedText, beginning, swap_of
 from outrider.policies.lossy import LossyJudge
-from outrider.policies.second_text import SecondTexts
-from outrider.policies.swap import Swap, SwappedText, beginning, swap_of
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target

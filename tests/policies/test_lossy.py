@@ -21,9 +21,13 @@ from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate, serve, stream
-from outrider.policies import lossy, named
+from outrider.lab import likely
+from outrider.lab.judges.relaxed import relaxed
+from outrider.lab.judges.typical import typical
+from outrider.lab.likely import LikelyEnough
+from outrider.policies import named
 from outrider.policies.block import accept_block
-from outrider.policies.lossy import Lossy, LossyJudge, relaxed, typical
+from outrider.policies.lossy import LossyJudge
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
@@ -121,8 +125,8 @@ def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[li
 
 
 def distances(
-    rule: Lossy, parents: list[int], seed: int, measure: Callable = lossy.tv_distance, *, is_certain: bool = False,
-    size: int | None = None,
+    rule: LikelyEnough, parents: list[int], seed: int, measure: Callable = likely.tv_distance, *,
+    is_certain: bool = False, size: int | None = None,
 ) -> tuple[float, float, float]:  # fmt: skip
     """(measured, exact by place, of the whole text), each the mean over all drafts and all coins of one step.
 
@@ -193,7 +197,7 @@ def test_a_lossy_rule_is_handed_out_to_who_allows_it_alone(caplog):
     """Catches a word, or a 1, that is taken for consent; and a consent that has no effect and is not told."""
     assert named.judge("typical", allow_lossy=True).rule.name == "typical(epsilon=0.09, delta=0.3)"
     assert named.judge("relaxed", allow_lossy=True).rule.name == "relaxed(k=2)"
-    assert lossy.RULES["relaxed"](3).name == "relaxed(k=3)"
+    assert relaxed(3).name == "relaxed(k=3)"
     for allow in (False, None, 1, "yes", "true"):
         for refuse in (named.judge, named.check_verification):
             with pytest.raises(ConfigError, match=r"set allow_lossy: true"):
@@ -275,7 +279,7 @@ def test_tokens_after_an_end_do_not_count():
     class Noting(LossyJudge):
         def __call__(self, draft: Draft, scores: Any, state: Any) -> Any:
             accepted = super().__call__(draft, scores, state)
-            whole.append(float(lossy.tv_distance(self.rule, draft, self.distribution(scores.logits), accepted).sum()))
+            whole.append(float(likely.tv_distance(self.rule, draft, self.distribution(scores.logits), accepted).sum()))
             return accepted
 
     judge, seen, tokens, cut = Noting(relaxed(4)), 0.0, 0, 0

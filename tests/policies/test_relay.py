@@ -12,8 +12,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import generate, serve
+from outrider.lab.judges.relay import Relay, Segments, relay
 from outrider.policies.lossy import LossyJudge
-from outrider.policies.relay import Relay, Segments, relay
 from outrider.policies.sentences import Piece, piece, pieces
 from outrider.sampling.settings import Sampling
 

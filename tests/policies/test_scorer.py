@@ -14,8 +14,8 @@ from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import generate
+from outrider.lab.judges.scorer import Block, ScoredBlocks, scorer
 from outrider.policies.lossy import LossyJudge, Verified
-from outrider.policies.scorer import Block, ScoredBlocks, scorer
 from outrider.sampling.settings import Sampling
 
 BIG = {A: B, B: C, C: END, END: A, SO: A, THEN: A}

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from outrider import drafters
+from outrider import drafters, registry
 from outrider.cli.show import page
 from outrider.drafters import find, own
 from outrider.runs import settings
@@ -120,8 +120,8 @@ def test_a_drafter_of_another_distribution_has_its_settings_too(tmp_path, monkey
         "def build(config, target): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("theirs", "their_drafter", drafters.GROUP)
-    monkeypatch.setattr(drafters, "entry_points", lambda group: [point])
+    point = EntryPoint("theirs", "their_drafter", drafters.REGISTRY.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     settings.schema.cache_clear()
     try:
         found = settings.section("theirs")

@@ -21,7 +21,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.scheduler import Pace
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import DataError
-from outrider.policies.counterfactual import Counterfactual
+from outrider.lab.judges.counterfactual import Counterfactual
 from outrider.policies.lossy import LossyJudge
 from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls

@@ -6,11 +6,12 @@ from byte_targets import byte_model, ends_of
 
 from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
-from outrider.drafters import stale_latent
 from outrider.errors import DrafterError, TargetError
 from outrider.generation import generate
+from outrider.lab import stale
+from outrider.lab.drafters import stale_latent
 from outrider.targets import byte_model as bytes_and_patches
-from outrider.targets import byte_patches, stale
+from outrider.targets import byte_patches
 from outrider.targets.byte_patches import Known
 from outrider.targets.load import load_target
 

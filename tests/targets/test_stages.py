@@ -5,14 +5,14 @@ import torch
 from conftest import tiny_model
 
 from benchmarks.families import tiny
-from outrider.decoding.pipeline import cycles
-from outrider.drafters import pipeline
 from outrider.errors import TargetError
 from outrider.generation import batch, requests
+from outrider.lab.drafters import pipeline
+from outrider.lab.pipeline import cycles
+from outrider.lab.stage_processes import in_processes
+from outrider.lab.stages import ranges, stages_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
-from outrider.targets.stage_processes import in_processes
-from outrider.targets.stages import ranges, stages_of
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "llama4-chunks"])

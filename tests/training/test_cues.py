@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError, DataError
-from outrider.policies.relay import relay
+from outrider.lab.judges.relay import relay
 from outrider.policies.sentences import Piece
 from outrider.training.cues import Trace, calibrate, margins, ranked
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from drafters.test_layer_skip import silenced, whole
 
-from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import CheckpointError
 from outrider.generation import generate
+from outrider.lab.drafters.layer_skip import Config, LayerSkip, build
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip
 from outrider.training import sublayers

@@ -36,9 +36,10 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import serving, target_model
+from outrider.lab import target_model
+from outrider.lab.probe_rows import rows_after
+from outrider.nn import serving
 from outrider.nn.draft_model import trained_mask, with_mask
-from outrider.nn.probe_rows import rows_after
 from outrider.targets.protocol import Target
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.lab.probe_rows import rows_after
 from outrider.nn.draft_model import Batch, DraftModel, Drawn, draw
-from outrider.nn.probe_rows import rows_after
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets import causal_lm
 from outrider.targets.attention_mask import positions

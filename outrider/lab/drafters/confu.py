@@ -35,9 +35,9 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
+from outrider.lab.probe_rows import rows_after
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, resolve_taps
-from outrider.nn.probe_rows import rows_after
 from outrider.nn.recurrent import Memory, RecurrentConfig, RecurrentDrafter, RecurrentModel
 from outrider.targets.protocol import Target
 

@@ -8,7 +8,7 @@ every drawn position, the tokens of the last `fill` - 1 places have passed as ma
 before have passed all.  `fill` is drawn from 1 to `stages`, since after a wrong guess the pipeline fills up again.
 
 In the ordinary loop a step begins with one token in flight, the anchor, and everything before it known: it drafts one
-token.  `decoding.pipeline` is the loop of its own, where stages and drafter work side by side.
+token.  `lab.pipeline` is the loop of its own, where stages and drafter work side by side.
 
 Differs from the paper: rows are pairs, as EAGLE's are, where the paper's hold a token's own states; there is one layer,
 so keys of a row depend on nothing but the row; the head is the target's; there are no trees.
@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from outrider import prepacked
 from outrider.decoding.draft import Draft
-from outrider.decoding.pipeline import PipelineDrafter
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
+from outrider.lab.pipeline import PipelineDrafter
+from outrider.lab.stages import ranges
 from outrider.nn.blocks import Attend, PairLayer, RMSNorm, attending, attention, rotary
 from outrider.nn.draft_model import Batch, DraftModel, draw, resolve_taps
 from outrider.nn.memory import FeatureMemory, PairDrafter
@@ -41,7 +42,6 @@ from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.protocol import Target
-from outrider.targets.stages import ranges
 
 
 class Config(LayerConfig):

@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from outrider.decoding.pipeline import Stage, StageOutput
 from outrider.errors import TargetError
+from outrider.lab.pipeline import Stage, StageOutput
 from outrider.targets.anatomy import BROKEN
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import TransformersTarget

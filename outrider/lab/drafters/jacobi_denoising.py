@@ -36,8 +36,9 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import serving, target_model
-from outrider.nn.probe_rows import rows_after
+from outrider.lab import target_model
+from outrider.lab.probe_rows import rows_after
+from outrider.nn import serving
 from outrider.targets.protocol import Target
 
 ROWS = 2048

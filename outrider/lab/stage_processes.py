@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from outrider.decoding.pipeline import Stage, StageOutput
 from outrider.errors import TargetError
+from outrider.lab.pipeline import Stage, StageOutput
+from outrider.lab.stages import LayerRange, check, ranges
 from outrider.targets.load import load_target
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.stages import LayerRange, check, ranges
 from outrider.targets.transformers import TransformersTarget
 
 LOADING_S, MEETING_S = 300.0, 60.0

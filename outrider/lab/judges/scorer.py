@@ -29,10 +29,16 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
+from outrider.lab.take_over import distances_of, eldest_child, ending_in_draft, node_distances, own_rows, possible
 from outrider.policies.lossy import LossyRule, Verified
 from outrider.policies.sentences import Piece, decode_of, piece, pieces
-from outrider.policies.take_over import distances_of, eldest_child, ending_in_draft, node_distances, own_rows, possible
 from outrider.sampling.distribution import log_probs
+
+SETTINGS = {
+    "tau": float, "aggregate": str, "block": lambda text: int(text) if text.isdecimal() else text,
+    "force_reject_first": int,
+}  # fmt: skip
+REQUIRED = "tau"
 
 Aggregate = Literal["min", "mean"]
 SENTENCE: Literal["sentence"] = "sentence"

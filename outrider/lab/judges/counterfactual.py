@@ -31,12 +31,15 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.errors import ConfigError
+from outrider.lab.second_text import SecondTexts
+from outrider.lab.swap import Swap, beginning, swap_of
+from outrider.lab.take_over import distances_of, ending_in_draft, node_distances, own_rows, possible
 from outrider.policies.lossy import LossyRule, Verified
-from outrider.policies.second_text import SecondTexts
-from outrider.policies.swap import Swap, beginning, swap_of
-from outrider.policies.take_over import distances_of, ending_in_draft, node_distances, own_rows, possible
 from outrider.sampling.distribution import log_probs
 from outrider.sampling.fast import outside
+
+SETTINGS = {"swap": str, "beta": float, "delta": float, "preamble": str}
+REQUIRED = "swap"
 
 Words = Mapping[str, str] | Mapping[tuple[int, ...], Sequence[int]]
 

@@ -26,8 +26,8 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
+from outrider.lab import stale
 from outrider.nn import serving
-from outrider.targets import stale
 from outrider.targets.protocol import Target
 
 

@@ -10,7 +10,7 @@ Training has two stages, each over texts cut after random tokens.  I: all K mask
 same. II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R
 - i), so that tokens next to the committed text matter most.
 
-With `pretrained` a published diffusion language model drafts as it is (`nn.diffusion_lm`): it reads the whole text
+With `pretrained` a published diffusion language model drafts as it is (`lab.diffusion_lm`): it reads the whole text
 again in every step, since it attends in both directions, and is not trained here.
 
 Differs from the paper: its drafter is a pretrained diffusion language model that was trained on; what is trained here
@@ -39,9 +39,9 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.errors import ConfigError
+from outrider.lab.diffusion_lm import DiffusionLM
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
-from outrider.nn.diffusion_lm import DiffusionLM
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.scheduler import chunk_on
-from outrider.policies.swap import Swap, SwappedText
+from outrider.lab.swap import Swap, SwappedText
 
 CATCH_UP = 32
 """Most tokens of a second text that are read with a draft; more are read before it."""

@@ -30,9 +30,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
-from outrider.policies.lossy import LossyRule, Verified
-from outrider.policies.sentences import WINDOW, Piece, decode_of, piece
-from outrider.policies.take_over import (
+from outrider.lab.take_over import (
     distances_of,
     eldest_child,
     ending_in_draft,
@@ -40,6 +38,11 @@ from outrider.policies.take_over import (
     node_distances,
     possible,
 )
+from outrider.policies.lossy import LossyRule, Verified
+from outrider.policies.sentences import WINDOW, Piece, decode_of, piece
+
+SETTINGS = {"cues": str, "min_tokens": int}
+REQUIRED = "cues"
 
 MIN_TOKENS = 5
 """Tokens of the target's own before it hands over; the paper's."""

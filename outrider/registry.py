@@ -1,0 +1,55 @@
+"""What a name stands for: a file or folder of a package of ours, or an entry point of another distribution.
+
+Knows no torch.  Names are looked up before anything is imported: a dependency that is missing inside a module must not
+read as an unknown name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from types import ModuleType
+
+from outrider.config import nearest
+from outrider.errors import ConfigError
+
+
+class Registry:
+    """Modules of one sort, by name."""
+
+    def __init__(self, what: str, packages: Sequence[str], group: str):
+        """what: such a module is called in errors.  packages: whose files and folders are modules.  group: of entry
+        points."""
+        self.what, self.packages, self.group = what, packages, group
+
+    def own(self) -> dict[str, str]:
+        """What ships with Outrider: name to module."""
+        found = {}
+        for package in self.packages:
+            for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+                found[module.name] = f"{package}.{module.name}"
+        return dict(sorted(found.items()))
+
+    def all(self) -> dict[str, str]:
+        """Everything found, own and of other distributions."""
+        return {point.name: point.value for point in entry_points(group=self.group)} | self.own()
+
+    def find(self, name: str) -> ModuleType:
+        """The module of this name.  Raises ConfigError for an unknown one, with the nearest, and for one that can't be
+        imported."""
+        known = self.all()
+        if name not in known:
+            raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, known)}")
+        try:
+            return importlib.import_module(known[name])
+        except Exception as error:  # whatever others' code raises
+            raise ConfigError(
+                f"{self.place(name)} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
+            ) from error
+
+    def place(self, name: str) -> str:
+        """Where it is defined, for errors."""
+        own = self.own().get(name)
+        return self.all()[name] if own is None else own.removeprefix("outrider.").replace(".", "/") + ".py"
