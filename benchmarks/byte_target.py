@@ -22,7 +22,8 @@ from transformers import GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from outrider import demo  # noqa: E402  (a script beside the package, run without an install too)
-from outrider.targets import byte_model, byte_patches  # noqa: E402
+from outrider.lab import byte_patches  # noqa: E402
+from outrider.lab.targets import byte_model  # noqa: E402
 from outrider.training.optimizers import Optimizers, pack, unpack  # noqa: E402
 
 END, MASK = range(256, 258)

@@ -29,11 +29,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from outrider import demo, load_drafter, load_target
 from outrider.decoding.state import Request
 from outrider.drafters import small_model
+from outrider.lab.targets.ensemble import EnsembleTarget, Shares
 from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.report.bootstrap import ratio_of_rates, ratio_of_totals
 from outrider.sampling.settings import Sampling
-from outrider.targets.ensemble import EnsembleTarget, Shares
 from outrider.targets.transformers import TransformersTarget
 
 SHIPPED = {"demo": "demo", "small": str(demo.SMALL_MODEL)}

@@ -26,8 +26,8 @@ from outrider import generate, load_drafter, load_target
 from outrider.data.answers import hold_out, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.drafters import small_model
+from outrider.lab.targets.ngram_embedding import grown
 from outrider.targets import causal_lm
-from outrider.targets.ngram_embedding import grown
 from outrider.targets.progress import no_bars
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig

@@ -10,8 +10,8 @@ import torch
 from conftest import scaled
 from contracts.chances import TOKENS
 
+from outrider.lab.targets.byte_model import ByteConfig, ByteModel
 from outrider.sampling.distribution import Settings, distribution
-from outrider.targets.byte_model import ByteConfig, ByteModel
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "window_size": 24,

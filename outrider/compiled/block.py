@@ -27,7 +27,7 @@ from outrider.targets import attention_mask
 from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
 from outrider.targets.attention_mask import PassLayout, TracedCache, additive
 from outrider.targets.cache import SlotCache
-from outrider.targets.ensemble import EnsembleTarget
+from outrider.targets.protocol import members_of
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -163,8 +163,7 @@ class _Traced(nn.Module):
         super().__init__()
         self.draft = model
         target: Any = self.draft.backbone.target
-        if isinstance(target, EnsembleTarget):  # it borrows the first member's
-            target = target.members[0]
+        target = next(iter(members_of(target)), target)  # of several it borrows the first one's
         whole: Any = getattr(target, "model", None)
         borrowed = [] if whole is None else [whole.get_input_embeddings()]
         if self.draft.reduced is not None:

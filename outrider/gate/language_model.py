@@ -32,8 +32,8 @@ from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
-from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
+from outrider.targets.protocol import members_of
 from outrider.targets.transformers import TransformersTarget
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -240,7 +240,7 @@ class OutriderLM(TemplateLM):
 
     @torch.inference_mode()
     def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[float, bool]]:
-        if isinstance(self.target, EnsembleTarget):
+        if members_of(self.target):
             raise ConfigError(
                 f"{self.target.spec.name} is an ensemble, whose likelihoods of given texts are not computed here; "
                 "choose tasks that generate"

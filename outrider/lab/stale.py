@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.errors import DrafterError
-from outrider.targets import byte_patches
+from outrider.lab import byte_patches
 from outrider.targets.protocol import Target
 from outrider.targets.transformers import TransformersTarget
 

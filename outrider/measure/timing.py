@@ -22,7 +22,7 @@ from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets.ensemble import EnsembleTarget
+from outrider.targets.protocol import members_of
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -139,8 +139,8 @@ def _modules(participant: Any) -> list[Any]:
         return [module for drafter in participant.drafters for module in _modules(drafter)]
     if isinstance(participant, RemoteDrafter):
         return _modules(participant.drafter)
-    if isinstance(participant, EnsembleTarget):
-        return [module for member in participant.members for module in _modules(member)]
+    if members := members_of(participant):
+        return [module for member in members for module in _modules(member)]
     model = getattr(participant, "model", None)
     if isinstance(model, TransformersTarget):
         return _modules(model)
@@ -155,7 +155,7 @@ def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tok
 
     Of an ensemble, which transformers can't run, plain decoding here.
     """
-    if isinstance(target, EnsembleTarget):
+    if members_of(target):
         run = run_once(target, Request(list(tokens), max_new_tokens, Sampling()))
         return run.tokens, run.seconds
     began = time.perf_counter()

@@ -18,9 +18,8 @@ from outrider.nn.draft_model import Batch
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets.cache import SlotCache
 from outrider.targets.causal_lm import folder
-from outrider.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
-from outrider.targets.protocol import Target
+from outrider.targets.protocol import Target, members_of
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -37,10 +36,10 @@ class ModelConfig(Base):
 
 def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
     """The drafting model, on the target's device and of its type; of an ensemble that has it, the member itself."""
-    if isinstance(target, EnsembleTarget) and config.quantize is None:
-        for member in target.members:
-            if member.spec.name == folder(config.model):
-                return member
+    for member in members_of(target) if config.quantize is None else ():
+        if member.spec.name == folder(config.model):
+            found: TransformersTarget = member
+            return found
     return load_target(folder(config.model), device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
 
 

@@ -5,14 +5,14 @@ from collections.abc import Collection
 from outrider.drafters import trained, trains_target
 from outrider.errors import TargetError
 from outrider.runs.file import RunConfig
-from outrider.targets.ensemble_folder import described
 from outrider.targets.served import stores_weights
+from outrider.targets.sorts import special
 
 
 def why_weights(settings: RunConfig, stages: Collection[str]) -> str | None:
     """What these stages need the target's weights for; None where servers do all that takes them."""
     config, training, kind = settings.prepare, settings.train, settings.drafter["kind"]
-    if described(settings.target.name) is not None:
+    if special(settings.target.name) is not None:
         return "an ensemble is bound to its members' weights"
     if "evaluate" in stages:
         return "evaluate measures the target here"

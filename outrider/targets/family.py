@@ -20,7 +20,6 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from outrider.targets import hooks
 from outrider.targets.anatomy import BROKEN, cache_argument, trunk
 from outrider.targets.attention_mask import Limit, Tree
-from outrider.targets.byte_model import ByteModel
 from outrider.targets.cache import SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
 from outrider.targets.sparse_index import choose_earliest
@@ -111,7 +110,7 @@ def learn(
     if masks == "one" and len(limits) > 1:
         masks = "none"
     has_positions, is_recurrent, rotary = "position_ids" in asked, _teach_steps(model), learn_rotary(model)
-    cache, has_patches = cache_argument(asked), isinstance(model, ByteModel)
+    cache, has_patches = cache_argument(asked), getattr(model, "has_patches", False)
     return Family(masks, limits, cache, has_positions, is_recurrent, rotary, one_by_one, past, has_patches)
 
 

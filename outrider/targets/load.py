@@ -21,12 +21,11 @@ from outrider.hub import missing_path
 from outrider.targets import catalog, quantised
 from outrider.targets import tensor_parallel as tensor_parallelism
 from outrider.targets.anatomy import output_layer
-from outrider.targets.ensemble import EnsembleTarget
-from outrider.targets.ensemble_folder import Description, described
 from outrider.targets.generation import ends_of
 from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
 from outrider.targets.progress import no_bars
 from outrider.targets.prompts import unembedded
+from outrider.targets.sorts import special
 from outrider.targets.spread import is_whole
 from outrider.targets.transformers import TransformersTarget
 from outrider.targets.turns import closing_of, names_of
@@ -52,7 +51,7 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
-    A folder with an `ensemble.json` is several of them, an `EnsembleTarget`; the options are each member's.
+    A folder with an `ensemble.json` is several of them (`lab.targets.ensemble`); the options are each member's.
 
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own
     where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
@@ -78,12 +77,14 @@ def load_target(
         model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
         return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
     name = str(target)
-    if (ensemble := described(name)) is not None:
-        return _ensemble(
-            name, ensemble, revision, device=device, dtype=dtype, device_map=device_map, quantize=quantize,
-            quantization=quantization, trust_remote_code=trust_remote_code, compile=compile,
+    if (own := special(name)) is not None:
+        sort, described = own
+        made: TransformersTarget = sort.load(
+            name, described, load_target, revision=revision, device=device, dtype=dtype, device_map=device_map,
+            quantize=quantize, quantization=quantization, trust_remote_code=trust_remote_code, compile=compile,
             tensor_parallel=tensor_parallel,
         )  # fmt: skip
+        return made
     given: dict[str, Any] = {
         "name": name, "dtype": dtype, "quantize": quantize, "quantization": quantization, "revision": revision,
         "trust_remote_code": trust_remote_code, "compile": compile,
@@ -188,19 +189,6 @@ def _from_checkpoint(
     hashed = None if is_whole(model) else hash_stored(path, revision, model) or None
     base = _quantised(model, quantize)
     return _compiled(TransformersTarget(model, tokenizer, name, revision, base, weights_hash=hashed), compile)
-
-
-def _ensemble(name: str, found: Description, revision: str | None, **options: Any) -> Any:
-    """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
-    refuses what needs one model."""
-    if options.pop("tensor_parallel") > 1:
-        raise ConfigError(f"tensor_parallel shares out one model, and {name} is an ensemble; leave it out")
-    if revision is not None:
-        raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
-    nested = [member for member in found.members if described(member) is not None]
-    if nested:
-        raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
-    return EnsembleTarget([load_target(member, **options) for member in found.members], found.weights)
 
 
 def default_device(asked: str | torch.device | None = None) -> torch.device:

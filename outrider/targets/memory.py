@@ -7,17 +7,14 @@ Weights and a drafter's own caches are not in it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from outrider import machine
 from outrider.errors import ConfigError
 from outrider.targets import lazy_memory
-from outrider.targets.cache import SlotCache
-from outrider.targets.ensemble import EnsembleCache
 from outrider.targets.protocol import Target
-from outrider.targets.tensor_parallel import TensorParallelCache
 
 SHARE = 0.5
 """Of the memory that is free, what slots take unless a budget or a length is given."""
@@ -31,7 +28,14 @@ def token_bytes(target: Target) -> int:
     kind."""
     cache: Any = target.allocate(1, 8)
     target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
-    return cache.column_bytes if isinstance(cache, SlotCache | EnsembleCache | TensorParallelCache) else 0
+    return cache.column_bytes if isinstance(cache, InColumns) else 0
+
+
+@runtime_checkable
+class InColumns(Protocol):
+    """A cache that is a column of bytes for every token."""
+
+    column_bytes: int
 
 
 class Room(NamedTuple):

@@ -68,6 +68,12 @@ class TargetSpec:
         return self.quantised or self.dtype
 
 
+def members_of(target: Any) -> Sequence[Any]:
+    """The targets whose distributions a target mixes; () where it is one model."""
+    members: Sequence[Any] = getattr(target, "members", ())
+    return members
+
+
 class Target(decoding.Target, Protocol):
     """The model that verifies, with what drafters, training and requests ask of it besides."""
 

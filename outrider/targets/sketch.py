@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
-from outrider.targets import byte_model, catalog, ngram_embedding  # noqa: F401, registers them
+from outrider.targets import catalog
 from outrider.targets.anatomy import PartialHead
-from outrider.targets.ensemble_folder import described
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
+from outrider.targets.sorts import special
 
 
 class Sketch:
@@ -72,8 +72,9 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
 
     Raises TargetError where its config can't be reached or read.
     """
-    if (ensemble := described(name)) is not None:  # drafters read its first member alone
-        return sketch(ensemble.members[0], revision, trust_remote_code)
+    if (own := special(name)) is not None:
+        sort, found = own
+        return sketch(sort.first(found), revision, trust_remote_code)
     path = catalog.checkpoint(name)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:

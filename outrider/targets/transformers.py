@@ -43,7 +43,6 @@ from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.identity import hash_weights, spec_of
-from outrider.targets.ngram_embedding import NgramEmbeddingForCausalLM
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.passes import Passes
 from outrider.targets.prompts import ids_of
@@ -308,7 +307,7 @@ class TransformersTarget(Passes):
         family = self.family
         is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
         # embeddings in every layer or of n-grams, and patches, need token ids, which a probe's rows do not have
-        needs_ids = self._has_ids_in_layers or isinstance(self.model, NgramEmbeddingForCausalLM)
+        needs_ids = self._has_ids_in_layers or getattr(self.model, "has_ngrams", False)
         if not is_free or family.follows_one_path or family.rotary is not None or needs_ids or family.has_patches:
             raise TargetError(
                 f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "

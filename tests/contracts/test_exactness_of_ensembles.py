@@ -9,7 +9,7 @@ from conftest import DEVICE, Case, Plain, Workshop, cases, fast, scaled, tiny_mo
 from contracts import test_exactness
 
 from outrider.decoding.protocols import Drafter
-from outrider.targets.ensemble import EnsembleTarget
+from outrider.lab.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
 
 NEED_ONE_MODEL = ("gemma4_assistant", "layer_skip")

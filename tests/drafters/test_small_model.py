@@ -24,9 +24,9 @@ from outrider import checkpoint, drafters, load_drafter
 from outrider.config import build
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate
+from outrider.lab.targets.ngram_embedding import grown
 from outrider.nn.draft_model import Batch
 from outrider.targets import causal_lm
-from outrider.targets.ngram_embedding import grown
 from outrider.targets.quantised import is_quantised
 from outrider.training import losses
 

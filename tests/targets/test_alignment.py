@@ -14,8 +14,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import TargetError
 from outrider.generation import generate
-from outrider.targets.alignment import AlignedCache
-from outrider.targets.ensemble import EnsembleTarget
+from outrider.lab.alignment import AlignedCache
+from outrider.lab.targets.ensemble import EnsembleTarget
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 

@@ -8,11 +8,10 @@ from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.errors import DrafterError, TargetError
 from outrider.generation import generate
-from outrider.lab import stale
+from outrider.lab import byte_patches, stale
+from outrider.lab.byte_patches import Known
 from outrider.lab.drafters import stale_latent
-from outrider.targets import byte_model as bytes_and_patches
-from outrider.targets import byte_patches
-from outrider.targets.byte_patches import Known
+from outrider.lab.targets import byte_model as bytes_and_patches
 from outrider.targets.load import load_target
 
 TEXT = (

@@ -20,10 +20,10 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, TargetError
 from outrider.generation import generate
+from outrider.lab.targets.ensemble import EnsembleTarget, Shares
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 from outrider.serve.engine import Engine
-from outrider.targets.ensemble import EnsembleTarget, Shares
 from outrider.targets.load import load_target
 from outrider.targets.sketch import sketch
 from outrider.targets.transformers import TransformersTarget

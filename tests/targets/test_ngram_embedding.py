@@ -16,10 +16,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, TargetError
 from outrider.generation import generate, serve
-from outrider.sampling.settings import Sampling
-from outrider.targets.cache import SlotCache
-from outrider.targets.load import load_target
-from outrider.targets.ngram_embedding import (
+from outrider.lab.targets.ngram_embedding import (
     NgramEmbeddingConfig,
     NgramHashes,
     grown,
@@ -27,6 +24,9 @@ from outrider.targets.ngram_embedding import (
     shifted,
     stopped,
 )  # fmt: skip
+from outrider.sampling.settings import Sampling
+from outrider.targets.cache import SlotCache
+from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 ENDS = (9, 3)

@@ -28,12 +28,12 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
+from outrider.lab.targets.ngram_embedding import NgramEmbedding, NgramHashes, shifted, stopped
 from outrider.nn import trees
 from outrider.nn.blocks import RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import TokenRows
 from outrider.nn.serving import Branching, allowed
-from outrider.targets.ngram_embedding import NgramEmbedding, NgramHashes, shifted, stopped
 from outrider.targets.protocol import Target
 
 

@@ -32,10 +32,10 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
-from outrider.lab import stale, target_model
+from outrider.lab import byte_patches, stale, target_model
 from outrider.nn import serving
 from outrider.nn.draft_model import Batch, draw, trained_mask, with_mask
-from outrider.targets import byte_patches, causal_lm
+from outrider.targets import causal_lm
 from outrider.targets.attention_mask import Tree
 from outrider.targets.protocol import Target
 

@@ -222,6 +222,8 @@ class NgramEmbeddingForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NgramEmbeddingConfig
     base_model_prefix = ""
+    has_ngrams = True
+    """Its passes need ids, and not their embeddings alone."""
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 

@@ -30,7 +30,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from outrider.targets.byte_patches import Known, noted, notes_of, of_words
+from outrider.lab.byte_patches import Known, noted, notes_of, of_words
 
 NOTES = 3
 """Layers of a cache that store what rows must know of those before them: positions and kinds, ends, latents."""
@@ -244,6 +244,8 @@ class ByteModel(PreTrainedModel, GenerationMixin):
     config_class = ByteConfig
     base_model_prefix = "model"
     _supports_sdpa = True
+    has_patches = True
+    """Its passes read whole patches, which hang on ids before them."""
 
     def __init__(self, config: ByteConfig):
         super().__init__(config)

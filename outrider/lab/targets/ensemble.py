@@ -22,7 +22,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never
 
@@ -33,10 +33,11 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError, TargetError
+from outrider.lab.alignment import AlignedCache, AlignedMember, Opinion
+from outrider.lab.ensemble_folder import Description, described
 from outrider.sampling.distribution import wide
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets.alignment import AlignedCache, AlignedMember, Opinion
 from outrider.targets.cache import SlotCache
 from outrider.targets.generation import greedy_sampling
 from outrider.targets.protocol import TargetSpec
@@ -378,3 +379,27 @@ def _spec(
         weights_hash=hashlib.sha256(repr(facts).encode()).hexdigest()[:16],
         base_hash=first.base_hash or first.weights_hash,
     )  # fmt: skip
+
+
+# ── a folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def first(found: Description) -> str:
+    """The member that drafters read."""
+    return found.members[0]
+
+
+def load(
+    name: str, found: Description, load_target: Callable[..., TransformersTarget], *, revision: str | None,
+    tensor_parallel: int, **options: Any,
+) -> Any:  # fmt: skip
+    """The target of a folder of an ensemble.  It has what serving and measuring ask of a TransformersTarget, and
+    refuses what needs one model."""
+    if tensor_parallel > 1:
+        raise ConfigError(f"tensor_parallel shares out one model, and {name} is an ensemble; leave it out")
+    if revision is not None:
+        raise ConfigError(f"revision {revision!r} is one checkpoint's, and {name} is an ensemble; leave it out")
+    nested = [member for member in found.members if described(member) is not None]
+    if nested:
+        raise ConfigError(f"{nested[0]} is an ensemble and can't be a member of {name}; name its members there")
+    return EnsembleTarget([load_target(member, **options) for member in found.members], found.weights)

@@ -1,0 +1,21 @@
+"""Sorts of targets besides the models of transformers."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from outrider.registry import Registry
+
+SORTS = Registry("target", ("outrider.lab.targets",), "outrider.targets")
+"""By name; see `outrider.lab.targets`."""
+
+
+def special(name: str) -> tuple[ModuleType, Any] | None:
+    """The sort of target of its own that a folder describes, and what it says; None for a model of transformers'.
+
+    Every sort is imported: those that are models register themselves with transformers.
+    """
+    sorts = [SORTS.find(sort) for sort in SORTS.all()]
+    found = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))
+    return next((each for each in found if each[1] is not None), None)
