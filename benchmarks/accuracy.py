@@ -37,8 +37,8 @@ from outrider import load_drafter, prepacked
 from outrider.compiled.block import alike
 from outrider.decoding.draft import Draft
 from outrider.targets.accuracy import Loss
+from outrider.targets.hf.selftest import chain_of
 from outrider.targets.load import load_target
-from outrider.targets.selftest import chain_of
 from outrider.targets.step import TracedPass
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,7 +29,7 @@ from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.timing import model_clock
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 CHECKPOINTS = {"demo": RUNS / "demo-small" / "checkpoint", "smollm2": RUNS / "demo" / "checkpoint"}

@@ -35,7 +35,7 @@ from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.runs.file import load
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = {"dspark": CHECKPOINT, "dflash": ROOT / "runs" / "demo-dflash" / "checkpoint"}

@@ -26,7 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from outrider import load_target, machine
 from outrider.decoding.draft import Draft
 from outrider.decoding.scheduler import PREFILL_CHUNK
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16,

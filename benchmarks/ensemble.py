@@ -34,7 +34,7 @@ from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.report.bootstrap import ratio_of_rates, ratio_of_totals
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SHIPPED = {"demo": "demo", "small": str(demo.SMALL_MODEL)}
 SIZES = (512, 2048, 8192)

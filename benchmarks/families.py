@@ -43,10 +43,10 @@ from outrider.decoding.state import Request
 from outrider.errors import TargetError
 from outrider.generation import serve
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
+from outrider.targets.hf.selftest import plain_words
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
-from outrider.targets.selftest import plain_words
-from outrider.targets.transformers import TransformersTarget
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -41,7 +41,7 @@ from outrider.decoding.accept import overlap
 from outrider.drafters import trained
 from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig, load
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.step import chunk_size
 from outrider.training.trainer import train, with_dtype
 

@@ -40,10 +40,10 @@ from outrider.plan.profile import busy_seconds
 from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
 from outrider.targets import gpu_attention
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs, cuda_graph
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.step import CompiledStep, TracedPass
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
 from outrider.training.step import optimise

@@ -24,7 +24,7 @@ from outrider.errors import first_line
 from outrider.kernels.selection import acceptance_kernels
 from outrider.policies import named
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 DRAFTERS = {"medusa": {"nodes": 16}, "mtp": {"length": 3}, "dspark": {"block": 7}, "eagle3": {"length": 5}}
 HEAT = 0.8

@@ -23,7 +23,7 @@ from outrider.decoding.state import Request
 from outrider.lab.drafters import layer_skip
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import sublayers
 from outrider.training.sublayers import Found
 

@@ -31,7 +31,7 @@ from outrider.lab.judges.scorer import ScoredBlocks
 from outrider.policies.lossy import LossyJudge
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import cues
 
 WORDS = (

@@ -46,7 +46,7 @@ from outrider.measure.run import measure
 from outrider.nn.draft_model import Batch
 from outrider.report.schema import Row
 from outrider.runs.file import RunConfig, load
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.trainer import train
 
 HERE = Path(__file__).resolve().parent

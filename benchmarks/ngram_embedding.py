@@ -27,9 +27,9 @@ from outrider.data.answers import hold_out, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.drafters import small_model
 from outrider.lab.targets.ngram_embedding import grown
-from outrider.targets import causal_lm
+from outrider.targets.hf import causal_lm
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.progress import no_bars
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from outrider.training.held_out import acceptance
 from outrider.training.trainer import train

@@ -46,7 +46,7 @@ from outrider.measure.config import Config as MeasureConfig
 from outrider.measure.prompts import as_tokens, draw
 from outrider.runs.file import load
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 CELLS, RUNS = HERE / "results" / "pipeline.jsonl", HERE.parent / "runs" / "pipeline"
 PAPER = {"equivalent_length": 3.39, "speedup": 2.53, "over_eagle3": 3.39 / 2.72}

@@ -21,7 +21,7 @@ from outrider.plan.sample import Question
 from outrider.plan.timed import TimedCosts
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 PAYS = 1.0
 """Speed-up from which on a cell is better drafted."""

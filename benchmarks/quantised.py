@@ -31,7 +31,7 @@ from outrider.measure.row import first_difference
 from outrider.measure.timing import generate_once, run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 WAYS = {
     "float32": (None, None),

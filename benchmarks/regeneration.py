@@ -46,7 +46,7 @@ from outrider.data.ledger import Ledger  # noqa: E402
 from outrider.data.regenerate import prepare  # noqa: E402
 from outrider.data.server import Question  # noqa: E402
 from outrider.data.talks import Talk, iterate_asked  # noqa: E402
-from outrider.targets.transformers import TransformersTarget  # noqa: E402
+from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
 
 VENV = Path(os.environ.get("VENV", ROOT / "benchmarks" / "engines" / ".venv"))
 """vLLM's environment."""

@@ -38,9 +38,10 @@ from outrider.decoding.protocols import Drafter  # noqa: E402
 from outrider.decoding.state import DecodeState  # noqa: E402
 from outrider.sampling.distribution import Settings, distribution  # noqa: E402
 from outrider.sampling.settings import Sampling  # noqa: E402
-from outrider.targets import remote, remote_rows  # noqa: E402
-from outrider.targets.remote import RemoteTarget, RemoteTexts, Traffic, compare  # noqa: E402
-from outrider.targets.transformers import TransformersTarget  # noqa: E402
+from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
+from outrider.targets.remote import rows as remote_rows  # noqa: E402
+from outrider.targets.remote import target as remote  # noqa: E402
+from outrider.targets.remote.target import RemoteTarget, RemoteTexts, Traffic, compare  # noqa: E402
 
 ROUNDING = 1e-3
 """Logits nearer than this may change places by the order of a float32 sum alone."""

@@ -27,7 +27,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 class Replay(Drafter):

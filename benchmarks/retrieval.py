@@ -32,7 +32,7 @@ from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.retrieval import corpus_build, suffix_array
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 NODES = 10
 """Of every tree, as many as the demo's dspark verifies."""

@@ -66,9 +66,9 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import processed
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets.detokenizer import detokenizer
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.text.detokenizer import detokenizer
 
 FORMS = {f"{kind}, {form}": (kind, form) for kind, form in forms()}
 THREADS, COMPILED = 4, "demo, compiled"

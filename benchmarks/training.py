@@ -43,7 +43,7 @@ from outrider.measure import memory
 from outrider.nn import blocks, recurrent
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.runs import training_plan
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
 from outrider.training.step import optimise

@@ -23,7 +23,7 @@ from outrider.decoding.state import Request
 from outrider.measure.record import Run
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 PROMISED = {"ngram over prompt_lookup": 1.3, "small_model over assistant_model": 1.3, "plain over generate": 1.5}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import outrider
 from outrider import demo
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 PROMPTS = ["import json\n", "class Stack:\n    def __init__(self):\n        self."]
 TEXTS = 1000

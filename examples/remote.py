@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import outrider
 from outrider import demo
-from outrider.targets.remote import Method, RemoteTarget, compare
+from outrider.targets.remote.target import Method, RemoteTarget, compare
 
 SERVE = [sys.executable, "-m", "outrider", "serve", "--target", "demo", "--port", "0"]
 PROMPT = "EPERM = 1\nENOENT = 2\nESRCH = 3\nEINTR = 4\nEIO = 5\n"

@@ -30,12 +30,12 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import with_stops
+from outrider.targets.cache.memory import room
 from outrider.targets.cuda_graphs import CudaGraphs
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.memory import room
-from outrider.targets.prompts import Prompt, is_chat, listed
 from outrider.targets.protocol import Target, TargetSpec
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.text.prompts import Prompt, is_chat, listed
 
 T = TypeVar("T", bound=Target)
 Found = TypeVar("Found")

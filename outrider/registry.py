@@ -10,10 +10,13 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 
 from outrider.config import nearest
 from outrider.errors import ConfigError
+
+HERE = Path(__file__).parent
 
 
 class Registry:
@@ -52,4 +55,7 @@ class Registry:
     def place(self, name: str) -> str:
         """Where it is defined, for errors."""
         own = self.own().get(name)
-        return self.all()[name] if own is None else own.removeprefix("outrider.").replace(".", "/") + ".py"
+        if own is None:
+            return self.all()[name]
+        path = own.removeprefix("outrider.").replace(".", "/")
+        return f"{path}/__init__.py" if (HERE / path).is_dir() else f"{path}.py"

@@ -21,7 +21,7 @@ from outrider.drafters import find
 from outrider.errors import ExportError
 from outrider.export.formats import find as find_format
 from outrider.export.writing import export_folder
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "export-formats.md"
 BEGIN, END = "<!-- sizes -->", "<!-- /sizes -->"

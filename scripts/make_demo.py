@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from outrider import demo, machine  # noqa: E402  (a script beside the package, run without an install too)
-from outrider.targets.anatomy import cache_argument  # noqa: E402
+from outrider.targets.hf.anatomy import cache_argument  # noqa: E402
 
 VOCABULARY = 4096
 SPECIALS = ["<|endoftext|>", "<|pad|>", "<|mask|>", *(f"<|reserved_{i}|>" for i in range(13))]

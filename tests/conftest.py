@@ -31,14 +31,14 @@ from transformers import (
 
 from outrider import compiled, drafters
 from outrider.decoding.protocols import Drafter
+from outrider.drafters.gemma4_assistant.model import keyless_layers
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.policies import named
 from outrider.policies.fixed import Fixed
-from outrider.targets.assistant import keyless_layers
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import LayerSizes, Target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses
 
 torch.set_num_threads(1)

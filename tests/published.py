@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, RANK, DRAFTED, MASK = 2, 1, 8, 48, 8, 40, 5
 Weights = dict[str, Tensor]

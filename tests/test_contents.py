@@ -11,7 +11,7 @@ import outrider
 from outrider import contents, kernels, prepacked
 from outrider.contents import Contents, digests_of
 from outrider.errors import TargetError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from tests.conftest import tiny_model
 from tests.drafters.proposals import watch
 

@@ -19,7 +19,7 @@ from outrider import checkpoint, generate, load_drafter, load_target
 from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError, TrainingError
 from outrider.export.reading import import_folder
 from outrider.loading import describe, draft_model
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import calibrate
 from outrider.weights import weights_of
 

@@ -22,8 +22,8 @@ from outrider.nn.draft_model import DraftModel
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.cuda_graphs import CudaGraphs
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 PROMPT = [3, 1, 2, 3, 1, 2, 3, 1]
 

@@ -11,8 +11,8 @@ from conftest import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 TEMPLATE = (

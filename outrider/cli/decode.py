@@ -19,8 +19,8 @@ from outrider.generation import Piece, stream
 from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.targets.transformers import TransformersTarget
 
 DRAFTED = "green underline"
 """The style of drafted tokens that were accepted."""

@@ -25,8 +25,8 @@ from outrider.runs.file import load
 from outrider.runs.reporter import Reporter
 from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from outrider.plan.schema import Probed
 from outrider.plan.subject import Subject
 from outrider.report.bootstrap import MIN_PROMPTS
 from outrider.report.parts import Range
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SHOWN = (1, 2, 4)
 """Depths whose shares are printed; the JSON has all."""

@@ -41,8 +41,8 @@ from outrider.serve.learning.learner import Learner
 from outrider.serve.metrics import Telemetry
 from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
 
 RUN_FILES = (".yaml", ".yml")

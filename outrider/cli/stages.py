@@ -17,7 +17,7 @@ from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import Plan, Reporter, Result, Update
 from outrider.targets.load import default_device
-from outrider.targets.served import RunTarget, ServedTarget
+from outrider.targets.remote.served import RunTarget, ServedTarget
 from outrider.training.calibrate import Calibration
 
 MUCH_BYTES = 10_000_000_000

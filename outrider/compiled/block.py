@@ -23,12 +23,12 @@ from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered, wide
-from outrider.targets import attention_mask
 from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
-from outrider.targets.attention_mask import PassLayout, TracedCache, additive
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache import attention_mask
+from outrider.targets.cache.attention_mask import PassLayout, TracedCache, additive
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import members_of
-from outrider.targets.transformers import TransformersTarget
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:

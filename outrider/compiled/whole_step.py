@@ -31,8 +31,8 @@ from outrider.sampling.settings import Sampling
 from outrider.sampling.static import RANKS, Kind
 from outrider.targets import cuda_graphs
 from outrider.targets.cuda_graphs import CudaGraphs, Recorder
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.static_pass import StaticPass, made
-from outrider.targets.transformers import TransformersTarget
 
 
 class WholeSteps:

@@ -42,8 +42,8 @@ from outrider.errors import DataError
 from outrider.generation import serve
 from outrider.lock import held
 from outrider.processes import ALONE
-from outrider.targets.prompts import refuse_unembedded
 from outrider.targets.protocol import Target
+from outrider.targets.text.prompts import refuse_unembedded
 
 WAVE = 4096
 """Conversations that are in memory at the same time."""

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.data.conversations import Conversation, at_place
 from outrider.errors import DataError
-from outrider.targets.turns import runs_on
+from outrider.targets.text.turns import runs_on
 
 Tools = Sequence[Mapping[str, Any]]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")

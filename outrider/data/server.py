@@ -19,7 +19,7 @@ from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
-from outrider.targets.remote_rows import settings_of
+from outrider.targets.remote.rows import settings_of
 
 log = logging.getLogger("outrider.data.servers")
 FAILURES = 3

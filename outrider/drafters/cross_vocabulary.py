@@ -31,10 +31,10 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving
 from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts, room
 from outrider.sampling.text import common_prefix
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target
-from outrider.targets.transformers import TransformersTarget
-from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary, overlap, sample_distributions
+from outrider.targets.text.vocabulary import SharedVocabulary, Transcript, Vocabulary, overlap, sample_distributions
 
 
 class Config(ModelConfig):

@@ -44,8 +44,8 @@ from outrider.nn.shape import LayerConfig
 from outrider.nn.static import Unread
 from outrider.nn.trees import RankTree
 from outrider.sampling.judge import SamplingJudge
-from outrider.targets.attention_mask import PassLayout, additive
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import PassLayout, additive
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 from outrider.targets.static_pass import StaticCache
 

@@ -42,7 +42,7 @@ from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.shape import LayerConfig
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 

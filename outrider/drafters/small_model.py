@@ -46,13 +46,13 @@ from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import ModelConfig, TokenRows
 from outrider.nn.serving import Branching, allowed
 from outrider.nn.static import Branched
-from outrider.targets import causal_lm
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf import causal_lm
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
 from outrider.targets.static_pass import StaticPass, made
-from outrider.targets.transformers import TransformersTarget
 
 
 class New(Base):

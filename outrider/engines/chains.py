@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engines.readers import TRAINED, Draft, Rotation
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 class States(NamedTuple):

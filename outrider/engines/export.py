@@ -8,8 +8,8 @@ from outrider.engines import card, names
 from outrider.errors import ConfigError, ExportError
 from outrider.export.writing import export_folder
 from outrider.loading import Source, describe
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 
 def export(

@@ -35,7 +35,7 @@ from outrider.generation import batch, serve
 from outrider.nn.draft_model import DraftModel
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import common_prefix
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
 """Engines whose folders can be compared."""

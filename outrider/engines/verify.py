@@ -30,8 +30,8 @@ from outrider.measure.prompts import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
 from outrider.targets import catalog
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 LOOKED_AT = 3
 """Texts on which causes are looked for."""

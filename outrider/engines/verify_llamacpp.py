@@ -19,7 +19,7 @@ from outrider.engines import commands, llama_server
 from outrider.errors import DataError
 from outrider.export import gguf
 from outrider.export.gguf import FILE
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 
 SPARE = 64

@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 class Round(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 from outrider.errors import ExportError
 from outrider.export import released
 from outrider.export.layout import Config, Format, Layout, Source, only
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 DSPARK, EAGLE3 = ("Qwen3DSparkModel",), ("Qwen3Eagle3Model", "Eagle3DraftModel")
 PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.export import manifest, released
 from outrider.export.layout import Config, Format, Layout
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 EAGLE = [("fc.*", "fc.*"), ("layers.*", "layers.*")]
 

@@ -29,7 +29,7 @@ from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout
 from outrider.export.manifest import CONFIG, read_manifest
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""

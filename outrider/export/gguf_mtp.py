@@ -23,7 +23,7 @@ from outrider.export import gguf_file, gguf_model, gguf_read, gguf_tokenizer
 from outrider.export.gguf_drafters import KIND, PARTS
 from outrider.export.gguf_settings import check
 from outrider.export.layout import Answer, Config, Source, only
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 
 NAME = "glm4moe"

@@ -13,7 +13,7 @@ from outrider.export import gguf_model, manifest, released
 from outrider.export.gguf_drafters import KIND, MARKOV
 from outrider.export.gguf_read import SHAPES
 from outrider.export.layout import Config
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 PLAIN = {
     "attention.sliding_window": 0, "embedding_scale": 0.0, "attention.scale": 0.0, "attention.value_scale": 0.0,

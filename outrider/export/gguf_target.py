@@ -12,7 +12,7 @@ from outrider.errors import ConfigError, ExportError
 from outrider.export import gguf_file, gguf_model
 from outrider.export.gguf_file import DEFAULT, FILE, PRECISIONS
 from outrider.export.manifest import MANIFEST
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.export import folder as folders
 from outrider.nn.draft_model import DraftModel
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import LayerSizes
-from outrider.targets.transformers import TransformersTarget
 
 Config = Mapping[str, Any]
 

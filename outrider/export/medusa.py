@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.errors import ExportError
 from outrider.export.layout import Config, Format, Layout, Source, only
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 DEEPEST, MOST = 4, 16
 """Blocks of a head and heads that names are made for."""

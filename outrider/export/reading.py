@@ -21,7 +21,7 @@ from outrider.export.formats import find as find_format
 from outrider.export.layout import Config, Layout
 from outrider.export.manifest import MANIFEST, read_manifest
 from outrider.nn.draft_model import DraftModel, binding
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
 STALE = "*rotary_emb*"

@@ -15,8 +15,8 @@ from outrider.errors import ExportError
 from outrider.export import manifest
 from outrider.export.layout import Config, Source, only
 from outrider.nn.shape import STRETCHES, LayerConfig
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.transformers import TransformersTarget
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
 """Values of our layers; a config must have the same."""

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.errors import ExportError
 from outrider.export import released
 from outrider.export.layout import Config, Format, Layout, Source, only
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "domino": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 

@@ -17,7 +17,7 @@ from typing import Any
 from outrider.errors import ExportError
 from outrider.export import released
 from outrider.export.layout import Config, Format, Layout, Source, only
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 VERSION = "0.7.0"
 """Of the layout written here."""

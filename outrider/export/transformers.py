@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from outrider.errors import ExportError
 from outrider.export.layout import Config, Format, Layout, Source
-from outrider.targets.causal_lm import NOT_SHAPE, architecture_of
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.causal_lm import NOT_SHAPE, architecture_of
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 def written(source: Source) -> dict[str, Any]:

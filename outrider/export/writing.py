@@ -20,7 +20,7 @@ from outrider.export.layout import Layout, Source, first
 from outrider.export.manifest import MANIFEST
 from outrider.export.reading import described, imported
 from outrider.nn.draft_model import DraftModel
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 
 

@@ -31,10 +31,10 @@ from outrider.generation import batch, serve
 from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets.detokenizer import detokenizer
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import members_of
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.text.detokenizer import detokenizer
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """Sampling settings that a task, or else the target's generation config, may give.  Sampling uses the same names."""

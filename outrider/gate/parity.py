@@ -30,7 +30,7 @@ from outrider.measure.prompts import as_tokens
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.accuracy import recast
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]

@@ -24,9 +24,9 @@ from outrider.decoding.draft import Draft, padded, sent
 from outrider.errors import DrafterError, TargetError
 from outrider.sampling.distribution import wide
 from outrider.sampling.text import common_prefix
-from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import TransformersTarget
-from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.vocabulary import SharedVocabulary, Transcript, Vocabulary
 
 FEW = 16
 """Tokens of a text that are read with a pass; more of them are read before it."""

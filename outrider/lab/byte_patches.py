@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.targets import hooks
+from outrider.targets.hf import hooks
 
 ALL = 2**31
 """More rows than a pass has."""

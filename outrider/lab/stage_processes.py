@@ -24,9 +24,9 @@ from torch import Tensor
 from outrider.errors import TargetError
 from outrider.lab.pipeline import Stage, StageOutput
 from outrider.lab.stages import LayerRange, check, ranges
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.transformers import TransformersTarget
 
 LOADING_S, MEETING_S = 300.0, 60.0
 """Longest time until all processes have loaded the target; until they have met."""

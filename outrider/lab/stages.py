@@ -16,9 +16,9 @@ from torch import Tensor
 
 from outrider.errors import TargetError
 from outrider.lab.pipeline import Stage, StageOutput
-from outrider.targets.anatomy import BROKEN
-from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.anatomy import BROKEN
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 def ranges(layers: int, stages: int) -> list[range]:

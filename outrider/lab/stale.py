@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outrider.errors import DrafterError
 from outrider.lab import byte_patches
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target
-from outrider.targets.transformers import TransformersTarget
 
 
 def patched(target: Target, kind: str) -> TransformersTarget:

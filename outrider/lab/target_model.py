@@ -20,8 +20,8 @@ from torch import Tensor
 from outrider.lab.probe_rows import rows_after
 from outrider.nn.draft_model import Batch, DraftModel, Drawn, draw
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.targets import causal_lm
-from outrider.targets.attention_mask import positions
+from outrider.targets.cache.attention_mask import positions
+from outrider.targets.hf import causal_lm
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 

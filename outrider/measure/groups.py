@@ -20,7 +20,7 @@ from outrider.measure.tasks import Prompt
 from outrider.policies import named
 from outrider.report.parts import Load, TracedToken
 from outrider.sampling.judge import SamplingJudge
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SHARED_NOISE = False
 """Here a seed fixes the noise and no more: sampled runs can be repeated, and are drawn as requests without a seed are.

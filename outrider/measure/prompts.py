@@ -13,7 +13,7 @@ from outrider.measure.config import Config
 from outrider.measure.tasks import Prompt, PromptSet, task_name
 from outrider.report.parts import LeftOut
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SPARE = 4
 """Prompts drawn for each that is measured: some may fall into loops."""

@@ -24,7 +24,7 @@ from outrider.generation import batch, serve
 from outrider.report.parts import Pattern, Rejections, TracedToken
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.text import TextStream
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 ENTROPIES = (0.1, 0.5, 1.0, 2.0)
 """Nats, where one bin ends and the next begins."""

@@ -12,7 +12,7 @@ from outrider.measure.record import Measured, Overlaps, Run, Sample
 from outrider.report import bootstrap
 from outrider.report.parts import Clean, Group, PositionRange, PromptResult, Score, Training
 from outrider.report.schema import Row
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:

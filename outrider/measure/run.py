@@ -35,7 +35,7 @@ from outrider.policies import lossy, named
 from outrider.report.parts import LeftOut, Load, TaskSource, TracedPrompt, Training
 from outrider.report.schema import Report, Row
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
 

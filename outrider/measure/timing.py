@@ -22,8 +22,8 @@ from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import members_of
-from outrider.targets.transformers import TransformersTarget
 
 
 def run_batch(

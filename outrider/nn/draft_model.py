@@ -24,7 +24,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.nn.draft_vocabulary import DraftVocabulary, multiplied_in
 from outrider.nn.sequence import Stripe
 from outrider.nn.top_logprobs import TopLogprobs
-from outrider.targets.attention_mask import positions
+from outrider.targets.cache.attention_mask import positions
 from outrider.targets.protocol import Target, TargetSpec
 
 

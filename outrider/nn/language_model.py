@@ -16,11 +16,11 @@ from outrider.decoding.draft import Draft, padded
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.targets.cache import SlotCache
-from outrider.targets.causal_lm import folder
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.causal_lm import folder
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target, members_of
-from outrider.targets.transformers import TransformersTarget
 
 
 class ModelConfig(Base):

@@ -21,7 +21,7 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import DraftModel
 from outrider.retrieval.texts import Text, Tries
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 # ── features of every token ───────────────────────────────────────────────────────────────────────────────────────────

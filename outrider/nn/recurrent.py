@@ -38,8 +38,8 @@ from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import SharedLabels, rollouts
 from outrider.nn.shape import LayerConfig
 from outrider.nn.static_rollout import StaticChain, StaticTree
-from outrider.targets.attention_mask import Limit
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import LayerSizes
 
 READ = 512

@@ -18,7 +18,7 @@ from outrider.nn import trees
 from outrider.nn.blocks import attending
 from outrider.nn.serving import Branching
 from outrider.nn.static import Branched, Unread
-from outrider.targets.attention_mask import PassLayout, Tree, additive
+from outrider.targets.cache.attention_mask import PassLayout, Tree, additive
 from outrider.targets.static_pass import StaticCache
 
 

@@ -14,7 +14,7 @@ from outrider.plan.profile import profile
 from outrider.plan.schema import Profile
 from outrider.plan.subject import Subject
 from outrider.plan.timed import TimedCosts
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 MINUTES = 2.0
 """Most that timing takes, unless told otherwise."""

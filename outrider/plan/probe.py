@@ -44,7 +44,7 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets import catalog
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 ADDED = ("recycle",)
 """Methods that are looked at beside the usual ones where they can be measured."""

@@ -21,7 +21,7 @@ from outrider.plan.anatomy import Anatomy
 from outrider.plan.roofline import weights_read
 from outrider.plan.schema import Profile
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 STEPS, WARM = 12, 4
 """Profiled steps, and those before them."""

@@ -34,7 +34,7 @@ from outrider.loading import describe, load_drafter
 from outrider.measure.fingerprint import fingerprint
 from outrider.plan.allowance import Allowance
 from outrider.sampling.settings import Sampling
-from outrider.targets.memory import token_bytes
+from outrider.targets.cache.memory import token_bytes
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from outrider.measure.row import training_of
 from outrider.measure.tasks import PromptSet, task_name
 from outrider.report.parts import Training
 from outrider.runs.reporter import Reporter
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import checkpoints
 
 Choice = str | Mapping[str, Any]

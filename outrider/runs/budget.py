@@ -21,9 +21,9 @@ from outrider.errors import ConfigError
 from outrider.generation import generate
 from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import default_device
 from outrider.targets.sketch import Sketch
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.optimizers import Optimizers
 from outrider.training.step import optimise
 from outrider.training.trainer import with_dtype

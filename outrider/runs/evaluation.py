@@ -39,8 +39,8 @@ from outrider.runs.file import RunConfig, TargetConfig
 from outrider.runs.preview import Line, evaluation_tokens
 from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.checkpoints import chosen
 
 log = logging.getLogger(__name__)

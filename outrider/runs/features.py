@@ -18,7 +18,7 @@ from outrider.data.texts import usable
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
 from outrider.runs.file import RunConfig
-from outrider.targets.served import RunTarget, ServedTarget
+from outrider.targets.remote.served import RunTarget, ServedTarget
 from outrider.training.config import Config as TrainConfig
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from outrider.nn.draft_model import DraftModel
 from outrider.report.parts import Training
 from outrider.report.schema import Report
 from outrider.runs.file import TargetConfig
-from outrider.targets.served import RunTarget
+from outrider.targets.remote.served import RunTarget
 from outrider.training.calibrate import Calibration
 
 

@@ -39,9 +39,9 @@ from outrider.runs.readers import Roles
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
 from outrider.runs.weights import why_weights
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.targets.served import RunTarget, ServedTarget, load_served
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.remote.served import RunTarget, ServedTarget, load_served
 from outrider.training import calibrate as calibration
 from outrider.training import distributed, resume, trainer
 from outrider.training.config import Config as TrainConfig

@@ -9,7 +9,7 @@ from outrider.drafters import find
 from outrider.errors import ConfigError
 from outrider.export import reading
 from outrider.nn.draft_model import DraftModel
-from outrider.targets.served import RunTarget
+from outrider.targets.remote.served import RunTarget
 from outrider.targets.sketch import sketch
 
 FREE = (

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from outrider.drafters import trained, trains_target
 from outrider.errors import TargetError
 from outrider.runs.file import RunConfig
-from outrider.targets.served import stores_weights
+from outrider.targets.remote.served import stores_weights
 from outrider.targets.sorts import special
 
 

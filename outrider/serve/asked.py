@@ -29,8 +29,8 @@ from outrider.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from outrider.targets.prompts import encoded
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.prompts import encoded
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that asks for no number, as OpenAI has it."""

@@ -39,7 +39,7 @@ from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.outbox import Outbox, Post
 from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
-from outrider.targets.memory import room
+from outrider.targets.cache.memory import room
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)

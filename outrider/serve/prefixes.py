@@ -30,9 +30,9 @@ from torch import Tensor
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.scheduler import PREFILL_CHUNK, Prefixes
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.targets.cache import Buffer, SlotCache
+from outrider.targets.cache.slots import Buffer, SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target, TargetSpec
-from outrider.targets.transformers import TransformersTarget
 
 BLOCK = 64
 """Tokens of a block.  Smaller ones share more of a beginning's end, and take more copies."""

@@ -29,7 +29,7 @@ from outrider.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 T = TypeVar("T")
 Kind = Literal["completion", "chat"]

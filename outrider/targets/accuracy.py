@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outrider import machine, prepacked
 from outrider.decoding.draft import Draft
-from outrider.targets.selftest import PARENTS, chain_of, plain_words, tree_of
+from outrider.targets.hf.selftest import PARENTS, chain_of, plain_words, tree_of
 
 log = logging.getLogger(__name__)
 

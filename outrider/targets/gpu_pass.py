@@ -21,7 +21,7 @@ from outrider.decoding.state import likeliest
 from outrider.kernels import gpu
 from outrider.kernels.gpu import Heads, Tiles
 from outrider.targets import gpu_attention
-from outrider.targets.attention_mask import PassLayout, additive
+from outrider.targets.cache.attention_mask import PassLayout, additive
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 

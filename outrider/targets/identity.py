@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
 from outrider.errors import first_line
-from outrider.targets import quantised, spread
-from outrider.targets.anatomy import output_layer, sizes
+from outrider.targets import quantised
+from outrider.targets.hf.anatomy import output_layer, sizes
+from outrider.targets.parallel import spread
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
 

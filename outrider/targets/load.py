@@ -19,16 +19,16 @@ from outrider.compiled import NotCompiled
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import catalog, quantised
-from outrider.targets import tensor_parallel as tensor_parallelism
-from outrider.targets.anatomy import output_layer
-from outrider.targets.generation import ends_of
+from outrider.targets.hf.anatomy import output_layer
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
+from outrider.targets.parallel import tensor_parallel as tensor_parallelism
+from outrider.targets.parallel.spread import is_whole
 from outrider.targets.progress import no_bars
-from outrider.targets.prompts import unembedded
 from outrider.targets.sorts import special
-from outrider.targets.spread import is_whole
-from outrider.targets.transformers import TransformersTarget
-from outrider.targets.turns import closing_of, names_of
+from outrider.targets.text.generation import ends_of
+from outrider.targets.text.prompts import unembedded
+from outrider.targets.text.turns import closing_of, names_of
 
 log = logging.getLogger(__name__)
 

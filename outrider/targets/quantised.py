@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from outrider.errors import ConfigError, TargetError, first_line
-from outrider.targets import spread
+from outrider.targets.parallel import spread
 
 MODES = ("int8",)
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}

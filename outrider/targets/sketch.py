@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import catalog
-from outrider.targets.anatomy import PartialHead
+from outrider.targets.hf.anatomy import PartialHead
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row

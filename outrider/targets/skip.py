@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError, TargetError
-from outrider.targets import hooks
-from outrider.targets.anatomy import BROKEN
+from outrider.targets.hf import hooks
+from outrider.targets.hf.anatomy import BROKEN
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 
 Shape = int | None

@@ -18,8 +18,8 @@ from outrider.decoding.accept import Walked
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores, likeliest
 from outrider.decoding.static import NoStatic, StaticSlots, Stays, above
-from outrider.targets.attention_mask import PassLayout, TracedCache
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import PassLayout, TracedCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.step import CompiledStep, TracedPass, numbers
 

@@ -27,11 +27,13 @@ from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
-from outrider.targets import accuracy, attention_mask, family, passes
+from outrider.targets import accuracy
 from outrider.targets.accuracy import Allowance, Loss
-from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache import attention_mask
+from outrider.targets.cache.attention_mask import PassLayout, TracedCache, Tree, additive
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
+from outrider.targets.hf import family, passes
 
 log = logging.getLogger(__name__)
 

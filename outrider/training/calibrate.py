@@ -25,8 +25,8 @@ from outrider.loading import find_folder, load_drafter
 from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
 
 MIN_DRAFTS = 20 * BINS

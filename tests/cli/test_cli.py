@@ -33,8 +33,8 @@ from outrider.policies import named
 from outrider.runs import baselines, stages
 from outrider.runs.checks import check
 from outrider.runs.file import load
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training import trainer
 
 

@@ -16,8 +16,8 @@ from outrider.decoding.protocols import Drafter
 from outrider.drafters import find
 from outrider.generation import generate
 from outrider.lab.drafters import patch_diffusion
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 CASES = [*map(Case, OF_BYTES), Case("eagle3")]
 """Both kinds, and one that is trained on the taps of the local layers."""

@@ -6,8 +6,8 @@ No test here is random but by fixed seeds.
 
 import torch
 
-from outrider.targets.attention_mask import Limit
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.slots import SlotCache
 
 REQUESTS = 3000
 

@@ -16,9 +16,9 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import Generation, generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 LEARNING = {"graft", "jacobi", "mix", "recycle", "suffix"}
 """What these propose hangs on earlier steps too, of which a text says nothing."""

@@ -28,10 +28,11 @@ from outrider.drafters.small_model import Config, SmallModel
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs, stacks
+from outrider.targets import cuda_graphs
+from outrider.targets.cache import stacks
 from outrider.targets.cuda_graphs import CudaGraphs
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 V, STOP, ENDS = 16, 7, frozenset({2})
 CASES = [

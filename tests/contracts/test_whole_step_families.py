@@ -16,8 +16,8 @@ from outrider.generation import batch, serve
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets import cuda_graphs
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 REFUSED = {*RECURRENT, "bloom"}
 """Their passes carry a state that no column of a cache holds, or no mask: they are refused, with the reason."""

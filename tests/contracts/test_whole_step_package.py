@@ -11,9 +11,9 @@ from outrider.compiled import whole_step
 from outrider.compiled.step_package import CompiledWholeStep, StepPackage
 from outrider.decoding.protocols import Drafter
 from outrider.sampling.settings import Sampling
-from outrider.targets import stacks
+from outrider.targets.cache import stacks
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["small"]
 PLAIN, TREE = Case("plain"), Case("dflash", {"siblings": (2, 1)})

@@ -14,7 +14,7 @@ from typing import Any
 from outrider import generate
 from outrider.data.rendering import prompt_tokens
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 Trouble = Callable[[int], str | None]
 """The number of a request of text, from 0 on, to what happens to it: a status such as `500`, cut, nonsense, wrong ids,

@@ -22,7 +22,7 @@ from outrider.data.regenerate import prepare
 from outrider.errors import ConfigError
 from outrider.measure.tasks import Prompt
 from outrider.retrieval import corpora
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
 

@@ -23,7 +23,7 @@ from outrider.data.engine_states import EngineStates, engine_layers, launch_argu
 from outrider.data.feature_cache import Binding, build
 from outrider.data.features import LiveFeatures
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 TAPS = (0, 2)
 

@@ -20,8 +20,8 @@ from outrider.data.cached_features import CachedFeatures, target_states
 from outrider.data.feature_cache import Binding, build
 from outrider.data.features import LiveFeatures
 from outrider.errors import DataError
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 TAPS = (0, 2)
 KILLS = int(os.environ.get("OUTRIDER_TEST_KILLS", "4"))

@@ -9,7 +9,7 @@ from outrider import machine
 from outrider.data.answers import Answer
 from outrider.data.features import MIN_LEARNT, LiveFeatures, most_cached
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 TAPS = (0, 2)
 

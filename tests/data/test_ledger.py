@@ -19,7 +19,7 @@ from outrider.data.answers import (
 )
 from outrider.data.ledger import LEDGER, Ledger, Origin
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 def test_a_ledger_that_is_ahead_of_the_file_is_put_right(talker: TransformersTarget, tmp_path: Path) -> None:

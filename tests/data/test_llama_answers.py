@@ -17,9 +17,9 @@ from outrider.data.conversations import Conversation
 from outrider.data.regenerate import prepare
 from outrider.engines import llama_server
 from outrider.export.gguf_target import export_target
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.served import load_served
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.remote.served import load_served
 
 pytestmark = pytest.mark.slow  # collected where there is a server (tests/conftest.py)
 

@@ -23,7 +23,7 @@ from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tall
 from outrider.data.ngram_hashes import WORDS, Pieces, words_of
 from outrider.data.regenerate import prepare
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 QUESTION = (
     "A farmer's market sells apples for two coins each; if Mary buys seven of them and pays with a twenty-coin note, "

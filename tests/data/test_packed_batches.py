@@ -9,8 +9,8 @@ from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.data.packing import packed
 from outrider.errors import DataError
-from outrider.targets.attention_mask import positions
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.cache.attention_mask import positions
+from outrider.targets.hf.transformers import TransformersTarget
 
 TAPS = (0, 2)
 BUDGET = 40

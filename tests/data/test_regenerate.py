@@ -27,8 +27,8 @@ from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
 from outrider.lock import held
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 
 def asked(count: int = 8) -> list[Conversation]:

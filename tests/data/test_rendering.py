@@ -13,7 +13,7 @@ from outrider.data.config import Config
 from outrider.data.conversations import Conversation, Skipped
 from outrider.data.regenerate import prepare
 from outrider.data.rendering import prompt_tokens, render
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TALK = [

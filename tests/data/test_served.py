@@ -20,10 +20,10 @@ from outrider.data.engine_states import engine_layers
 from outrider.errors import TargetError
 from outrider.runs import features, stages
 from outrider.runs.checks import check
-from outrider.targets import served
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.served import load_served
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.remote import served
+from outrider.targets.remote.served import load_served
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from outrider.data.conversations import Conversation
 from outrider.data.ledger import LEDGER, Ledger
 from outrider.data.regenerate import prepare
 from outrider.errors import ConfigError, DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 @pytest.fixture(autouse=True)

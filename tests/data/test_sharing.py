@@ -17,7 +17,7 @@ from outrider.data.ledger import Ledger
 from outrider.data.regenerate import prepare
 from outrider.data.sharing import part, take_in
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 COUNT = 16
 CONVERSATIONS = [Conversation(f"p{i}", [{"role": "user", "content": "ab" * (i % 3) + str(i)}]) for i in range(COUNT)]

@@ -15,7 +15,7 @@ from outrider.data.regenerate import prepare
 from outrider.data.rendering import prompt_tokens, render
 from outrider.data.sources import select
 from outrider.errors import DataError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SHOWS = "{% for t in tools or [] %}<|tool|>{{ t['function']['name'] }};{% endfor %}" + TEMPLATE
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "description": "날씨"}}

@@ -21,8 +21,8 @@ from outrider.generation import batch, generate, serve, stream
 from outrider.loading import load_drafter
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["folder", "writer"]
 TABLE = TableTarget.random(6)

@@ -19,9 +19,9 @@ from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
-from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary, _seam, continuation
+from outrider.targets.text.vocabulary import SharedVocabulary, Transcript, Vocabulary, _seam, continuation
 
 MODULE = drafters.find("cross_vocabulary")
 LINES = [

@@ -17,7 +17,7 @@ from outrider.drafters import dflash, kinds
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.load import load_target
 
 EVERY = pytest.mark.parametrize("case", fast(cases(), ("recycle", "small_model", "dspark")))

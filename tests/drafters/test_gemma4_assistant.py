@@ -16,8 +16,8 @@ from transformers import (
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from outrider.drafters import gemma4_assistant
+from outrider.drafters.gemma4_assistant.model import keyless_layers
 from outrider.errors import DrafterError
-from outrider.targets.assistant import keyless_layers
 from outrider.targets.load import load_target
 
 KINDS = ["sliding_attention", "full_attention"]

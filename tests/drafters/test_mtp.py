@@ -15,14 +15,14 @@ from transformers.modeling_layers import MtpModel
 from benchmarks.families import BASE, DELTA
 from outrider.checkpoint import save
 from outrider.drafters import mtp
+from outrider.drafters.mtp import heads as shipped
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.loading import load_drafter
 from outrider.nn import recurrent
-from outrider.targets import mtp as shipped
-from outrider.targets.attention_mask import Limit
+from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 LAYERS = 2
 DEEPSEEK = {

@@ -26,7 +26,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate
 from outrider.lab.targets.ngram_embedding import grown
 from outrider.nn.draft_model import Batch
-from outrider.targets import causal_lm
+from outrider.targets.hf import causal_lm
 from outrider.targets.quantised import is_quantised
 from outrider.training import losses
 

@@ -9,7 +9,7 @@ from verbs import outrider_with
 from outrider import load_target
 from outrider.engines.export import export
 from outrider.errors import ConfigError, ExportError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 def test_python_and_the_command_line_write_the_same_folder(home: Path, tmp_path: Path) -> None:

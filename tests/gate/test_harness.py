@@ -16,8 +16,8 @@ from verbs import outrider_with
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
 from outrider.loading import load_drafter
+from outrider.targets.hf.transformers import TransformersTarget as Target
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget as Target
 
 pytest.importorskip("lm_eval")
 

@@ -22,8 +22,8 @@ from outrider.gate.texts import compare_texts
 from outrider.runs import stages
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget as Target
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget as Target
 
 DrafterOf = Callable[[Case], Drafter]
 

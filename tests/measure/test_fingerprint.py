@@ -10,7 +10,7 @@ from tiny import folder, talker
 from outrider.measure.fingerprint import fingerprint
 from outrider.report.fingerprint import differences
 from outrider.report.schema import Report
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
 

@@ -19,7 +19,7 @@ from outrider.report.parts import LeftOut
 from outrider.report.schema import Report
 from outrider.runs.baselines import _weights_hash
 from outrider.runs.evaluation import COMPARED, NOT_TIMED
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 
 @pytest.fixture(scope="module")

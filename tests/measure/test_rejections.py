@@ -22,7 +22,7 @@ from outrider.measure.timing import run_once
 from outrider.nn import trees
 from outrider.report import parts as report
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget as Target
+from outrider.targets.hf.transformers import TransformersTarget as Target
 
 __all__ = ["folder", "talker"]
 PROMPT = "tell me of ab ab ab ab"

@@ -16,7 +16,7 @@ from outrider.measure.row import difference, training_of
 from outrider.measure.tasks import Prompt
 from outrider.report.parts import Score
 from outrider.report.schema import Report
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
 STEPS = {"a": [(2, 3, 3), (0, 3, 3), (3, 3, 3), (1, 1, 1)], "b": [(0, 0, 0), (1, 2, 4), (2, 2, 4)]}

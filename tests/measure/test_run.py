@@ -30,8 +30,8 @@ from outrider.report.page import render
 from outrider.report.schema import Report
 from outrider.report.summary import headline, left_out_because, skews
 from outrider.sampling import judge
+from outrider.targets.hf.transformers import TransformersTarget as Target
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget as Target
 
 Drafters, Patch = dict[str, Drafter], pytest.MonkeyPatch
 PROMPTS = ["tell 1", "xyxyxy", "q", "another one"]

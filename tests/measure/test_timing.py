@@ -16,7 +16,7 @@ from outrider.nn.ensemble import Ensemble
 from outrider.nn.remote import RemoteDrafter
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SLEEP_S = 0.01
 SLEPT_S = 6 * SLEEP_S

@@ -24,7 +24,7 @@ from outrider.plan.schema import Plan
 from outrider.policies.fixed import Fixed
 from outrider.report import bootstrap
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget as Target
+from outrider.targets.hf.transformers import TransformersTarget as Target
 from outrider.traffic import traces
 
 __all__ = ["folder", "talker"]

@@ -24,7 +24,7 @@ from outrider.plan.predict import StepCost
 from outrider.plan.schema import Plan
 from outrider.plan.timed import TimedCosts
 from outrider.plan.timings import Cell, Timings
-from outrider.targets.transformers import TransformersTarget as Target
+from outrider.targets.hf.transformers import TransformersTarget as Target
 
 TRAFFIC = ("--prompt-tokens", "200", "--new-tokens", "200", "--concurrency", "1")
 

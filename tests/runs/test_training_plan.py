@@ -10,7 +10,7 @@ from outrider.drafters import find
 from outrider.errors import ConfigError
 from outrider.runs import stages, training_plan
 from outrider.runs.training_plan import Costs, Measured, planned
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 
 COSTS = Costs(100, Measured(2, 50, 3.0), Measured(4, 70, 5.0))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.errors import ConfigError
 from outrider.sampling import text
 from outrider.sampling.text import Detokenizer, TextStream, with_stops
-from outrider.targets.detokenizer import detokenizer
+from outrider.targets.text.detokenizer import detokenizer
 
 LETTERS = ["a", "b", "n", "nd", "é", "日", "\ufffd", ".", "'", "s", "n't", " ", "\n"]
 """Plain tokens of every tokenizer here: among them what the clean-up of spaces looks for, and a U+FFFD that is one."""

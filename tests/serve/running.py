@@ -20,7 +20,7 @@ from outrider.serve.keys import KeyRing
 from outrider.serve.metrics import Telemetry
 from outrider.serve.request_log import RequestLog
 from outrider.serve.service import Post, Service
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 MODEL = "tiny"
 

@@ -19,7 +19,7 @@ from outrider.drafters.mix import Mix
 from outrider.drafters.mix import build as mix
 from outrider.generation import Generation
 from outrider.serve.answers import LOWEST
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import MODEL, Running, running
 
 PROMPT = "abcabcabcab"

@@ -11,8 +11,8 @@ import pytest
 from openai import AuthenticationError
 
 from outrider.serve import keys
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from serve.running import MODEL, Running, running
 from serve.test_api import LONG, Slow
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import Running, running
 
 CASES = int(os.environ.get("OUTRIDER_SCHEMATHESIS_CASES", "4"))

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.serve import batch
 from outrider.serve.config import Config
 from outrider.serve.service import Post, Service
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import MODEL, engine_of
 
 

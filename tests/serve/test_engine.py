@@ -27,7 +27,7 @@ from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls
 from outrider.serve.engine import INTERNAL, Engine
 from outrider.serve.metrics import Telemetry
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 SECONDS = 60.0
 """After which a test gives up waiting."""

@@ -27,8 +27,8 @@ from outrider.serve.learning.config import Learning
 from outrider.serve.learning.folder import Folder, opened
 from outrider.serve.learning.job import hash_of, make_version
 from outrider.serve.learning.learner import FEWEST, Job, Learner
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from serve.test_engine import Caller, request, served
 

@@ -5,8 +5,8 @@ import pytest
 from outrider.errors import ConfigError
 from outrider.generation import generate
 from outrider.serve.engine import Engine
-from outrider.targets import memory
-from outrider.targets.memory import room, token_bytes
+from outrider.targets.cache import memory
+from outrider.targets.cache.memory import room, token_bytes
 
 TOKEN = 4 * 2 * 2 * 8 * 8
 """Of the tiny target: layers, keys and values, heads, head size, float64."""

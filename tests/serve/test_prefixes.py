@@ -22,10 +22,10 @@ from outrider.generation import batch
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.serve.prefixes import PrefixStore
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.miniature import enlivened
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.miniature import enlivened
-from outrider.targets.transformers import TransformersTarget
 
 EVERY = pytest.mark.parametrize("case", fast(cases(), ("eagle3",)))
 """One kind; the others only where there is time."""

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider import kernels, machine, prepacked
 from outrider.targets import accuracy
 from outrider.targets.accuracy import Allowance, Loss
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 MASSIVE = (3, 11)
 """Channels of the residual stream that hold some 10^4, as those of real models do."""

@@ -16,8 +16,8 @@ from outrider.errors import TargetError
 from outrider.generation import generate
 from outrider.lab.alignment import AlignedCache
 from outrider.lab.targets.ensemble import EnsembleTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 ASCII = [
     "the road over the river is long, and the river is wide", "def mean(values): return sum(values)",

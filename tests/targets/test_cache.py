@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from outrider.targets import lazy_memory, stacks
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache import lazy_memory, stacks
+from outrider.targets.cache.slots import SlotCache
 
 SLOTS, LENGTH, HEADS, SIZE = 4, 24, 2, 3
 

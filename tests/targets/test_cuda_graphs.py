@@ -12,11 +12,12 @@ from tiny import tiny_model
 
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs, stacks
+from outrider.targets import cuda_graphs
+from outrider.targets.cache import stacks
 from outrider.targets.cuda_graphs import CudaGraphs
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.step import TracedPass
-from outrider.targets.transformers import TransformersTarget
 
 
 class Tape:

@@ -24,9 +24,9 @@ from outrider.lab.targets.ensemble import EnsembleTarget, Shares
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 from outrider.serve.engine import Engine
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.sketch import sketch
-from outrider.targets.transformers import TransformersTarget
 
 WEIGHTS = (0.5, 0.3, 0.2)
 

@@ -25,9 +25,9 @@ from outrider.lab.targets.ngram_embedding import (
     stopped,
 )  # fmt: skip
 from outrider.sampling.settings import Sampling
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 ENDS = (9, 3)
 """Where the sum stops; both stand in prompts and in what is written."""

@@ -13,9 +13,9 @@ from benchmarks.families import CAUSAL, NESTED, built, continued
 from benchmarks.replay import Replay
 from outrider.decoding.draft import Draft
 from outrider.generation import generate
-from outrider.targets import own_cache
+from outrider.targets.cache import own as own_cache
+from outrider.targets.cache.own import OwnCache
 from outrider.targets.load import load_target
-from outrider.targets.own_cache import OwnCache
 
 PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(60)], [9, 3, 5]]
 COUNT = 40

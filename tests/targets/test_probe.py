@@ -15,10 +15,10 @@ from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.nn import trees
-from outrider.targets import hooks
+from outrider.targets.hf import hooks
+from outrider.targets.hf.miniature import enlivened
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.miniature import enlivened
-from outrider.targets.transformers import TransformersTarget
 
 V = 128
 TAPS = (0, 2)

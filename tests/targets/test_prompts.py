@@ -17,7 +17,7 @@ from outrider.generation import generate, stream
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
-from outrider.targets.prompts import listed, single
+from outrider.targets.text.prompts import listed, single
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 IDS, PAIR = [3, 1, 2], [[3, 1, 2], [4, 5, 6]]

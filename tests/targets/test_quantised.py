@@ -25,8 +25,8 @@ from outrider.report.summary import headline
 from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 
 @pytest.fixture(scope="module")

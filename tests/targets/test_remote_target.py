@@ -27,10 +27,10 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.remote import RemoteTarget, RemoteText, RemoteTexts, Traffic, compare
-from outrider.targets.remote_rows import DrawnRows, LogprobRows, RemoteRows, rows_of, seed_at
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.remote.rows import DrawnRows, LogprobRows, RemoteRows, rows_of, seed_at
+from outrider.targets.remote.target import RemoteTarget, RemoteText, RemoteTexts, Traffic, compare
 
 
 @contextmanager

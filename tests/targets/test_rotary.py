@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.decoding import scheduler as decoding
 from outrider.generation import generate
+from outrider.targets.hf.miniature import enlivened
 from outrider.targets.load import load_target
-from outrider.targets.miniature import enlivened
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -23,9 +23,9 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve, stream
 from outrider.sampling.settings import Sampling
-from outrider.targets import chunks
+from outrider.targets.hf import chunks
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 
 V = 64
 COUNTS = (30, 17, 23, 9, 30)

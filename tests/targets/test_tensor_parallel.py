@@ -17,7 +17,7 @@ from targets.parts import TYPES, drafted, plainly, whole
 
 from outrider.errors import ConfigError
 from outrider.targets.load import load_target
-from outrider.targets.tensor_parallel import is_worker
+from outrider.targets.parallel.tensor_parallel import is_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {

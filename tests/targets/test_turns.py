@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import outrider
 from outrider.data.rendering import render
 from outrider.errors import DataError
-from outrider.targets.turns import Closing, closing_of, runs_on
+from outrider.targets.text.turns import Closing, closing_of, runs_on
 from tests.conftest import tiny_model
 
 CHATML = (

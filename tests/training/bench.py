@@ -13,7 +13,7 @@ from outrider.config import build
 from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.trainer import train
 

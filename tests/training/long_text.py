@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 
 from outrider.nn.draft_model import Batch
 from outrider.nn.sequence import Stripe
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from training.bench import TAPS, make_model
 
 LENGTH, BEGIN = 1001, 300

@@ -18,7 +18,7 @@ from torch import distributed
 
 from outrider.data.features import LiveFeatures
 from outrider.processes import ALONE, Processes
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.distributed import joined
 from outrider.training.trainer import train

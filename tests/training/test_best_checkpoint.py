@@ -12,7 +12,7 @@ from outrider import checkpoint
 from outrider.config import build
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.checkpoints import BEST, FOLDER, chosen, keep, tokens_per_step
 from outrider.training.config import Config
 from training.bench import fit, make_model

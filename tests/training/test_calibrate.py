@@ -20,7 +20,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, DataError
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import calibrate
 from outrider.training.calibrate import MIN_DRAFTS
 from outrider.training.scaling import Outcomes, Scaling, ece, scaling

@@ -22,8 +22,8 @@ from outrider import checkpoint, drafters, generate, load_drafter
 from outrider.config import build
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
 from outrider.sampling.settings import Sampling
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.weights import weights_of
 from training.bench import make_model
 

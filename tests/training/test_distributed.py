@@ -24,8 +24,8 @@ from outrider import checkpoint
 from outrider.data.features import LiveFeatures
 from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.processes import Alone
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training import alive
 from outrider.training.config import Config
 from outrider.training.distributed import _end

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from outrider import checkpoint
 from outrider.errors import TrainingError
 from outrider.nn.draft_model import Batch
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import trainer
 from outrider.training.config import Config
 from outrider.training.guard import Guard

@@ -6,7 +6,7 @@ import torch
 from outrider.data.answers import hash_number, hold_out
 from outrider.data.duplicates import content_hash
 from outrider.data.features import LiveFeatures
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.held_out import acceptance
 from outrider.training.step import accumulate

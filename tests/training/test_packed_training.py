@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.data.features import LiveFeatures
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.trainer import train
 from training.bench import TAPS, make_answers, make_model

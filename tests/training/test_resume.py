@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from outrider import checkpoint
 from outrider.errors import CheckpointError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.config import build
 from outrider.errors import ConfigError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import losses, rows
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers

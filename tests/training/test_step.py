@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.drafters import find
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import losses, step
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.config import build
 from outrider.errors import ConfigError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import trackers
 from outrider.training.config import Config
 from outrider.training.trainer import train

@@ -23,7 +23,7 @@ from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import losses, trainer
 from outrider.training.config import Config
 from outrider.training.metrics import Metrics

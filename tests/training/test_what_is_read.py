@@ -8,7 +8,7 @@ from conftest import batch_of, cases
 
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.top_logprobs import TopLogprobs
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.hf.transformers import TransformersTarget
 
 TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains and not case.is_variant], ids=str)
 

@@ -44,7 +44,7 @@ from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 

@@ -35,8 +35,8 @@ from outrider.decoding.state import DecodeState
 from outrider.lab import byte_patches, stale, target_model
 from outrider.nn import serving
 from outrider.nn.draft_model import Batch, draw, trained_mask, with_mask
-from outrider.targets import causal_lm
-from outrider.targets.attention_mask import Tree
+from outrider.targets.cache.attention_mask import Tree
+from outrider.targets.hf import causal_lm
 from outrider.targets.protocol import Target
 
 

@@ -48,7 +48,7 @@ from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig
 from outrider.sampling.distribution import log_probs
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 CHUNK = 64

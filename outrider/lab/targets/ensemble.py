@@ -38,11 +38,11 @@ from outrider.lab.ensemble_folder import Description, described
 from outrider.sampling.distribution import wide
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets.cache import SlotCache
-from outrider.targets.generation import greedy_sampling
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.step import CompiledStep
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.text.generation import greedy_sampling
 
 ENSEMBLED, DISAGREED, CHANGED, UNDECIDED = 1, 2, 4, 8
 """Bits by which a row of a pass is counted in `Shares`."""

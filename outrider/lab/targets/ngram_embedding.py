@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from outrider.errors import ConfigError, TargetError
-from outrider.targets.anatomy import cache_argument, trunk
+from outrider.targets.hf.anatomy import cache_argument, trunk
 
 KIND = "ngram_embedding"
 """Its `model_type` in a config.json."""

@@ -38,8 +38,8 @@ from outrider.serve.learning import buffer
 from outrider.serve.learning.buffer import Text
 from outrider.serve.learning.folder import RESULT, Folder, remove_unfinished
 from outrider.serve.learning.trial import Trial, compared
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.transformers import TransformersTarget
 from outrider.training.config import Config as TrainConfig
 from outrider.training.trainer import train
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from outrider.targets import hooks
-from outrider.targets.anatomy import BROKEN, cache_argument, trunk
-from outrider.targets.attention_mask import Limit, Tree
-from outrider.targets.cache import SlotCache
-from outrider.targets.rotary import Rotary, learn_rotary
-from outrider.targets.sparse_index import choose_earliest
+from outrider.targets.cache.attention_mask import Limit, Tree
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf import hooks
+from outrider.targets.hf.anatomy import BROKEN, cache_argument, trunk
+from outrider.targets.hf.rotary import Rotary, learn_rotary
+from outrider.targets.hf.sparse_index import choose_earliest
 
 KINDS = (
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention",

@@ -32,8 +32,8 @@ from outrider.errors import ConfigError, OutriderError, TargetError, first_line
 from outrider.launcher import launched, local
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.step import CompiledStep
-from outrider.targets.transformers import TransformersTarget
 
 PATIENCE = timedelta(days=365)
 """The others wait so long for a call: a server may be idle for days, and of a dead process the connection breaks."""

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.targets import lazy_memory
-from outrider.targets.lazy_memory import Pages
+from outrider.targets.cache import lazy_memory
+from outrider.targets.cache.lazy_memory import Pages
 
 FIRST = 512
 """Columns of a slot before any text needs more, where buffers double."""

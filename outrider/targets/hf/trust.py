@@ -26,10 +26,10 @@ from outrider import cache
 from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
-from outrider.targets import miniature, selftest
-from outrider.targets.family import Masks
-from outrider.targets.own_cache import past_name
-from outrider.targets.selftest import SelfTest, WrongText
+from outrider.targets.cache.own import past_name
+from outrider.targets.hf import miniature, selftest
+from outrider.targets.hf.family import Masks
+from outrider.targets.hf.selftest import SelfTest, WrongText
 
 log = logging.getLogger(__name__)
 

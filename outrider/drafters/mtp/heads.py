@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError, first_line
-from outrider.targets.attention_mask import Limit
+from outrider.targets.cache.attention_mask import Limit
 from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 

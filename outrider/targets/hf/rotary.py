@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
-from outrider.targets import hooks
-from outrider.targets.anatomy import cache_argument
-from outrider.targets.attention_mask import Tree
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import Tree
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf import hooks
+from outrider.targets.hf.anatomy import cache_argument
 
 _LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
-from outrider.targets import hooks, spread
+from outrider.targets.hf import hooks
+from outrider.targets.parallel import spread
 
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
 """Names under which families take a cache: the first two up to transformers 5.23, the third since."""

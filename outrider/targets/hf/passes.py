@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from outrider import prepacked
 from outrider.decoding.state import Scores
-from outrider.targets import hooks
-from outrider.targets.attention_mask import Tree
-from outrider.targets.cache import SlotCache
-from outrider.targets.family import Family
+from outrider.targets.cache.attention_mask import Tree
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.hf import hooks
+from outrider.targets.hf.family import Family
 from outrider.targets.protocol import TargetSpec
 
 

@@ -25,12 +25,12 @@ from torch import Tensor
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
+from outrider.drafters.gemma4_assistant.model import load_assistant, shared_layers
 from outrider.errors import DrafterError
 from outrider.nn import serving
 from outrider.nn.memory import LastStates, StateDrafter
-from outrider.targets.assistant import load_assistant, shared_layers
-from outrider.targets.attention_mask import additive
-from outrider.targets.cache import SlotCache
+from outrider.targets.cache.attention_mask import additive
+from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
 

@@ -26,11 +26,11 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import Detokenizer, with_stops
-from outrider.targets import detokenizer as detokenizers
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
-from outrider.targets.prompts import Prompt, ids_of, is_chat, listed
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.remote_rows import IDLE, DrawnRows, LogprobRows, RemoteRows, settings_of
+from outrider.targets.remote.rows import IDLE, DrawnRows, LogprobRows, RemoteRows, settings_of
+from outrider.targets.text import detokenizer as detokenizers
+from outrider.targets.text.prompts import Prompt, ids_of, is_chat, listed
 
 Method = Literal["probes", "logprobs"]
 UNLIMITED = 2**31 - 1

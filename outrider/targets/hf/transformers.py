@@ -26,8 +26,13 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import chunks, gpu_attention, hooks, quantised, spread
-from outrider.targets.anatomy import (
+from outrider.targets import gpu_attention, quantised
+from outrider.targets.cache.attention_mask import TextCache, Tree, additive, limited, positions
+from outrider.targets.cache.own import OwnCache
+from outrider.targets.cache.slots import SlotCache
+from outrider.targets.cuda_graphs import COLUMNS
+from outrider.targets.hf import chunks, hooks
+from outrider.targets.hf.anatomy import (
     PartialHead,
     copied,
     decoder_layers,
@@ -36,24 +41,21 @@ from outrider.targets.anatomy import (
     trunk,
     what_ends_do,
 )
-from outrider.targets.attention_mask import TextCache, Tree, additive, limited, positions
-from outrider.targets.cache import SlotCache
-from outrider.targets.cuda_graphs import COLUMNS
-from outrider.targets.detokenizer import detokenizer
-from outrider.targets.family import learn, media_tokens
-from outrider.targets.generation import ends_of, greedy_sampling
+from outrider.targets.hf.family import learn, media_tokens
+from outrider.targets.hf.passes import Passes
+from outrider.targets.hf.rotary import reading_prompt, verify_by_length
+from outrider.targets.hf.selftest import plain_words, refusal, refusing
+from outrider.targets.hf.trust import trust, trusted
 from outrider.targets.identity import hash_weights, spec_of
-from outrider.targets.own_cache import OwnCache
-from outrider.targets.passes import Passes
-from outrider.targets.prompts import ids_of
+from outrider.targets.parallel import spread
 from outrider.targets.protocol import Skip
-from outrider.targets.rotary import reading_prompt, verify_by_length
-from outrider.targets.selftest import plain_words, refusal, refusing
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
-from outrider.targets.trust import trust, trusted
-from outrider.targets.turns import closing_of
+from outrider.targets.text.detokenizer import detokenizer
+from outrider.targets.text.generation import ends_of, greedy_sampling
+from outrider.targets.text.prompts import ids_of
+from outrider.targets.text.turns import closing_of
 
 
 class TransformersTarget(Passes):

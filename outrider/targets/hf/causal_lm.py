@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from outrider import demo
 from outrider.errors import DrafterError, first_line
 from outrider.targets import catalog
-from outrider.targets.anatomy import head_transform, trunk
-from outrider.targets.attention_mask import positions
+from outrider.targets.cache.attention_mask import positions
+from outrider.targets.hf.anatomy import head_transform, trunk
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from outrider.targets.anatomy import BROKEN
-from outrider.targets.family import WINDOWS
+from outrider.targets.hf.anatomy import BROKEN
+from outrider.targets.hf.family import WINDOWS
 
 VOCABULARY = 128
 LIMIT = 16

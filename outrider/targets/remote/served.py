@@ -22,13 +22,13 @@ from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.sampling.text import Detokenizer
 from outrider.targets import catalog, quantised
-from outrider.targets.detokenizer import detokenizer
-from outrider.targets.generation import ends_of
+from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.identity import hash_stored, load_tokenizer, spec_of
 from outrider.targets.load import default_device, dtype_of
 from outrider.targets.progress import no_reports
-from outrider.targets.prompts import ids_of
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.text.detokenizer import detokenizer
+from outrider.targets.text.generation import ends_of
+from outrider.targets.text.prompts import ids_of
 
 
 class ServedTarget:

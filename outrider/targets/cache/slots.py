@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import sent
-from outrider.targets.attention_mask import Limit, PassLayout, additive, span
-from outrider.targets.stacks import Buffer, Stacks
-from outrider.targets.states import RecurrentStates, StateCalls
+from outrider.targets.cache.attention_mask import Limit, PassLayout, additive, span
+from outrider.targets.cache.stacks import Buffer, Stacks
+from outrider.targets.cache.states import RecurrentStates, StateCalls
 
 STEP_WIDTH = 64
 """Tokens a row up to which a pass is a step and not a prompt's.  Steps share one mask, and follow each other over the

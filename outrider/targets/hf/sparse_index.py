@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.targets import hooks
+from outrider.targets.hf import hooks
 
 
 def choose_earliest(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from outrider import machine
 from outrider.errors import ConfigError
-from outrider.targets import lazy_memory
+from outrider.targets.cache import lazy_memory
 from outrider.targets.protocol import Target
 
 SHARE = 0.5

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.errors import TargetError
-from outrider.targets.anatomy import BROKEN
-from outrider.targets.family import WINDOWS
+from outrider.targets.hf.anatomy import BROKEN
+from outrider.targets.hf.family import WINDOWS
 
 Mode = Literal["tree", "chain", "off"]
 PARENTS = (-1, 0, -1, 0, 1, 2)

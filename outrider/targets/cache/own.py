@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.targets.anatomy import ARGUMENTS
+from outrider.targets.hf.anatomy import ARGUMENTS
 
 PASTS = (*ARGUMENTS, "state", "mems", "past_buckets_states")
 """Names by which families take what a pass before gave back."""

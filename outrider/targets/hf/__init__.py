@@ -1,0 +1,1 @@
+"""Causal LMs of transformers as targets: what a family needs, read off its modules and tried on text."""

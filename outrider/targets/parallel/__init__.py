@@ -1,0 +1,1 @@
+"""A target over several devices or processes."""
