@@ -33,9 +33,10 @@ import torch
 from batch_time import write
 from torch import Tensor
 
-from outrider import load_drafter, prepacked
+from outrider import load_drafter
 from outrider.compiled.block import alike
 from outrider.decoding.draft import Draft
+from outrider.kernels import prepacked
 from outrider.targets.accuracy import Loss
 from outrider.targets.hf.selftest import chain_of
 from outrider.targets.load import load_target

@@ -25,11 +25,12 @@ from batch_time import CHECKPOINT, Served, prompts_of, serve_in_one_call, write
 from methods import METHODS, Bench
 from products import SQUARE, by_turns
 
-from outrider import load_drafter, load_target, machine, prepacked
+from outrider import load_drafter, load_target, machine
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.decoding.static import NoStatic
+from outrider.kernels import prepacked
 from outrider.measure.config import Config
 from outrider.measure.record import Run
 from outrider.measure.timing import run_once

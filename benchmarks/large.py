@@ -28,11 +28,12 @@ from batch_time import parties, promise, prompts_of, serve, write
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from outrider import generate, load_target, machine, prepacked
+from outrider import generate, load_target, machine
 from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
+from outrider.kernels import prepacked
 
 SHAPES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},

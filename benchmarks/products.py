@@ -2,10 +2,10 @@
 
     python benchmarks/products.py [--shapes demo,0.6b] [--rows 1,2,4,8,16,64,256] [--out FILE]
 
-All linear layers of a model one after another, in every way that this machine has (`prepacked`): weights in float32,
-and weights whose values are exactly bfloat16, which panels store in half the bytes.  All ways, a reading of as many
-bytes and a square product take turns; the quickest turn of each counts.  `bound` is the longer of reading the bytes
-that a way stores at the speed of that reading, and of the arithmetic at the speed of the quickest product in this run.
+All linear layers of a model one after another, in every way that this machine has (`kernels.prepacked`): weights in
+float32, and weights whose values are exactly bfloat16, which panels store in half the bytes.  All ways, a reading of as
+many bytes and a square product take turns; the quickest turn of each counts.  `bound` is the longer of reading the
+bytes that a way stores at the speed of that reading, and of the arithmetic at the speed of the quickest product in this run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from batch_time import write
 from torch import Tensor
 
-from outrider import machine, prepacked
+from outrider import machine
+from outrider.kernels import prepacked
 
 QWEN_06B = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 SHAPES = {

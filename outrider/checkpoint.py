@@ -27,12 +27,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.atomic import replacing, sync
 from outrider.config import build, read_object
 from outrider.drafters import find
 from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.nn.shape import FORMER, LayerConfig
+from outrider.storage.atomic import replacing, sync
 from outrider.targets.protocol import Target
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from outrider import machine, measurements
+from outrider import machine
 from outrider.compiled.runner import runner_of
 from outrider.costs.kept import KeptCosts, shape_of
 from outrider.decoding.loop import StepRunner
@@ -24,6 +24,7 @@ from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.kernels.selection import acceptance_kernels
 from outrider.loading import load_drafter
+from outrider.machine import measurements
 from outrider.policies import named
 from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider import checkpoint, prepacked
+from outrider import checkpoint
 from outrider.compiled import Compiled
 from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
@@ -21,6 +21,7 @@ from outrider.export.folder import has_config
 from outrider.export.gguf_file import FILE
 from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
 from outrider.hub import missing_path
+from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.remote import RemoteDrafter
 from outrider.targets.protocol import Target

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import outrider
-from outrider import contents, kernels, prepacked
-from outrider.contents import Contents, digests_of
+from outrider import kernels
 from outrider.errors import TargetError
+from outrider.kernels import contents, prepacked
+from outrider.kernels.contents import Contents, digests_of
 from outrider.targets.hf.transformers import TransformersTarget
 from tests.conftest import tiny_model
 from tests.drafters.proposals import watch

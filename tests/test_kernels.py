@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from outrider import kernels, machine, prepacked
+from outrider import kernels, machine
 from outrider.compiled import rewrite
 from outrider.decoding import noise
-from outrider.kernels import pages
+from outrider.kernels import pages, prepacked
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from outrider import machine, measurements
+from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
-from outrider.contention import Contention
+from outrider.machine import measurements
+from outrider.machine.contention import Contention
 from outrider.processes import Whole
 from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from conftest import tiny_model
 from torch import nn
 
-from outrider import checkpoint, load_drafter, load_target, machine, prepacked
+from outrider import checkpoint, load_drafter, load_target, machine
 from outrider.drafters import dspark
-from outrider.prepacked import Way
+from outrider.kernels import prepacked
+from outrider.kernels.prepacked import Way
 
 OURS = [way for way in prepacked.ways() if way != "plain"]
 

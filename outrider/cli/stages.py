@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from outrider import machine, measurements
+from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
+from outrider.machine import measurements
 from outrider.report import summary, tables
 from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig

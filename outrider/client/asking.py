@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from outrider.atomic import whole_lines
 from outrider.client.answers import Answer
 from outrider.client.asynchronous import AsyncClient
 from outrider.client.cache import digest
 from outrider.client.failures import BudgetExceeded, CircuitOpen, ClientError
 from outrider.errors import ConfigError, DataError
-from outrider.lock import held
+from outrider.storage.atomic import whole_lines
+from outrider.storage.lock import held
 
 Update = Callable[[int, int], None]
 """Called with the numbers of prompts that are answered and that failed."""

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled, prepacked
+from outrider import compiled
 from outrider.compiled import Compiled, Runnable, build
 from outrider.compiled.key import code
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
+from outrider.kernels import prepacked
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered, wide
 from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts

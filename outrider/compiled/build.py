@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from outrider import cache, kernels, prepacked
+from outrider import kernels
 from outrider.compiled import rewrite
 from outrider.compiled.package import written
 from outrider.errors import OutriderError, first_line
+from outrider.kernels import prepacked
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

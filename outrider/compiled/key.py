@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider import kernels, machine, prepacked
+from outrider import kernels, machine
+from outrider.kernels import prepacked
 
 INLINED = 8
 """Most numbers of a vector that inductor writes into the code: packages don't read it from the model."""

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider import cache, kernels
+from outrider import kernels
 from outrider.errors import first_line
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider import cache, lock
 from outrider.compiled.build import NotCompiled
+from outrider.storage import cache, lock
 
 PATIENCE_S = 1800.0
 """For which a process waits while another one compiles."""

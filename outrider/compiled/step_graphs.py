@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider import prepacked
 from outrider.decoding.static import StaticStep
+from outrider.kernels import prepacked
 from outrider.targets import cuda_graphs
 from outrider.targets.cuda_graphs import Outputs, Recorder
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider import prepacked
 from outrider.compiled import Graph, NotCompiled
 from outrider.compiled.step_graphs import StepGraphs, again
 from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
-from outrider.contents import Contents
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import draft_columns
 from outrider.decoding.state import DecodeState, Judge
 from outrider.decoding.static import Drafted, NoStatic, Outcome, StaticDraft, StaticSlots, StaticStep
+from outrider.kernels import prepacked
+from outrider.kernels.contents import Contents
 from outrider.sampling.judge import SamplingJudge, error_of
 from outrider.sampling.settings import Sampling
 from outrider.sampling.static import RANKS, Kind

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from outrider import cache
 from outrider.decoding.protocols import Drafter
+from outrider.storage import cache
 
 Seconds = Mapping[tuple[int, int], float]
 

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
-from outrider.atomic import replacing
 from outrider.data import hash_files
 from outrider.data.config import Config
 from outrider.data.duplicates import content_hash
@@ -28,6 +27,7 @@ from outrider.data.rendering import template_hash
 from outrider.data.split import Openings, held_out
 from outrider.errors import DataError
 from outrider.nn.draft_model import binding
+from outrider.storage.atomic import replacing
 from outrider.targets.protocol import Target
 
 ANSWERS, MANIFEST, NGRAM_HASHES = "answers.jsonl", "answers.json", "prompts.grams"

@@ -25,15 +25,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from outrider.atomic import replacing
 from outrider.data import encodings, feature_shards, rotation
 from outrider.data.answers import Answer
 from outrider.data.feature_shards import Layout, Shard, key_of, name_of
 from outrider.data.rotation import Rotation
 from outrider.errors import DataError
-from outrider.lock import Claim
 from outrider.nn.draft_model import binding
 from outrider.nn.top_logprobs import TopLogprobs
+from outrider.storage.atomic import replacing
+from outrider.storage.lock import Claim
 from outrider.targets.protocol import Target
 
 MANIFEST, ROTATION = "cache.json", "rotation.safetensors"

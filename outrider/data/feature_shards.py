@@ -31,13 +31,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from outrider.atomic import replacing
 from outrider.data import encodings
 from outrider.data.answers import Answer
 from outrider.data.rotation import Rotation
 from outrider.errors import DataError
 from outrider.nn.top_logprobs import TopLogprobs
 from outrider.sampling.text import common_prefix
+from outrider.storage.atomic import replacing
 
 FORMAT = 1
 HEADER = 1 << 24

@@ -16,13 +16,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from outrider.atomic import replacing
 from outrider.data.ngram_hashes import mixed, once
 from outrider.data.overlap.content import weights_of
 from outrider.data.overlap.near import LIGHTEST_TEXT
 from outrider.data.overlap.questions import COMMON, RULE, Lookup, Questions
 from outrider.data.overlap.units import units
 from outrider.errors import DataError
+from outrider.storage.atomic import replacing
 
 FORMAT = 2
 """Of the file, and of the rule: hashes of another format are others."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from outrider.atomic import whole_lines
 from outrider.data import servers
 from outrider.data.answers import (
     ANSWERS,
@@ -40,8 +39,9 @@ from outrider.data.talks import Asked, Talk, iterate_asked
 from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
 from outrider.generation import serve
-from outrider.lock import held
 from outrider.processes import ALONE
+from outrider.storage.atomic import whole_lines
+from outrider.storage.lock import held
 from outrider.targets.protocol import Target
 from outrider.targets.text.prompts import refuse_unembedded
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from outrider.atomic import replacing
 from outrider.errors import DataError
+from outrider.storage.atomic import replacing
 
 EXACT = 4096
 """Up to so many numbers a token the directions are computed exactly; of more, by a random projection."""

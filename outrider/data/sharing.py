@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from outrider.atomic import sync, whole_lines
 from outrider.data.answers import ANSWERS
+from outrider.storage.atomic import sync, whole_lines
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.atomic import replacing
 from outrider.data.choosing import Part
 from outrider.data.overlap import questions
 from outrider.data.readers import data_set, files_of
 from outrider.data.sources import Selection
 from outrider.errors import DataError
+from outrider.storage.atomic import replacing
 
 NAME = "sources.json"
 COMMIT = re.compile(r"@([0-9a-f]{40})")

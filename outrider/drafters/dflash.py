@@ -25,13 +25,13 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
 from outrider.decoding.static import Committed, Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.errors import DrafterError
+from outrider.kernels import prepacked
 from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask

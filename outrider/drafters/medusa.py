@@ -32,7 +32,6 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState, Scores
@@ -45,6 +44,7 @@ from outrider.decoding.static import (
     sizes_of,
 )  # fmt: skip
 from outrider.errors import DrafterError
+from outrider.kernels import prepacked
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.heads import ResidualBlock

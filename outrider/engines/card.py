@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from outrider.atomic import replacing
 from outrider.engines import commands
 from outrider.engines.engine import ENGINES, Draft
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError, ExportError
 from outrider.export.manifest import MANIFEST, read_manifest
 from outrider.hub import is_local
+from outrider.storage.atomic import replacing
 from outrider.targets import catalog
 
 NAME = "README.md"

@@ -21,13 +21,13 @@ from typing import Any
 
 import yaml
 
-from outrider.atomic import new_folder
 from outrider.engines import commands
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Engine, Wish, engine_of
 from outrider.engines.template import rendered
 from outrider.engines.words import GGUF_FILE, REPOSITORY, downloaded
 from outrider.errors import ConfigError, DataError
+from outrider.storage.atomic import new_folder
 
 PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"
 MODELS, SETTINGS = "/models", "/etc/outrider"

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.atomic import replacing
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.engines import words
@@ -35,6 +34,7 @@ from outrider.generation import batch, serve
 from outrider.nn.draft_model import DraftModel
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import common_prefix
+from outrider.storage.atomic import replacing
 from outrider.targets.hf.transformers import TransformersTarget
 
 COMPARED = ("vllm", "sglang", "transformers", "llamacpp")

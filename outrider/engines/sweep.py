@@ -24,11 +24,11 @@ from typing import Any
 
 import httpx
 
-from outrider.atomic import replacing
 from outrider.engines import commands
 from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.tune import Arm, Point
 from outrider.errors import ConfigError, DataError
+from outrider.storage.atomic import replacing
 from outrider.traffic.plan import Plan
 from outrider.traffic.replay import replay
 from outrider.traffic.traces import Trace

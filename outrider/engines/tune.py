@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.atomic import replacing
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import student
+from outrider.storage.atomic import replacing
 
 LARGEST = 1024
 """The highest load that tables are written for."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from outrider.atomic import new_folder
 from outrider.errors import ConfigError, ExportError
 from outrider.export import gguf_file, gguf_model
 from outrider.export.gguf_file import DEFAULT, FILE, PRECISIONS
 from outrider.export.manifest import MANIFEST
+from outrider.storage.atomic import new_folder
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 

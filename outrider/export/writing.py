@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from outrider.atomic import new_folder
 from outrider.checkpoint import load_model, manifest_for, manifest_of
 from outrider.errors import ConfigError, ExportError
 from outrider.export.formats import borrowed, find, identify, is_checkpoint, layout_of, renamed
@@ -20,6 +19,7 @@ from outrider.export.layout import Layout, Source, first
 from outrider.export.manifest import MANIFEST
 from outrider.export.reading import described, imported
 from outrider.nn.draft_model import DraftModel
+from outrider.storage.atomic import new_folder
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 

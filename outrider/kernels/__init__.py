@@ -1,9 +1,9 @@
 """Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
 compiler.
 
-`multiply` and `gated`, for weights in panels (see `prepacked`), `attend` and `race`, which draws tokens, are operators
-of torch for eager code; compiled packages call them by their C names.  The acceptance rule (see `accepting`) is called
-with pointers.  They are written with the compiler's own vectors: its flags say how wide these are.
+`multiply` and `gated`, for weights in panels (see `kernels.prepacked`), `attend` and `race`, which draws tokens, are
+operators of torch for eager code; compiled packages call them by their C names.  The acceptance rule (see `accepting`)
+is called with pointers.  They are written with the compiler's own vectors: its flags say how wide these are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider import cache, machine
+from outrider import machine
 from outrider.decoding import noise
 from outrider.errors import first_line
 from outrider.kernels.pages import LargePages
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

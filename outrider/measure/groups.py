@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.contention import calmest, mean
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import Request
+from outrider.machine.contention import calmest, mean
 from outrider.measure import prompts, rejections, timing
 from outrider.measure.config import Config
 from outrider.measure.journal import PromptRecord, Record, Traced

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.config import flatten
-from outrider.contention import Contention
 from outrider.errors import DataError
+from outrider.machine.contention import Contention
 from outrider.measure.prompts import digest
 from outrider.measure.record import Run
 from outrider.measure.tasks import Prompt

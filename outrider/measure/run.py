@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outrider import contents
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.generation import DrafterLike, as_drafters, as_target, kept_costs
+from outrider.kernels import contents
 from outrider.measure import groups, journal, scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
+from outrider.kernels import prepacked
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import DraftModel
 from outrider.retrieval.texts import Text, Tries

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider import cache, machine, measurements
+from outrider import machine
 from outrider.costs.kept import Known
 from outrider.costs.passes import timed
 from outrider.decoding.accept import Accepted
@@ -31,9 +31,11 @@ from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.drafters import find, kinds
 from outrider.generation import batch, kept_costs, serve
 from outrider.loading import describe, load_drafter
+from outrider.machine import measurements
 from outrider.measure.fingerprint import fingerprint
 from outrider.plan.allowance import Allowance
 from outrider.sampling.settings import Sampling
+from outrider.storage import cache
 from outrider.targets.cache.memory import token_bytes
 from outrider.targets.protocol import Target
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from outrider.atomic import replacing
 from outrider.errors import DataError
 from outrider.report.parts import (
     Clean,
@@ -34,6 +33,7 @@ from outrider.report.parts import (
     Training,
     finite,
 )
+from outrider.storage.atomic import replacing
 
 SCHEMA = 1
 

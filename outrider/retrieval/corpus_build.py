@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.atomic import sync
 from outrider.errors import DataError
-from outrider.lock import held
 from outrider.retrieval import corpus_files
 from outrider.retrieval.corpus_files import described, write_header
 from outrider.retrieval.suffix_array import Corpus
+from outrider.storage.atomic import sync
+from outrider.storage.lock import held
 
 FILES = ("tokens.bin", "suffixes.bin")
 PIECE = 1 << 22

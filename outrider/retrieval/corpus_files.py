@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outrider.atomic import replacing
 from outrider.errors import DataError
+from outrider.storage.atomic import replacing
 
 FORMAT = 1
 BLOCK = 1 << 22

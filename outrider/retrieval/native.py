@@ -15,8 +15,9 @@ import os
 import platform
 from pathlib import Path
 
-from outrider import cache, kernels
+from outrider import kernels
 from outrider.errors import OutriderError
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

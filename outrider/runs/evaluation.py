@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from outrider import lock, machine
+from outrider import machine
 from outrider.checkpoint import amend
 from outrider.drafters import kinds, trains_target
 from outrider.errors import ConfigError, DataError
@@ -39,6 +39,7 @@ from outrider.runs.file import RunConfig, TargetConfig
 from outrider.runs.preview import Line, evaluation_tokens
 from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
+from outrider.storage import lock
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
 from outrider.training.checkpoints import chosen

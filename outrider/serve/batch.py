@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
-from outrider.atomic import whole_lines
 from outrider.errors import ConfigError, DataError
 from outrider.serve.parsing import read
 from outrider.serve.refusals import Refusal, invalid
 from outrider.serve.service import Kind, Post, Service
+from outrider.storage.atomic import whole_lines
 
 URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 AHEAD = 2

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt
 
-from outrider import lock
-from outrider.atomic import replacing
 from outrider.config import Config, build, nearest, read_object
 from outrider.errors import ConfigError
+from outrider.storage import lock
+from outrider.storage.atomic import replacing
 
 log = logging.getLogger(__name__)
 

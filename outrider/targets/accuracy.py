@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outrider import machine, prepacked
+from outrider import machine
 from outrider.decoding.draft import Draft
+from outrider.kernels import prepacked
 from outrider.targets.hf.selftest import PARENTS, chain_of, plain_words, tree_of
 
 log = logging.getLogger(__name__)

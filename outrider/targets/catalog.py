@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider import cache, demo, lock
+from outrider import demo
 from outrider.errors import TargetError
+from outrider.storage import cache, lock
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from outrider import cache, machine
+from outrider import machine
 from outrider.compiled import NotCompiled
 from outrider.errors import ConfigError, TargetError, first_line
 from outrider.hub import missing_path
+from outrider.storage import cache
 from outrider.targets import catalog, quantised
 from outrider.targets.hf.anatomy import output_layer
 from outrider.targets.hf.transformers import TransformersTarget

@@ -21,12 +21,13 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled, prepacked
+from outrider import compiled
 from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, build, dense
 from outrider.compiled.key import code
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
+from outrider.kernels import prepacked
 from outrider.targets import accuracy
 from outrider.targets.accuracy import Allowance, Loss
 from outrider.targets.cache import attention_mask

@@ -25,8 +25,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from outrider.atomic import replacing
 from outrider.errors import ConfigError, DataError
+from outrider.storage.atomic import replacing
 from outrider.traffic.calls import Call, Unanswered
 from outrider.traffic.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.redaction import redacted

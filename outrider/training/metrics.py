@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.atomic import replacing
 from outrider.errors import TrainingError
+from outrider.storage.atomic import replacing
 from outrider.training.trackers import Trackers
 
 log = logging.getLogger(__name__)

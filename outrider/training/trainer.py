@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider import checkpoint, machine
 from outrider.errors import ConfigError, TrainingError
-from outrider.lock import held
 from outrider.nn.blocks import recompute
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.processes import ALONE, Processes, check_parts
+from outrider.storage.lock import held
 from outrider.training import losses
 from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config

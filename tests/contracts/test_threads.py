@@ -12,8 +12,8 @@ from conftest import cases, fast
 from torch import nn
 
 from benchmarks.families import tiny
-from outrider import prepacked
 from outrider.generation import generate
+from outrider.kernels import prepacked
 from outrider.retrieval.native_trie import fastest
 from outrider.retrieval.trie import Trie
 from outrider.targets.load import load_target

@@ -25,8 +25,8 @@ from outrider.data.regenerate import answered, prepare
 from outrider.data.rendering import prompt_tokens, render
 from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
-from outrider.lock import held
 from outrider.sampling.settings import Sampling
+from outrider.storage.lock import held
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

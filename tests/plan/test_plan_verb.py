@@ -12,12 +12,12 @@ from tiny import folder as folder
 from verbs import outrider_with
 
 from benchmarks import plan as benchmark
-from outrider import measurements
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.drafters import find
 from outrider.generation import batch, kept_costs
 from outrider.loading import load_drafter
+from outrider.machine import measurements
 from outrider.plan import timings
 from outrider.plan.allowance import Allowance
 from outrider.plan.predict import StepCost

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider import kernels, machine, prepacked
+from outrider import kernels, machine
+from outrider.kernels import prepacked
 from outrider.targets import accuracy
 from outrider.targets.accuracy import Allowance, Loss
 from outrider.targets.hf.transformers import TransformersTarget

@@ -9,9 +9,9 @@ from conftest import first, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CAUSAL, NESTED, built, continued
-from outrider import cache
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
+from outrider.storage import cache
 from outrider.targets.hf import miniature, selftest, trust
 from outrider.targets.load import load_target
 

@@ -14,7 +14,7 @@ from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import continued, tiny
-from outrider import compiled, machine, prepacked
+from outrider import compiled, machine
 from outrider.compiled import NotCompiled, background, compile_passes
 from outrider.compiled import package as package_module
 from outrider.compiled.key import fingerprint, values_of
@@ -22,6 +22,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve, stream
+from outrider.kernels import prepacked
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf import chunks
 from outrider.targets.hf.transformers import TransformersTarget

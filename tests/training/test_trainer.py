@@ -21,8 +21,8 @@ from outrider import checkpoint
 from outrider.checkpoint import manifest_of
 from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, TrainingError
-from outrider.lock import held
 from outrider.nn.draft_model import Batch
+from outrider.storage.lock import held
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import losses, trainer
 from outrider.training.config import Config

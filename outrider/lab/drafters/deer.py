@@ -32,13 +32,13 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.compiled.block import real
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.errors import ConfigError
+from outrider.kernels import prepacked
 from outrider.lab.diffusion_lm import DiffusionLM
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary

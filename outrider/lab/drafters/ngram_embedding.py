@@ -23,11 +23,11 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
+from outrider.kernels import prepacked
 from outrider.lab.targets.ngram_embedding import NgramEmbedding, NgramHashes, shifted, stopped
 from outrider.nn import trees
 from outrider.nn.blocks import RMSNorm

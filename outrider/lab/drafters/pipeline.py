@@ -28,11 +28,11 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from outrider import prepacked
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
+from outrider.kernels import prepacked
 from outrider.lab.pipeline import PipelineDrafter
 from outrider.lab.stages import ranges
 from outrider.nn.blocks import Attend, PairLayer, RMSNorm, attending, attention, rotary

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider import checkpoint
-from outrider.atomic import replacing
 from outrider.config import read_object
 from outrider.errors import ConfigError, DataError
 from outrider.serve.learning.buffer import Buffer
 from outrider.serve.learning.config import Learning
+from outrider.storage.atomic import replacing
 
 SETTINGS, STATE, LOG, JOB_LOG, RESULT = "settings.json", "state.json", "log.jsonl", "job.log", "result.json"
 

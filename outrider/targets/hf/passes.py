@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider import prepacked
 from outrider.decoding.state import Scores
+from outrider.kernels import prepacked
 from outrider.targets.cache.attention_mask import Tree
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf import hooks

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider import prepacked
-from outrider.contents import Contents
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
+from outrider.kernels import prepacked
+from outrider.kernels.contents import Contents
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import gpu_attention, quantised

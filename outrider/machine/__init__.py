@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider import cache, measurements
-from outrider.measurements import Figures, best_times
+from outrider.machine import measurements
+from outrider.machine.measurements import Figures, best_times
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import kernels, machine
-from outrider.contents import Contents
+from outrider.kernels.contents import Contents
 from outrider.kernels.pages import LargePages
 
 Way = Literal["plain", "onednn", "panels"]

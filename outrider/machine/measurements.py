@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from outrider import cache
-from outrider.contention import watched
+from outrider.machine.contention import watched
+from outrider.storage import cache
 
 log = logging.getLogger(__name__)
 

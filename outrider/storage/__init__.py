@@ -1,0 +1,1 @@
+"""Files that survive a crash, a second process and a full disk."""
