@@ -34,13 +34,13 @@ from batch_time import write
 from torch import Tensor
 
 from outrider import load_drafter
-from outrider.compiled.block import alike
 from outrider.decoding.draft import Draft
+from outrider.fast.block import alike
+from outrider.fast.passes.compiled import TracedPass
 from outrider.kernels import prepacked
 from outrider.targets.accuracy import Loss
 from outrider.targets.hf.selftest import chain_of
 from outrider.targets.load import load_target
-from outrider.targets.step import TracedPass
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, STEPS = 32, 16
@@ -143,7 +143,7 @@ def block(name: str, compile: bool) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def gpu_kernels(name: str, context: int = 64, layers: int = 2) -> list[dict[str, Any]]:
     """A pass by our Triton kernels."""
-    from outrider.targets.gpu_pass import GpuPass  # Triton reads how it runs when it is imported
+    from outrider.fast.gpu.kernel_pass import GpuPass  # Triton reads how it runs when it is imported
 
     whole: Any = load_target(name, dtype="float32", compile=False)
     model = copy.deepcopy(whole.model)

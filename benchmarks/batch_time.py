@@ -21,12 +21,12 @@ import transformers
 
 from benchmarks.replay import command, processor
 from outrider import demo, generation, load_drafter, load_target
-from outrider.compiled import NotCompiled, compile_passes
-from outrider.compiled.runner import using
-from outrider.compiled.step_package import StepPackage
 from outrider.data.readers import instructions
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
+from outrider.fast import NotCompiled, compile_passes
+from outrider.fast.runner import using
+from outrider.fast.whole.package import StepPackage
 from outrider.measure.timing import model_clock
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget

@@ -55,12 +55,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.batch_time import promise, write  # noqa: E402
 from outrider import drafters, generate, kernels, load_target, machine, stream  # noqa: E402
-from outrider.compiled import NotCompiled, compile_passes  # noqa: E402
 from outrider.decoding.protocols import Drafter  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
+from outrider.fast import NotCompiled, compile_passes  # noqa: E402
+from outrider.fast.passes.compiled import has_adapters  # noqa: E402
 from outrider.kernels import prepacked  # noqa: E402
 from outrider.sampling.text import TextStream  # noqa: E402
-from outrider.targets.step import has_adapters  # noqa: E402
 
 peft: Any = None
 with suppress(ImportError):

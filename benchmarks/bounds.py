@@ -26,10 +26,9 @@ from methods import METHODS, Bench
 from products import SQUARE, by_turns
 
 from outrider import load_drafter, load_target, machine
-from outrider.compiled import NotCompiled, compile_passes
-from outrider.decoding.protocols import Drafter
+from outrider.decoding.protocols import Drafter, NoStatic
 from outrider.decoding.state import Request
-from outrider.decoding.static import NoStatic
+from outrider.fast import NotCompiled, compile_passes
 from outrider.kernels import prepacked
 from outrider.measure.config import Config
 from outrider.measure.record import Run

@@ -27,7 +27,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import gpu_acceptance, gpu_step
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
-from outrider.compiled import NotCompiled, flat
 from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.decoding.draft import Draft
@@ -35,15 +34,16 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
+from outrider.fast import NotCompiled, flat
+from outrider.fast.gpu.cuda_graphs import CudaGraphs, cuda_graph
+from outrider.fast.passes.compiled import CompiledStep, TracedPass
 from outrider.gate import parity
 from outrider.plan.profile import busy_seconds
 from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
-from outrider.targets import gpu_attention
 from outrider.targets.cache.slots import SlotCache
-from outrider.targets.cuda_graphs import CudaGraphs, cuda_graph
+from outrider.targets.hf import gpu_attention
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.targets.step import CompiledStep, TracedPass
 from outrider.training.config import Config as TrainConfig
 from outrider.training.optimizers import Optimizers
 from outrider.training.step import optimise

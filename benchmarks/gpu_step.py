@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.compiled.runner import wrong
-from outrider.compiled.step_graphs import again
-from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.scheduler import Progress, advance
 from outrider.decoding.state import Request
 from outrider.drafters import find
 from outrider.errors import first_line
+from outrider.fast.runner import wrong
+from outrider.fast.whole.graphs import again
+from outrider.fast.whole.steps import WholeSteps
 from outrider.kernels.selection import acceptance_kernels
 from outrider.policies import named
 from outrider.sampling.settings import Sampling

@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from outrider import generate, load_target, machine
-from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
+from outrider.fast import NotCompiled
 from outrider.kernels import prepacked
 
 SHAPES = {

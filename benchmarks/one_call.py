@@ -24,7 +24,7 @@ from typing import Any
 from batch_time import CHECKPOINTS, parties, prompts_of, write
 
 from outrider import generate
-from outrider.compiled.runner import is_tie, using
+from outrider.fast.runner import is_tie, using
 from outrider.sampling.settings import Sampling
 
 TEMPERATURES = (0.0, 0.8)

@@ -51,9 +51,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.engines import gguf_files, install, install_openvino, llama_cpp, openvino_worker, vllm_server  # noqa: E402
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
-from outrider.compiled.runner import using  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
 from outrider.export import gguf  # noqa: E402
+from outrider.fast.runner import using  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 Answers = Callable[[list[list[int]], int, int], list[list[int]]]

@@ -5,7 +5,8 @@
 All linear layers of a model one after another, in every way that this machine has (`kernels.prepacked`): weights in
 float32, and weights whose values are exactly bfloat16, which panels store in half the bytes.  All ways, a reading of as
 many bytes and a square product take turns; the quickest turn of each counts.  `bound` is the longer of reading the
-bytes that a way stores at the speed of that reading, and of the arithmetic at the speed of the quickest product in this run.
+bytes that a way stores at the speed of that reading, and of the arithmetic at the speed of the quickest product in this
+run.
 """
 
 from __future__ import annotations

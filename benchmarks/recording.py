@@ -42,7 +42,7 @@ class Recording(TorchDispatchMode):
         return found
 
     def __call__(self, function: Any) -> tuple[Any, Sequence[Any]]:
-        """As `targets.cuda_graphs.Recorder`."""
+        """As `fast.gpu.cuda_graphs.Recorder`."""
         self.recorded, self.calls = self.recorded + 1, []
         function()
         with self:

@@ -50,15 +50,15 @@ from benchmarks.families import continued as generated
 from benchmarks.recording import HostRead, Recording
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from benchmarks.static_replay import StaticReplay
-from outrider.compiled.runner import wrong
-from outrider.compiled.whole_step import WholeSteps
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
+from outrider.decoding.protocols import NoStatic
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import NoStatic
 from outrider.errors import ConfigError, TargetError
+from outrider.fast.runner import wrong
+from outrider.fast.whole.steps import WholeSteps
 from outrider.generation import serve
 from outrider.policies.fixed import Fixed
 from outrider.sampling.grammar import Grammar

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.replay import Replay
 from outrider.decoding.draft import node_depths
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
+from outrider.fast.static.step import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
 
 LEAF = 0.3
 """Share of steps in which a node without children of its own is the true token."""

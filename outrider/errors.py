@@ -7,7 +7,8 @@ OutriderError
 ├── DrafterError      a drafter can't be built, or does not fit its target
 ├── CheckpointError   a checkpoint is missing, damaged or made for another target
 ├── TrainingError     training can't go on: a loss or a gradient is not finite, no place to save
-└── ExportError       a checkpoint can't be written in, or read from, an outside format
+├── ExportError       a checkpoint can't be written in, or read from, an outside format
+└── NotCompiled       there is no compiled step, and the plain one is used
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class TrainingError(OutriderError):
 
 class ExportError(OutriderError):
     """A checkpoint can't be written in, or read from, an outside format."""
+
+
+class NotCompiled(OutriderError):
+    """There is no compiled step; the message says why, and the plain path is used."""

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from outrider import machine
-from outrider.compiled.runner import runner_of
 from outrider.costs.kept import KeptCosts, shape_of
 from outrider.decoding.loop import StepRunner
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.errors import ConfigError, DataError, DrafterError
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
+from outrider.fast.runner import runner_of
 from outrider.kernels.selection import acceptance_kernels
 from outrider.loading import load_drafter
 from outrider.machine import measurements
@@ -32,7 +33,6 @@ from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import with_stops
 from outrider.targets.cache.memory import room
-from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target, TargetSpec

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from outrider import checkpoint
-from outrider.compiled import Compiled
 from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds, trained
@@ -20,6 +19,7 @@ from outrider.export import formats, reading
 from outrider.export.folder import has_config
 from outrider.export.gguf_file import FILE
 from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
+from outrider.fast import Compiled
 from outrider.hub import missing_path
 from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel

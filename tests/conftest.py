@@ -29,10 +29,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider import compiled, drafters
+from outrider import drafters
+from outrider import fast as fast_paths
 from outrider.decoding.protocols import Drafter
 from outrider.drafters.gemma4_assistant.model import keyless_layers
 from outrider.errors import ConfigError
+from outrider.fast.packages import build
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.policies import named
 from outrider.policies.fixed import Fixed
@@ -150,7 +152,7 @@ def sampled(values: Iterable[Any], count: int, corners: Iterable[Any] = ()) -> l
     return [value for value in values if value in corners or value in drawn]
 
 
-PAYS, SHIPPED = compiled.Compiled._pays, named.DEFAULT
+PAYS, SHIPPED = fast_paths.Compiled._pays, named.DEFAULT
 
 
 def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -169,8 +171,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("OUTRIDER_COMPILE", "off")
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain
         # path
-        patch.setattr(compiled.build, "BUILDS", {"libraries": {}})
-        patch.setattr(compiled.Compiled, "_pays", lambda self, graph: True)
+        patch.setattr(build, "BUILDS", {"libraries": {}})
+        patch.setattr(fast_paths.Compiled, "_pays", lambda self, graph: True)
         # every step drafts, whatever it costs: on tiny models drafts pay by chance
         patch.setattr(named, "DEFAULT", "fixed")
         yield Path(os.environ["OUTRIDER_CACHE"])

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from outrider import kernels, machine
-from outrider.compiled import rewrite
 from outrider.decoding import noise
+from outrider.fast.packages import rewrite
 from outrider.kernels import pages, prepacked
 
 

@@ -13,6 +13,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find
 from outrider.errors import CheckpointError, ConfigError, DrafterError
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
 from outrider.generation import Generation, generate, serve, stream
 from outrider.generation import requests as asked
 from outrider.loading import load_drafter
@@ -21,7 +22,6 @@ from outrider.measure.run import evaluate
 from outrider.nn.draft_model import DraftModel
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
-from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

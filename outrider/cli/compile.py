@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from outrider import compiled, machine
+from outrider import fast, machine
 from outrider.cli import console
 from outrider.cli.console import lasting, say
-from outrider.compiled.runner import build_whole
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
+from outrider.fast.runner import build_whole
 from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
@@ -48,7 +48,7 @@ def compile(
     if drafter is not None:
         built = load_drafter(drafter, loaded, **override({}, settings or ()))
         if built.steps:
-            _say("drafter", drafter, compiled.compile_passes(built))
+            _say("drafter", drafter, fast.compile_passes(built))
         else:
             console.remark(f"{drafter} has no passes to compile", "dim")
     if whole:
@@ -58,4 +58,4 @@ def compile(
 
 def _say(what: str, name: str, seconds: float) -> None:
     took = f"compiled in {lasting(seconds)}" if seconds else "was compiled before"
-    say(f"{what:<9} {name}: {took}; {compiled.folder()}")
+    say(f"{what:<9} {name}: {took}; {fast.folder()}")

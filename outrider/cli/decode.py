@@ -11,10 +11,10 @@ from rich.text import Text
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.stages import Printer
-from outrider.compiled import background
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError
+from outrider.fast.packages import background
 from outrider.generation import Piece, stream
 from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from outrider import compiled, demo, machine
+from outrider import demo, fast, machine
 from outrider.cli import console
 from outrider.cli.console import JsonTo, sized
-from outrider.compiled import runner
 from outrider.errors import DataError
+from outrider.fast import runner
 from outrider.runs.provenance import version_of
 
 
@@ -69,8 +69,8 @@ def examine() -> list[dict[str, Any]]:
     add("compiler", compiler or "none", compiler is not None, why)
     is_whole = "whole, where requests allow it" if cuda or runner.is_on_disk() else "of several calls"
     add("steps", is_whole if cuda else f"{is_whole}; `outrider compile --whole` builds packages of whole ones")
-    packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
-    add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
+    packages = [path.stat().st_size for path in fast.folder().glob("[!.]*.pt2")]
+    add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {fast.folder()}")
     for extra, module, gain in (
         ("tensorboard", "tensorboard", "training curves by --track tensorboard"),
         ("accelerate", "accelerate", "device_map and quantised targets"),

@@ -20,11 +20,11 @@ from outrider import config as configs
 from outrider.cli import console
 from outrider.cli.console import Parts, bar, say, sized
 from outrider.cli.stages import Printer
-from outrider.compiled import background
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import kinds
 from outrider.drafters.mix import Mix
 from outrider.errors import ConfigError
+from outrider.fast.packages import background
 from outrider.loading import describe, load_drafter
 from outrider.policies import named
 from outrider.runs import file as runs

@@ -10,8 +10,8 @@ from pathlib import Path
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
-from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
+from outrider.fast import NotCompiled
 from outrider.machine import measurements
 from outrider.report import summary, tables
 from outrider.runs import reporter as events

@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores, Timing
-from outrider.decoding.static import NoStatic, StaticDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,10 @@ class Probe:
     cache."""
     depths: Tensor
     """[B, P] int64, positions counted from the anchor's, which is 0."""
+
+
+class NoStatic(Exception):
+    """A step can't be one of tensors alone; the message says why."""
 
 
 class Cache(Protocol):
@@ -115,14 +118,12 @@ class Drafter:
         default, of a drafter that can't, or not without a pass of a model."""
         return None
 
-    def static(self, memory: Any, is_greedy: bool) -> StaticDrafter:
-        """Its part of a step that is tensors alone; called at most twice a batch.
+    def static(self, memory: Any, is_greedy: bool) -> Any:
+        """Its part of a step that is tensors alone, a `fast.static.step.StaticDrafter`; called at most twice a batch.
 
         is_greedy: every live request is.  Raises NoStatic, which says why, where the host must read something.
         """
-        if self.limit:
-            raise NoStatic("its drafts are made by the host")
-        return StaticDrafter()
+        raise NoStatic("its drafts are made by the host")
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
         """Extra rows for the pass that verifies `draft`, or None."""

@@ -25,12 +25,13 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.errors import DrafterError
+from outrider.fast.block import CompiledBlock, Drawn, Greedy, real
+from outrider.fast.static.step import Committed, Proposed, StaticRule, StaticSlots, sizes_of
+from outrider.fast.static.target import StaticCache
 from outrider.kernels import prepacked
 from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
@@ -47,7 +48,6 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.targets.cache.attention_mask import PassLayout, additive
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
-from outrider.targets.static_pass import StaticCache
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, D] of the tokens that can be drafted, slot) to the drafted token [B]."""

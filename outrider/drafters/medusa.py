@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import (
+from outrider.errors import DrafterError
+from outrider.fast.static.step import (
     Committed,
     Proposed,
     StaticDrafter,
@@ -43,7 +44,6 @@ from outrider.decoding.static import (
     StaticSlots,
     sizes_of,
 )  # fmt: skip
-from outrider.errors import DrafterError
 from outrider.kernels import prepacked
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel

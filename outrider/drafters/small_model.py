@@ -29,18 +29,18 @@ from torch import Tensor, nn
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, chain_rows
-from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.protocols import Cache, Drafter, NoStatic
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import (
+from outrider.errors import ConfigError, DrafterError
+from outrider.fast.static.step import (
     Committed,
-    NoStatic,
     Proposed,
     StaticDrafter,
     StaticRule,
     StaticSlots,
     sizes_of,
 )  # fmt: skip
-from outrider.errors import ConfigError, DrafterError
+from outrider.fast.static.target import StaticPass, made
 from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import ModelConfig, TokenRows
@@ -52,7 +52,6 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
-from outrider.targets.static_pass import StaticPass, made
 
 
 class New(Base):

@@ -57,7 +57,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
 
 def stores_scores(q: Tensor) -> bool:
     """Whether torch would keep all scores of heads that share keys for the backward pass.  With a mask only cuDNN knows
-    such heads on a GPU, which does not attend there (`targets.gpu_attention`); keys copied to each head cost far
+    such heads on a GPU, which does not attend there (`targets.hf.gpu_attention`); keys copied to each head cost far
     less."""
     return q.is_cuda and torch.is_grad_enabled()
 

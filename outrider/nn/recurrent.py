@@ -30,7 +30,7 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
-from outrider.decoding.static import StaticDrafter
+from outrider.fast.static.step import StaticDrafter
 from outrider.nn import serving
 from outrider.nn.blocks import Attend, attending, attention, rotary
 from outrider.nn.draft_model import Batch, DraftModel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.state import DecodeState
-from outrider.decoding.static import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
+from outrider.fast.static.step import Committed, Proposed, StaticDrafter, StaticRule, StaticSlots, sizes_of
 from outrider.nn import trees
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.serving import Branching

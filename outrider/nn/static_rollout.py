@@ -13,13 +13,13 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft, chain_rows
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import Committed, Proposed, StaticRule, StaticSlots, sizes_of
+from outrider.fast.static.step import Committed, Proposed, StaticRule, StaticSlots, sizes_of
+from outrider.fast.static.target import StaticCache
 from outrider.nn import trees
 from outrider.nn.blocks import attending
 from outrider.nn.serving import Branching
 from outrider.nn.static import Branched, Unread
 from outrider.targets.cache.attention_mask import PassLayout, Tree, additive
-from outrider.targets.static_pass import StaticCache
 
 
 class StaticRecurrent(Unread):

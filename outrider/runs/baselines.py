@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.checkpoint import trained_on
-from outrider.compiled import NotCompiled, compile_passes
 from outrider.data.contamination import check, sources_of
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
+from outrider.fast import NotCompiled, compile_passes
 from outrider.loading import Source, describe, load_drafter
 from outrider.measure.record import Overlaps
 from outrider.measure.row import training_of

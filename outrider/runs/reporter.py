@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.compiled import NotCompiled
 from outrider.data.cached_features import CachedFeatures
 from outrider.data.contamination import Found
 from outrider.data.features import LiveFeatures
+from outrider.fast import NotCompiled
 from outrider.nn.draft_model import DraftModel
 from outrider.report.parts import Training
 from outrider.report.schema import Report

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.compiled.runner import runner_of
 from outrider.costs.kept import shape_of
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.fast.runner import runner_of
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.serve.calls import (

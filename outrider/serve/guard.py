@@ -18,8 +18,8 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import StaticDrafter
 from outrider.errors import ConfigError
+from outrider.fast.static.step import StaticDrafter
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

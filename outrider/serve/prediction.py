@@ -23,7 +23,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.decoding.static import StaticDrafter
+from outrider.fast.static.step import StaticDrafter
 from outrider.nn.ensemble import Ensemble, EnsembleMemory
 
 PREDICTED = 8
@@ -57,7 +57,10 @@ class Predicted(Ensemble):
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
         """The inner drafter's own: a request with a prediction has no whole steps."""
-        return self.inner.static(memory.parts[INNER], is_greedy)
+        own: StaticDrafter = StaticDrafter()
+        if self.inner.limit:
+            own = self.inner.static(memory.parts[INNER], is_greedy)
+        return own
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         memory.drafts.clear()

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from outrider import machine
-from outrider.compiled import NotCompiled
-from outrider.errors import ConfigError, TargetError, first_line
+from outrider.errors import ConfigError, NotCompiled, TargetError, first_line
 from outrider.hub import missing_path
 from outrider.storage import cache
 from outrider.targets import catalog, quantised

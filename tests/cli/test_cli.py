@@ -21,13 +21,13 @@ from verbs import outrider_with
 
 from outrider import cli, generate
 from outrider.cli import console
-from outrider.compiled import NotCompiled
 from outrider.data import regenerate
 from outrider.data.answers import read_answers
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.errors import DataError
+from outrider.fast import NotCompiled
 from outrider.measure import run as measure
 from outrider.policies import named
 from outrider.runs import baselines, stages

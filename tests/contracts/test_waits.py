@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 
 import outrider
 from outrider import generation
-from outrider.compiled.step_graphs import StepGraphs, again
-from outrider.compiled.whole_step import WholeSteps
-from outrider.decoding import static
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import Request
+from outrider.fast.static import step as static
+from outrider.fast.whole.graphs import StepGraphs, again
+from outrider.fast.whole.steps import WholeSteps
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 

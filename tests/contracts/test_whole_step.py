@@ -17,20 +17,22 @@ from conftest import Case, Workshop, first, tiny_model
 
 from benchmarks.recording import Recording
 from outrider import generation
-from outrider.compiled import runner, step_graphs, whole_step
-from outrider.compiled.runner import using, wrong
-from outrider.compiled.step_package import CompiledWholeStep
-from outrider.compiled.whole_step import WholeSteps, is_compiled
-from outrider.decoding import static
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters.small_model import Config, SmallModel
+from outrider.fast import runner
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
+from outrider.fast.runner import using, wrong
+from outrider.fast.static import step as static
+from outrider.fast.whole import graphs as step_graphs
+from outrider.fast.whole import steps as whole_step
+from outrider.fast.whole.package import CompiledWholeStep
+from outrider.fast.whole.steps import WholeSteps, is_compiled
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs
 from outrider.targets.cache import stacks
-from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

@@ -8,14 +8,14 @@ from targets.test_families import FAST, RECURRENT
 from benchmarks.families import SMALL, tiny
 from benchmarks.recording import HostRead, Recording
 from benchmarks.static_replay import StaticReplay
-from outrider.compiled.whole_step import WholeSteps
+from outrider.decoding.protocols import NoStatic
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import NoStatic
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.whole.steps import WholeSteps
 from outrider.generation import batch, serve
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

@@ -7,9 +7,9 @@ from conftest import Case, Workshop, first, tiny_model
 from test_whole_step import SAMPLINGS, V, cells, requests_of, small, taken_as_it_is, written
 
 from outrider import generation
-from outrider.compiled import whole_step
-from outrider.compiled.step_package import CompiledWholeStep, StepPackage
 from outrider.decoding.protocols import Drafter
+from outrider.fast.whole import steps as whole_step
+from outrider.fast.whole.package import CompiledWholeStep, StepPackage
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import stacks
 from outrider.targets.hf.transformers import TransformersTarget

@@ -9,9 +9,9 @@ import torch
 from conftest import Case, Workshop, tiny_model
 from drafters.proposals import watch
 
-from outrider import compiled
-from outrider.compiled import compile_passes
+from outrider import fast
 from outrider.decoding import state
+from outrider.fast import compile_passes
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
@@ -38,8 +38,8 @@ class Uncompiled:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "Graph", Uncompiled)
-    monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda self: Path("none"))
+    monkeypatch.setattr(fast, "Graph", Uncompiled)
+    monkeypatch.setattr(fast.Compiled, "_on_disk", lambda self: Path("none"))
 
 
 def is_the_plain_one(case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: Any, prompts: Any) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from byte_targets import byte_model, ends_of
 
-from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.errors import DrafterError, TargetError
+from outrider.fast import NotCompiled
 from outrider.generation import generate
 from outrider.lab import byte_patches, stale
 from outrider.lab.byte_patches import Known

@@ -10,14 +10,14 @@ from conftest import DEVICE, Case
 from targets.test_step import Guesses, agree, written
 from tiny import tiny_model
 
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
+from outrider.fast.passes.compiled import TracedPass
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
-from outrider.targets import cuda_graphs
 from outrider.targets.cache import stacks
-from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.step import TracedPass
 
 
 class Tape:

@@ -10,7 +10,7 @@ from targets.test_step import Guesses, V, prompts_of, written
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.targets import gpu_attention
+from outrider.targets.hf import gpu_attention
 from outrider.targets.load import load_target
 
 

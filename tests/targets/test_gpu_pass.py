@@ -20,13 +20,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )  # fmt: skip
 
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.gpu.kernel_pass import GpuPass
+from outrider.fast.passes.compiled import TracedPass, passed
 from outrider.kernels import gpu
-from outrider.targets import cuda_graphs
-from outrider.targets.gpu_pass import GpuPass
 from outrider.targets.hf.selftest import tree_of
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.targets.step import TracedPass, passed
 
 DTYPE, CLOSE = (torch.float32, 2e-5) if DEVICE == "cpu" else (torch.bfloat16, 0.1)
 SIZES = {

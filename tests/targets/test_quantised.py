@@ -17,7 +17,7 @@ from torchao import quantization as torchao
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, quantize_
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
-from outrider import checkpoint, compiled, generate, load_drafter
+from outrider import checkpoint, fast, generate, load_drafter
 from outrider.errors import CheckpointError, ConfigError, TargetError
 from outrider.report.compare import with_losses
 from outrider.report.schema import Report
@@ -91,7 +91,7 @@ def test_a_drafter_changes_no_token_of_a_quantised_target(kind, int8, target, wo
 
 def test_a_quantised_target_is_neither_compiled_nor_packed(int8):
     """Catches a package or a packed copy that would hold the weights in full."""
-    with pytest.raises(compiled.NotCompiled, match="quantised"):
+    with pytest.raises(fast.NotCompiled, match="quantised"):
         int8.compile()
     model, tokens = tiny_model().float(), torch.tensor([[1, 2, 3]])
     before = load_target(model).model(tokens).logits  # packed where this processor gains by it

@@ -14,13 +14,15 @@ from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import continued, tiny
-from outrider import compiled, machine
-from outrider.compiled import NotCompiled, background, compile_passes
-from outrider.compiled import package as package_module
-from outrider.compiled.key import fingerprint, values_of
+from outrider import fast as fast_paths
+from outrider import machine
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
+from outrider.fast import NotCompiled, compile_passes
+from outrider.fast.packages import background, build
+from outrider.fast.packages import package as package_module
+from outrider.fast.packages.key import fingerprint, values_of
 from outrider.generation import generate, serve, stream
 from outrider.kernels import prepacked
 from outrider.sampling.settings import Sampling
@@ -55,8 +57,8 @@ def slow(fast: TransformersTarget) -> TransformersTarget:
 def package(fast: TransformersTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of this test's own that holds the graph."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    compiled.folder().mkdir(parents=True)
-    return Path(shutil.copy(fast.step.path, compiled.folder()))
+    fast_paths.folder().mkdir(parents=True)
+    return Path(shutil.copy(fast.step.path, fast_paths.folder()))
 
 
 @contextmanager
@@ -233,7 +235,7 @@ def test_a_small_model_drafts_with_its_compiled_step(fast, slow):
 
 def test_a_second_load_finds_the_package(fast, monkeypatch):
     """Catches a key that changes from one load to the next, and `compile=False` that is not obeyed."""
-    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(fast_paths, "build_package", lambda *_: pytest.fail("compiled again"))
     for choice in (None, True):
         target = load_target(model_of(), compile=choice)
         assert target.step.path == fast.step.path
@@ -299,7 +301,7 @@ def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch)
     assert values_of(other) != values_of(fast.model)
     with patch("torch.get_num_threads", lambda: 7):
         keys.add(key())
-    with patch("outrider.targets.step.code", lambda *modules: [b"another line" for _ in modules]):
+    with patch("outrider.fast.passes.compiled.code", lambda *modules: [b"another line" for _ in modules]):
         keys.add(key())
     with patch.object(fast.model.config, "rms_norm_eps", 0.5):
         keys.add(key())
@@ -344,8 +346,8 @@ def test_a_damaged_package_is_refused(damage, package):
 @pytest.mark.parametrize("quicker", ["compiled", "plain"])
 def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, monkeypatch):
     """Catches a compiled step that is taken for the faster one on a machine where it is not."""
-    monkeypatch.setattr(compiled.Compiled, "_pays", PAYS)
-    asked, there = [], {*compiled.folder().glob("step-*")}
+    monkeypatch.setattr(fast_paths.Compiled, "_pays", PAYS)
+    asked, there = [], {*fast_paths.folder().glob("step-*")}
 
     def fastest(question, ways, margin=1.1):
         asked.append([question, *(way for way, run in ways().items() if run() is None)])
@@ -359,7 +361,7 @@ def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, 
     if quicker == "plain":
         with pytest.raises(NotCompiled, match="slower than plain ones on this machine"):
             target.compile()
-    assert {*compiled.folder().glob("step-*")} == there, "it is not compiled again either way"
+    assert {*fast_paths.folder().glob("step-*")} == there, "it is not compiled again either way"
 
 
 def test_a_graph_that_another_process_builds_is_taken_while_texts_go_on(fast, slow, package, monkeypatch, tmp_path):
@@ -367,8 +369,8 @@ def test_a_graph_that_another_process_builds_is_taken_while_texts_go_on(fast, sl
     elsewhere = tmp_path / "later"
     package.rename(elsewhere)
     target = load_target(model_of())
-    looks, look = [], compiled.Compiled._on_disk
-    monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda step: looks.append(step) or look(step))
+    looks, look = [], fast_paths.Compiled._on_disk
+    monkeypatch.setattr(fast_paths.Compiled, "_on_disk", lambda step: looks.append(step) or look(step))
     target.step.await_graph()
     steps = stream(target, [3, 4], max_new_tokens=20)
     text = [token for _ in range(5) for token in next(steps).tokens]
@@ -393,7 +395,7 @@ def test_what_is_missing_is_built_once_in_the_background(fast, monkeypatch, tmp_
     assert [command[-3:] for command in started] == [["--background", "--target=x", "--set=length=3"]]
     assert target.step._awaited_at is not None
     background.build([load_target(tiny("mamba2")).step], "x", None)
-    monkeypatch.setattr(compiled.Compiled, "_on_disk", lambda step: tmp_path)
+    monkeypatch.setattr(fast_paths.Compiled, "_on_disk", lambda step: tmp_path)
     background.build([target.step], "x", None)
     assert len(started) == 1
 
@@ -407,7 +409,7 @@ def test_a_model_that_could_not_be_compiled_is_not_tried_again_unless_asked(monk
         tried.append(0)
         raise NotCompiled("the disk is full")
 
-    monkeypatch.setattr(compiled, "build_package", fail)
+    monkeypatch.setattr(fast_paths, "build_package", fail)
     monkeypatch.delenv("OUTRIDER_COMPILE")
     for _ in range(2):
         assert load_target(model_of(), compile="auto").step.graph is None
@@ -420,7 +422,7 @@ def test_a_model_that_could_not_be_compiled_is_not_tried_again_unless_asked(monk
 def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
     """Catches a machine without g++ on which nothing runs."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiled.build, "has_compiler", lambda: False)
+    monkeypatch.setattr(build, "has_compiler", lambda: False)
     target = load_target(model_of())
     with pytest.raises(NotCompiled, match=r"g\+\+"):
         target.compile()
@@ -431,7 +433,7 @@ def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", ["mamba2", "bloom"])
 def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
     """Catches a state that is not carried, and masks that are not made."""
-    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(fast_paths, "build_package", lambda *_: pytest.fail("tried"))
     target = load_target(tiny(family))
     with pytest.raises(NotCompiled, match="stay plain"):
         target.compile()
@@ -441,7 +443,7 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
 def test_adapters_that_are_switched_are_decoded_by_plain_steps(monkeypatch):
     """Catches a graph that goes on with adapters that have been disabled, or without those that were enabled."""
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(fast_paths, "build_package", lambda *_: pytest.fail("tried"))
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     target = load_target(peft.inject_adapter_in_model(config, model_of()).eval(), compile=False)
     with pytest.raises(NotCompiled, match="merge_and_unload"):
@@ -456,7 +458,7 @@ def test_adapters_that_are_switched_are_decoded_by_plain_steps(monkeypatch):
 
 def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypatch):
     """A planted fault: a package under this model's key that says something else."""
-    monkeypatch.setattr(compiled, "values_of", lambda _: fast.step.path.stem.split("-")[-1])
+    monkeypatch.setattr(fast_paths, "values_of", lambda _: fast.step.path.stem.split("-")[-1])
     model = model_of()
     with torch.no_grad():
         model.lm_head.weight[7] += 1e-3

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from outrider import checkpoint, cli, generate, load_drafter
 from outrider.cli import console
-from outrider.compiled import values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, DataError
+from outrider.fast import values_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import calibrate

@@ -32,12 +32,12 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.compiled.block import real
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.errors import ConfigError
+from outrider.fast.block import real
 from outrider.kernels import prepacked
 from outrider.lab.diffusion_lm import DiffusionLM
 from outrider.nn import serving

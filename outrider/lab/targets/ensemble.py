@@ -33,6 +33,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError, TargetError
+from outrider.fast.passes.compiled import CompiledStep
 from outrider.lab.alignment import AlignedCache, AlignedMember, Opinion
 from outrider.lab.ensemble_folder import Description, described
 from outrider.sampling.distribution import wide
@@ -41,7 +42,6 @@ from outrider.sampling.text import Detokenizer
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import TargetSpec
-from outrider.targets.step import CompiledStep
 from outrider.targets.text.generation import greedy_sampling
 
 ENSEMBLED, DISAGREED, CHANGED, UNDECIDED = 1, 2, 4, 8

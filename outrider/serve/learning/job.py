@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from outrider import checkpoint
-from outrider.compiled import NotCompiled, compile_passes
 from outrider.config import build
 from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.drafters import find
 from outrider.errors import DataError, OutriderError
+from outrider.fast import NotCompiled, compile_passes
 from outrider.loading import load_drafter
 from outrider.nn.draft_model import DraftModel
 from outrider.serve.learning import buffer

@@ -30,6 +30,9 @@ same slots, so that these are moved together once instead of copied in every one
 VIEWS = 64
 """Spans of slots whose views of all layers are stored; then all are dropped."""
 
+COLUMNS = 256
+"""A capture of a GPU reads a multiple of so many columns."""
+
 
 class SlotCache(StateCalls):
     """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache

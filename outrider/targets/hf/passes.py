@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.kernels import prepacked
 from outrider.targets.cache.attention_mask import Tree
@@ -94,3 +95,12 @@ class Passes:
     def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
         tapped = [caught[self._decoder_layers[layer]].to(self.device) for layer in taps]
         return torch.stack(tapped, 2) if taps else None
+
+
+def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree | None]:
+    """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
+    if not draft.tokens.shape[1]:
+        return anchor[:, None], None
+    # the acceptance rule rejects an id outside the vocabulary; here it only must not break the embedding
+    tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
+    return tokens, Tree(*draft.rows()) if draft.branches else None

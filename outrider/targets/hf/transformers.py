@@ -24,14 +24,14 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.kernels import prepacked
 from outrider.kernels.contents import Contents
+from outrider.registry import Registry
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import gpu_attention, quantised
+from outrider.targets import quantised
 from outrider.targets.cache.attention_mask import TextCache, Tree, additive, limited, positions
 from outrider.targets.cache.own import OwnCache
-from outrider.targets.cache.slots import SlotCache
-from outrider.targets.cuda_graphs import COLUMNS
-from outrider.targets.hf import chunks, hooks
+from outrider.targets.cache.slots import COLUMNS, SlotCache
+from outrider.targets.hf import chunks, gpu_attention, hooks
 from outrider.targets.hf.anatomy import (
     PartialHead,
     copied,
@@ -42,7 +42,7 @@ from outrider.targets.hf.anatomy import (
     what_ends_do,
 )
 from outrider.targets.hf.family import learn, media_tokens
-from outrider.targets.hf.passes import Passes
+from outrider.targets.hf.passes import Passes, passed
 from outrider.targets.hf.rotary import reading_prompt, verify_by_length
 from outrider.targets.hf.selftest import plain_words, refusal, refusing
 from outrider.targets.hf.trust import trust, trusted
@@ -51,11 +51,13 @@ from outrider.targets.parallel import spread
 from outrider.targets.protocol import Skip
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
-from outrider.targets.step import CompiledStep, passed
 from outrider.targets.text.detokenizer import detokenizer
 from outrider.targets.text.generation import ends_of, greedy_sampling
 from outrider.targets.text.prompts import ids_of
 from outrider.targets.text.turns import closing_of
+
+FASTER = Registry("pass", ("outrider.fast.passes",), "outrider.passes")
+"""Ways to take passes; what has kernels and graphs lies above the targets, which find it by name."""
 
 
 class TransformersTarget(Passes):
@@ -101,7 +103,7 @@ class TransformersTarget(Passes):
         self._contents = Contents(model)
         self._contents.changes()
         self._ends: frozenset[int] | None = None
-        self.step = CompiledStep(self)
+        self.step: Any = FASTER.find("compiled").step(self)
         with refusing(model):
             [text] = plain_words(self, 1, 8)
             self._scale, self._finish, logits = what_ends_do(self, text)

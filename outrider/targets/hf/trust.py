@@ -22,10 +22,10 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
 from outrider.storage import cache
+from outrider.storage.sources import code
 from outrider.targets.cache.own import past_name
 from outrider.targets.hf import miniature, selftest
 from outrider.targets.hf.family import Masks

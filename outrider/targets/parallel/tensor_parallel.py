@@ -33,7 +33,6 @@ from outrider.launcher import launched, local
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.targets.step import CompiledStep
 
 PATIENCE = timedelta(days=365)
 """The others wait so long for a call: a server may be idle for days, and of a dead process the connection breaks."""
@@ -330,7 +329,7 @@ class TensorParallelTarget:
         return self._own.detokenizer
 
     @property
-    def step(self) -> CompiledStep:
+    def step(self) -> Any:
         """Never compiled."""
         return self._own.step
 

@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from outrider import machine
-from outrider.compiled import NotCompiled, folder
-from outrider.compiled.step_package import CompiledWholeStep
-from outrider.compiled.whole_step import WholeSteps, is_compiled
-from outrider.decoding.protocols import Drafter
+from outrider.decoding.protocols import Drafter, NoStatic
 from outrider.decoding.scheduler import advance
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.static import NoStatic
 from outrider.errors import first_line
+from outrider.fast import NotCompiled, folder
+from outrider.fast.whole.package import CompiledWholeStep
+from outrider.fast.whole.steps import WholeSteps, is_compiled
 from outrider.kernels.selection import acceptance_kernels
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge

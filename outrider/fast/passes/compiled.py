@@ -21,20 +21,22 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled
-from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, build, dense
-from outrider.compiled.key import code
-from outrider.decoding.draft import Draft, sent
+from outrider import fast
+from outrider.decoding.draft import sent
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
+from outrider.fast import Compiled, Graph, NotCompiled, Runnable, dense
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
+from outrider.fast.packages import build
 from outrider.kernels import prepacked
+from outrider.storage.sources import code
 from outrider.targets import accuracy
 from outrider.targets.accuracy import Allowance, Loss
 from outrider.targets.cache import attention_mask
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache.slots import SlotCache
-from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.hf import family, passes
+from outrider.targets.hf.passes import passed
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class CompiledStep(Compiled):
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
-        return [own, self.target.family, *code(compiled, build, family, attention_mask, passes, *traced)]
+        return [own, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
@@ -187,7 +189,7 @@ class CompiledStep(Compiled):
         """Passes by our kernels, where they know the model and say what its own modules say."""
         name = self.target.spec.name
         try:
-            from outrider.targets.gpu_pass import GpuPass  # Triton comes with torch for GPUs alone
+            from outrider.fast.gpu.kernel_pass import GpuPass  # Triton comes with torch for GPUs alone
 
             graph = CudaGraphs(GpuPass(self.target, written))
             differs = max(_share(plain, fast) for plain, fast in self._both(graph))
@@ -311,10 +313,5 @@ def numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(taps, device=device)
 
 
-def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree | None]:
-    """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
-    if not draft.tokens.shape[1]:
-        return anchor[:, None], None
-    # the acceptance rule rejects an id outside the vocabulary; here it only must not break the embedding
-    tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
-    return tokens, Tree(*draft.rows()) if draft.branches else None
+step = CompiledStep
+"""What `targets.hf.transformers` asks of a file here."""

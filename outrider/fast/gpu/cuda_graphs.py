@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from outrider.compiled import flat
-from outrider.targets import gpu_attention
+from outrider.fast import flat
+from outrider.targets.cache.slots import COLUMNS
+from outrider.targets.hf import gpu_attention
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Tokens a row that are captured; above them multiples of the last."""
-COLUMNS = 256
-MAX_CAPTURES = 48
-"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a
-second."""
 
 Outputs = Sequence[Tensor | list[Tensor]]
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
@@ -60,6 +57,10 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 _Key = tuple[int, int, int, int, int]
 """Rows, tokens a row, columns, taps, and the number of the buffers' layouts."""
+
+MAX_CAPTURES = 48
+"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a
+second."""
 
 
 class _Capture(NamedTuple):

@@ -1,6 +1,6 @@
 """A whole step compiled for a CPU: one call of a package, over the slots that are live and no others.
 
-The package is that of `decoding.static.step`, with passes, acceptance and all that is written for the next step; it
+The package is that of `fast.static.step.step`, with passes, acceptance and all that is written for the next step; it
 reads the weights where they are.  B slots, N nodes, n of them verified.
 """
 
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled
-from outrider.compiled import Compiled, Runnable
-from outrider.compiled.key import code
-from outrider.decoding import accept, draft, noise, static
-from outrider.decoding.static import Outcome, StaticStep
+from outrider import fast
+from outrider.decoding import accept, draft, noise
+from outrider.fast import Compiled, Runnable
+from outrider.fast.static import rules
+from outrider.fast.static import step as static
+from outrider.fast.static import target as static_pass
+from outrider.fast.static.rules import Kind
+from outrider.fast.static.step import Outcome, StaticStep
 from outrider.sampling import distribution
-from outrider.sampling import static as rules
-from outrider.sampling.static import Kind
-from outrider.targets import static_pass
+from outrider.storage.sources import code
 
 SLOTS, LENGTH = 3, 48
 """Of the batch that is traced."""
@@ -46,7 +47,7 @@ class CompiledWholeStep(Compiled):
         kinds = {each for part in self.traced.modules() for each in type(part).__mro__}
         kinds |= {*type(drafter).__mro__, *type(target).__mro__}
         names = sorted({each.__module__ for each in kinds if each.__module__.startswith("outrider.")})
-        rest = compiled, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
+        rest = fast, accept, draft, noise, static, rules, distribution, static_pass, sys.modules[__name__]
         sizes = [(name, each) for name, each in vars(drafter).items() if isinstance(each, int)]
         tree = getattr(getattr(drafter, "tree", None), "paths", None)
         configs = [repr(getattr(its, "config", None)) for its in (drafter.model, getattr(drafter, "branching", None))]

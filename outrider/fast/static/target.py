@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from outrider.compiled import NotCompiled
 from outrider.decoding.accept import Walked
 from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import NoStatic
 from outrider.decoding.state import Scores, likeliest
-from outrider.decoding.static import NoStatic, StaticSlots, Stays, above
+from outrider.fast import NotCompiled
+from outrider.fast.gpu.cuda_graphs import CudaGraphs
+from outrider.fast.passes.compiled import CompiledStep, TracedPass, numbers
+from outrider.fast.static.step import StaticSlots, Stays, above
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache
 from outrider.targets.cache.slots import SlotCache
-from outrider.targets.cuda_graphs import CudaGraphs
-from outrider.targets.step import CompiledStep, TracedPass, numbers
 
 
 class StaticCache:

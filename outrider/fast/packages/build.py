@@ -22,9 +22,9 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from outrider import kernels
-from outrider.compiled import rewrite
-from outrider.compiled.package import written
-from outrider.errors import OutriderError, first_line
+from outrider.errors import NotCompiled, first_line
+from outrider.fast.packages import rewrite
+from outrider.fast.packages.package import written
 from outrider.kernels import prepacked
 from outrider.storage import cache
 
@@ -60,10 +60,6 @@ def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
     shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
     ours = {"aot_inductor.custom_ops_to_c_shims": shims, REWRITING: rewriting}
     return {"panels": ours | {"freezing": False, HOLDS_WEIGHTS: False}}
-
-
-class NotCompiled(OutriderError):
-    """There is no compiled step; the message says why, and the plain path is used."""
 
 
 def has_compiler() -> bool:

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider import kernels, machine
-from outrider.compiled import rewrite, shelf
-from outrider.compiled.build import NotCompiled, build_package, builds, may_build, refuse_large, weights_of
-from outrider.compiled.key import fingerprint, values_of
-from outrider.compiled.package import Package
-from outrider.compiled.shelf import Slower, folder
 from outrider.decoding.protocols import Drafter
 from outrider.errors import first_line
+from outrider.fast.packages import rewrite, shelf
+from outrider.fast.packages.build import NotCompiled, build_package, builds, may_build, refuse_large, weights_of
+from outrider.fast.packages.key import fingerprint, values_of
+from outrider.fast.packages.package import Package
+from outrider.fast.packages.shelf import Slower, folder
 from outrider.kernels import prepacked
 
 log = logging.getLogger(__name__)

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.compiled import Graph, NotCompiled
-from outrider.compiled.step_graphs import StepGraphs, again
-from outrider.compiled.step_package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
-from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.protocols import Drafter, NoStatic, Policy
 from outrider.decoding.scheduler import draft_columns
 from outrider.decoding.state import DecodeState, Judge
-from outrider.decoding.static import Drafted, NoStatic, Outcome, StaticDraft, StaticSlots, StaticStep
+from outrider.fast import Graph, NotCompiled
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.gpu.cuda_graphs import CudaGraphs, Recorder
+from outrider.fast.static.rules import RANKS, Kind
+from outrider.fast.static.step import Drafted, Outcome, StaticDraft, StaticDrafter, StaticSlots, StaticStep
+from outrider.fast.static.target import StaticPass, made
+from outrider.fast.whole.graphs import StepGraphs, again
+from outrider.fast.whole.package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
 from outrider.kernels import prepacked
 from outrider.kernels.contents import Contents
 from outrider.sampling.judge import SamplingJudge, error_of
 from outrider.sampling.settings import Sampling
-from outrider.sampling.static import RANKS, Kind
-from outrider.targets import cuda_graphs
-from outrider.targets.cuda_graphs import CudaGraphs, Recorder
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.targets.static_pass import StaticPass, made
 
 
 class WholeSteps:
@@ -142,7 +142,7 @@ class WholeSteps:
         if is_greedy not in self.halves:
             target, vocabulary = self.target, self.target.spec.vocabulary
             with prepacked.enabled():
-                own = self.drafter.static(self.memory, is_greedy)
+                own = self.drafter.static(self.memory, is_greedy) if self.drafter.limit else StaticDrafter()
             passes = StaticPass(target, self.cache, None if own.varies else own.parents, self.drafter.taps)
             if not passes.is_chain and target.spec.mode != "tree":
                 raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled
-from outrider.compiled import Compiled, Runnable, build
-from outrider.compiled.key import code
+from outrider import fast
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
+from outrider.fast import Compiled, Runnable
+from outrider.fast.packages import build
 from outrider.kernels import prepacked
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered, wide
+from outrider.storage.sources import code
 from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
 from outrider.targets.cache import attention_mask
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache, additive
@@ -74,7 +75,7 @@ class CompiledBlock(Compiled):
         return self.traced
 
     def settings(self) -> Sequence[object]:
-        ours = code(compiled, build, attention_mask, distribution, noise, sys.modules[__name__], *self.code)
+        ours = code(fast, build, attention_mask, distribution, noise, sys.modules[__name__], *self.code)
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,8 +36,3 @@ def values_of(model: nn.Module) -> str:
     for _, weight in sorted(model.state_dict().items()):
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
-
-
-def code(*modules: Any) -> list[bytes]:
-    """The source of these modules, for `settings`: what is traced may change with it."""
-    return [Path(module.__file__ or "").read_bytes() for module in modules]

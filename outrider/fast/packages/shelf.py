@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.compiled.build import NotCompiled
+from outrider.fast.packages.build import NotCompiled
 from outrider.storage import cache, lock
 
 PATIENCE_S = 1800.0

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.decoding.static import StaticStep
+from outrider.fast.gpu import cuda_graphs
+from outrider.fast.gpu.cuda_graphs import Outputs, Recorder
+from outrider.fast.static.step import StaticStep
 from outrider.kernels import prepacked
-from outrider.targets import cuda_graphs
-from outrider.targets.cuda_graphs import Outputs, Recorder
 
 MAX_CAPTURES = 16
 """Captures of a batch that are stored; texts grow, so older ones are seldom used again."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from outrider.compiled import Compiled, folder
+from outrider.fast import Compiled, folder
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from outrider.decoding.accept import Walked, walk, walk_top1
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Scores
-from outrider.decoding.static import StaticRule, StaticSlots
+from outrider.fast.static.step import StaticRule, StaticSlots
 from outrider.sampling.distribution import tempered, wide
 from outrider.sampling.judge import AcceptanceKernels
 from outrider.sampling.settings import Sampling

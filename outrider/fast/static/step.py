@@ -179,7 +179,7 @@ class StaticDrafter(Stays):
     code: Sequence[ModuleType] = ()
     """Modules that it calls, besides those of its classes: a package of its steps is another where they change."""
     caches: Sequence[Any] = ()
-    """Its own, each a `targets.static_pass.StaticCache`."""
+    """Its own, each a `fast.static.target.StaticCache`."""
 
     @property
     def nodes(self) -> int:
@@ -368,10 +368,6 @@ class Outcome(NamedTuple):
         n = own.nodes
         committed, count, following, invalid, wrong = row[n : n + 5]
         return cls(list(row[:count]), committed, following, invalid, bool(wrong), Drafted.read(row[n + 5 :], own))
-
-
-class NoStatic(Exception):
-    """The step can't be one of tensors alone; the message says why."""
 
 
 def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Tensor:

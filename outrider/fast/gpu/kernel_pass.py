@@ -20,8 +20,8 @@ from transformers.activations import SiLUActivation
 from outrider.decoding.state import likeliest
 from outrider.kernels import gpu
 from outrider.kernels.gpu import Heads, Tiles
-from outrider.targets import gpu_attention
 from outrider.targets.cache.attention_mask import PassLayout, additive
+from outrider.targets.hf import gpu_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 

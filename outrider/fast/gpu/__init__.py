@@ -1,0 +1,1 @@
+"""Passes that a CUDA GPU records once and repeats."""
