@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import Report
-from outrider.report.summary import markdown
+from outrider.report.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 
