@@ -205,7 +205,8 @@ def test_a_file_where_a_folder_is_wanted_is_said_before_anything_loads(place: st
         load(path)
 
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("**/*.yaml"))
+ROOT = Path(__file__).parent.parent / "recipes"
+RECIPES = sorted(ROOT.glob("**/*.yaml"))
 
 
 def test_every_recipe_that_ships_can_be_read() -> None:
@@ -214,12 +215,13 @@ def test_every_recipe_that_ships_can_be_read() -> None:
     for path in RECIPES:
         settings, _ = load(path, [])
         kind = settings.drafter["kind"]
-        kinds.setdefault(path.parent.name, set()).add(kind)
+        kinds.setdefault("paper" if "paper" in str(path.relative_to(ROOT)) else path.parent.name, set()).add(kind)
         of_a_target = path.parent.name == "targets" and path.stem.endswith(f"-{kind}")
-        assert of_a_target or path.stem in ("demo", f"demo-{kind}", kind)
+        assert of_a_target or path.stem in ("demo", f"demo-{kind}", f"paper-{kind}", kind)
         assert settings.drafter_config is not None
         assert settings.train is not None and settings.prepare.folder
-    assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 17
+    assert kinds["recipes"] | kinds["lab"] == kinds["paper"] and len(kinds["paper"]) == 17
+    assert not kinds["recipes"] & kinds["lab"]
 
 
 MEANT = [

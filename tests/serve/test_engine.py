@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Case
-from policies.test_counterfactual import Neighbours
+from lab.test_counterfactual import Neighbours
 from torch import Tensor
 
 from outrider import generation

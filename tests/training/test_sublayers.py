@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drafters.test_layer_skip import silenced, whole
+from lab.test_layer_skip import silenced, whole
 
 from outrider.errors import CheckpointError
 from outrider.generation import generate

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import first
 from contracts.parties import Drawn, OnAndOff
-from policies.test_lossy import CHAINS, TREES, distances
-from policies.worded import END, SO, THEN, A, B, C, Follows, begun, chain, random_words, words_of_three, writes
+from lab.test_lossy import CHAINS, TREES, distances
+from lab.worded import END, SO, THEN, A, B, C, Follows, begun, chain, random_words, words_of_three, writes
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams

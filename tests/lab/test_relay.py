@@ -5,8 +5,8 @@ import json
 
 import pytest
 from contracts.parties import OnAndOff, Tree
-from policies.test_lossy import CHAINS, TREES, distances
-from policies.worded import END, SO, THEN, A, B, C, Follows, begun, random_words, words_of_three, writes
+from lab.test_lossy import CHAINS, TREES, distances
+from lab.worded import END, SO, THEN, A, B, C, Follows, begun, random_words, words_of_three, writes
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
