@@ -6,12 +6,15 @@ read as an unknown name.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from outrider.config import nearest
 from outrider.errors import ConfigError
@@ -51,6 +54,22 @@ class Registry:
             raise ConfigError(
                 f"{self.place(name)} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
             ) from error
+
+    def literals(self, name: str, constant: str) -> dict[str, Any]:
+        """The arguments, all literals, with which a module makes this constant; empty where it has none.
+
+        The module is read and not imported.  Raises ConfigError for an unknown name.
+        """
+        known = self.all()
+        if name not in known:
+            raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, known)}")
+        spec = find_spec(known[name])
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
+                assert isinstance(node.value, ast.Call)
+                return {str(given.arg): ast.literal_eval(given.value) for given in node.value.keywords}
+        return {}
 
     def place(self, name: str) -> str:
         """Where it is defined, for errors."""

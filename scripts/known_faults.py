@@ -931,6 +931,15 @@ FAULTS = [
         "the settings for TensorRT-LLM name a temporary folder that is gone",
         ("files", 'folder.with_name(folder.name.removesuffix(".part")).absolute()', "folder.absolute()"),
     ),
+    # methods
+    fault(
+        "what a new method says of its length does not reach the readers of its folders",
+        ("length", "setting = method(kind).length", 'setting = "length"'),
+    ),
+    fault(
+        "an engine that is another's backend runs none of its methods",
+        ("_engines", 'same = own.pop("like", name)', 'same = own.pop("like", name) and name'),
+    ),
     # costs
     fault(
         "tracing a prompt keeps its slow steps for the next process",

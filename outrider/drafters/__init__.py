@@ -8,6 +8,7 @@ trained further, offers `TargetModel` instead, whose `save_target(folder)` write
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from pydantic import AfterValidator
 from outrider import config as configs
 from outrider.config import Config
 from outrider.errors import ConfigError
+from outrider.method import Method
 from outrider.registry import Registry
 
 if TYPE_CHECKING:
@@ -43,6 +45,17 @@ def find(kind: str) -> ModuleType:
     module = REGISTRY.find(kind)
     _refuse_incomplete(module, kind, REGISTRY.place(kind), "file" if kind in REGISTRY.own() else "entry point")
     return module
+
+
+@functools.cache
+def method(kind: str) -> Method:
+    """What a kind says of itself; nothing of one that is not known here.  No drafter is imported."""
+    return Method(**REGISTRY.literals(kind, "METHOD")) if kind in kinds() else Method()
+
+
+def methods() -> dict[str, Method]:
+    """Of every kind found."""
+    return {kind: method(kind) for kind in kinds()}
 
 
 def trained(kind: str) -> Any:

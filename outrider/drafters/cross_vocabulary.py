@@ -28,6 +28,7 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
+from outrider.method import Method
 from outrider.nn import serving
 from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts, room
 from outrider.sampling.text import common_prefix
@@ -35,6 +36,8 @@ from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target
 from outrider.targets.text.vocabulary import SharedVocabulary, Transcript, Vocabulary, overlap, sample_distributions
+
+METHOD = Method(cost="each", is_model=True)
 
 
 class Config(ModelConfig):

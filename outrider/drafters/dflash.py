@@ -33,6 +33,7 @@ from outrider.fast.block import CompiledBlock, Drawn, Greedy, real
 from outrider.fast.static.step import Committed, Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.fast.static.target import StaticCache
 from outrider.kernels import prepacked
+from outrider.method import Method
 from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
@@ -48,6 +49,46 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.targets.cache.attention_mask import PassLayout, additive
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", usual=4, tokens=15, length="block", chain={"siblings": ()},
+    engines={
+        "vllm": {
+            "name": "dflash",
+            "formats": ("speculators", "sglang", "zlab"),
+            "varies": True,
+            "bad": (
+                {
+                    "versions": "0\\.32\\.0",
+                    "platform": "cpu",
+                    "what": (
+                        "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the first layer's "
+                        "k_norm: fewer tokens are accepted than could be (measured here; on GPUs not measured)"
+                    ),
+                },
+                {
+                    "versions": "0\\.25\\.1",
+                    "what": "DFlash accepts nothing on the new model runner of 0.25.1 (vllm-project/vllm#49559)",
+                },
+            ),
+        },
+        "sglang": {"name": "DFLASH", "flag": "speculative-dflash-block-size", "formats": ("sglang", "zlab")},
+        "trtllm": {
+            "name": "DFlash",
+            "facts": ("mask_token_id", "target_layer_ids"),
+            "formats": ("trtllm", "sglang", "zlab"),
+        },
+        "llamacpp": {"name": "draft-dflash", "formats": ("gguf",), "cuts": True},
+    },
+    layers={
+        "speculators": ("aux_hidden_state_layer_ids", 1),
+        "sglang": ("dflash_config.target_layer_ids", 0),
+        "zlab": ("dflash_config.target_layer_ids", 0),
+        "trtllm": ("dflash_config.target_layer_ids", 0),
+        "deepspec": ("target_layer_ids", 0),
+        "gguf": ("dflash.target_layers", 1),
+    },
+)  # fmt: skip
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, D] of the tokens that can be drafted, slot) to the drafted token [B]."""

@@ -25,9 +25,25 @@ from torch import Tensor, nn
 
 from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
 from outrider.errors import DrafterError
+from outrider.method import Method
 from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", tokens=7, length="block", chain={"siblings": ()},
+    engines={
+        "sglang": {"name": "DFLASH", "flag": "speculative-dflash-block-size", "formats": ("sglang",)},
+    },
+    instead={
+        "vllm": "sglang runs it; or train a DSpark, whose head is also left to right",
+        "trtllm": "sglang runs it; or train a DSpark",
+        "llamacpp": "sglang runs it; or train a DSpark",
+    },
+    layers={
+        "sglang": ("dflash_config.target_layer_ids", 0),
+    },
+)  # fmt: skip
 
 
 class Config(BackboneConfig):

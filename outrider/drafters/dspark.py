@@ -23,9 +23,37 @@ from torch import Tensor
 
 from outrider.decoding.accept import overlap
 from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
+from outrider.method import Method
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
 from outrider.nn.sequence import check_heads
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", usual=5, tokens=7, length="block", chain={"siblings": ()},
+    engines={
+        "vllm": {
+            "name": "dspark",
+            "formats": ("speculators", "deepspec"),
+            "notes": ("dspark needs a GPU with Triton (model runner V2)",),
+            "bad": (
+                {
+                    "versions": ".*",
+                    "platform": "cpu",
+                    "what": "DSpark needs vLLM's second model runner, which has no CPU build",
+                },
+            ),
+        },
+        "sglang": {"name": "DSPARK", "flag": "speculative-dspark-block-size", "formats": ("sglang",)},
+        "trtllm": {"name": "DSpark", "formats": ("deepspec",)},
+        "llamacpp": {"name": "draft-dspark", "formats": ("gguf",), "cuts": True},
+    },
+    layers={
+        "speculators": ("aux_hidden_state_layer_ids", 1),
+        "sglang": ("dflash_config.target_layer_ids", 0),
+        "deepspec": ("target_layer_ids", 0),
+        "gguf": ("dflash.target_layers", 1),
+    },
+)  # fmt: skip
 
 
 class Config(BackboneConfig):

@@ -26,11 +26,23 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from outrider.method import Method
 from outrider.nn.blocks import Attend, ContextLayer
 from outrider.nn.draft_model import Batch
 from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, UnrolledRows
 from outrider.nn.shape import resolved
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="each", tokens=3, chain={"width": 1},
+    engines={
+        "vllm": {"name": "eagle", "formats": ("eagle",), "varies": True},
+        "sglang": {"name": "EAGLE", "formats": ("eagle",), "varies": True, "trees": True},
+    },
+    instead={
+        "trtllm": "only its old engine has EAGLE-1 and -2; train an EAGLE-3",
+    },
+)  # fmt: skip
 
 
 class Config(RecurrentConfig):

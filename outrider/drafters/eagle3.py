@@ -28,11 +28,46 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from outrider.method import Method
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import resolve_taps
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.recurrent import RecurrentConfig, RecurrentModel
 from outrider.targets.protocol import LayerSizes, Target
+
+METHOD = Method(
+    cost="each", usual=3, tokens=3, chain={"width": 1},
+    engines={
+        "vllm": {
+            "name": "eagle3",
+            "formats": ("speculators", "eagle"),
+            "varies": True,
+            "notes": (
+                (
+                    "on a target with recurrent layers it loses a block of cached prefix per turn of a "
+                    "conversation; see disable_eagle_block_drop"
+                ),
+            ),
+        },
+        "sglang": {"name": "EAGLE3", "formats": ("sglang", "eagle"), "varies": True, "trees": True},
+        "trtllm": {
+            "name": "Eagle3",
+            "facts": ("eagle3_layers_to_capture",),
+            "formats": ("trtllm", "sglang", "eagle"),
+            "varies": True,
+            "trees": True,
+        },
+        "llamacpp": {"name": "draft-eagle3", "formats": ("gguf",), "cuts": True},
+    },
+    layers={
+        "speculators": ("eagle_aux_hidden_state_layer_ids", 1),
+        "sglang": ("eagle_config.eagle_aux_hidden_state_layer_ids", 0),
+        "trtllm": ("eagle_config.eagle_aux_hidden_state_layer_ids", 0),
+        "deepspec": ("target_layer_ids", 0),
+        "gguf": ("eagle3.target_layers", 1),
+        "eagle": ("eagle_aux_hidden_state_layer_ids", 1),
+    },
+)  # fmt: skip
 
 
 class Config(RecurrentConfig):

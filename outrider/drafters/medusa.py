@@ -45,6 +45,7 @@ from outrider.fast.static.step import (
     sizes_of,
 )  # fmt: skip
 from outrider.kernels import prepacked
+from outrider.method import Method
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.heads import ResidualBlock
@@ -52,6 +53,24 @@ from outrider.nn.memory import LastStates, StateDrafter
 from outrider.nn.rows import SharedLabels, rollouts, whole_blocks
 from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", length="heads",
+    engines={
+        "vllm": {
+            "name": "medusa",
+            "formats": ("medusa",),
+            "until": (0, 33),
+            "bad": ({"versions": "0\\.(3[3-9]|[4-9]\\d).*|[1-9].*", "what": "Medusa is gone from vLLM since 0.33"},),
+        },
+    },
+    instead={
+        "vllm": "train a DFlash or an EAGLE-3, or stay with 0.32",
+        "sglang": "train an EAGLE-3, whose trees it verifies",
+        "trtllm": "its PyTorch backend dropped Medusa; train an EAGLE-3",
+        "llamacpp": "train an EAGLE-3",
+    },
+)  # fmt: skip
 
 RANKS = 10
 """Ranks of a head whose accuracies are counted."""

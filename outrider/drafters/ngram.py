@@ -17,10 +17,22 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from outrider.config import Config as Base
+from outrider.method import Method
 from outrider.nn.memory import Lookup
 from outrider.nn.serving import verifies_trees, warn_idle
 from outrider.retrieval.texts import History, InTrie, Text, Tries
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="lookup", usual=1, is_untrained=True, tokens=5,
+    engines={
+        "vllm": {"name": "ngram", "varies": True},
+        "sglang": {"name": "NGRAM", "flag": "speculative-num-draft-tokens"},
+        "trtllm": {"name": "NGram", "facts": ("max_matching_ngram_size",), "varies": True},
+        "llamacpp": {"name": "ngram-simple"},
+        "transformers": {"name": "prompt_lookup_num_tokens"},
+    },
+)  # fmt: skip
 
 
 class Config(Base):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
+from outrider.method import Method
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, attending, rotary
 from outrider.nn.draft_model import (
@@ -44,6 +45,21 @@ from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.shape import LayerConfig
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", tokens=7,
+    engines={
+        "vllm": {"name": "eagle3", "more": {"parallel_drafting": True}, "formats": ("speculators",), "varies": True},
+    },
+    instead={
+        "sglang": "vllm runs it; or train a DFlash",
+        "trtllm": "vllm runs it; or train a DFlash",
+        "llamacpp": "vllm runs it; or train a DFlash",
+    },
+    layers={
+        "speculators": ("eagle_aux_hidden_state_layer_ids", 1),
+    },
+)  # fmt: skip
 
 
 class Config(LayerConfig):

@@ -23,11 +23,20 @@ from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
+from outrider.method import Method
 from outrider.nn import trees
 from outrider.nn.memory import RequestDrafter
 from outrider.retrieval.recycle import Successors
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="lookup", is_added=True,
+    instead={
+        "vllm": "use ngram or suffix, which also need no training",
+        "sglang": "use ngram, which also needs no training",
+    },
+)  # fmt: skip
 
 
 class Config(Base):

@@ -41,6 +41,7 @@ from outrider.fast.static.step import (
     sizes_of,
 )  # fmt: skip
 from outrider.fast.static.target import StaticPass, made
+from outrider.method import Method
 from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import ModelConfig, TokenRows
@@ -52,6 +53,17 @@ from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
+
+METHOD = Method(
+    cost="each", is_model=True, chain={"width": 1},
+    engines={
+        "vllm": {"name": "draft_model", "formats": ("transformers",), "varies": True},
+        "sglang": {"name": "STANDALONE", "formats": ("transformers",)},
+        "trtllm": {"name": "Draft_Target", "formats": ("trtllm", "transformers"), "varies": True},
+        "llamacpp": {"name": "draft-simple", "formats": ("gguf",), "cuts": True},
+        "transformers": {"name": "assistant_model", "formats": ("transformers",), "cuts": True},
+    },
+)  # fmt: skip
 
 
 class New(Base):

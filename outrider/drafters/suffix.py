@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from outrider.config import Config as Base
+from outrider.method import Method
 from outrider.nn.memory import Lookup
 from outrider.nn.serving import verifies_trees
 from outrider.retrieval import corpora
@@ -26,6 +27,19 @@ from outrider.retrieval.proposal import Trust
 from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.texts import InSources, Tries
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="lookup", usual=2, is_untrained=True, tokens=16,
+    engines={
+        "vllm": {"name": "suffix", "notes": ("suffix needs `pip install arctic-inference==0.1.1` next to vLLM",)},
+        "trtllm": {"name": "SA"},
+    },
+    instead={
+        "sglang": "use ngram, whose trie can read corpora (--speculative-ngram-external-corpus-path)",
+        "llamacpp": "use ngram (ngram-simple)",
+        "transformers": "use ngram (prompt_lookup_num_tokens)",
+    },
+)  # fmt: skip
 
 
 class Config(Base):

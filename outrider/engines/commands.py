@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from outrider.drafters import method as of_kind
+from outrider.drafters import methods as of_kinds
 from outrider.engines import tune, words
 from outrider.engines.engine import (
     ENGINES,
@@ -30,20 +32,12 @@ from outrider.engines.engine import (
 )
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
-from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
+from outrider.export.manifest import CONFIG, IDS, MANIFEST
 from outrider.hub import is_local
 from outrider.targets import catalog
 
-UNTRAINED = ("ngram", "suffix", "mtp")
-"""Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
 READ_ONLY = ("eagle", "zlab")
 """Formats of others that engines read and `outrider export` does not write."""
-TOKENS = {
-    "small_model": 4, "ngram": 5, "suffix": 16, "eagle": 3, "eagle3": 3, "peagle": 7, "mtp": 1, "dflash": 15,
-    "dspark": 7,
-    "domino": 7, "medusa": 4,
-}  # fmt: skip
-"""Tokens drafted per step where neither folder nor settings give them."""
 ASKS_S = 60.0
 Config = Mapping[str, Any]
 
@@ -91,11 +85,12 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     folder's own description can't be read.
     """
     name, folder = str(place), Path(place)
-    if not folder.is_dir() and name in UNTRAINED:
+    if not folder.is_dir() and of_kind(name).is_untrained:
         return Draft(name, _target(target, {}, name))
     if not folder.is_dir() and ("/" not in name or is_local(name)):
+        untrained = sorted(kind for kind, own in of_kinds().items() if own.is_untrained)
         raise ConfigError(
-            f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(UNTRAINED)}"
+            f"no such folder: {place}; name an exported draft, a Hugging Face id, or {', '.join(untrained)}"
         )
     hub_id = None
     if not folder.is_dir():
@@ -213,7 +208,7 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
         raise ConfigError(f"{title} runs {kind} only in versions before {until}, and this is {version}; {known}")
     if since and numbers(version) < method.since:
         raise ConfigError(f"{title} runs {kind} from version {since} on, and this is {version}; update it")
-    if draft.folder is None and method.formats and kind not in UNTRAINED:
+    if draft.folder is None and method.formats and not of_kind(kind).is_untrained:
         raise ConfigError(
             f"{kind} needs a trained draft; name its folder, written by `outrider export --to {method.formats[0]}`"
         )
@@ -238,7 +233,7 @@ SHIFTED = (
 def _tokens(draft: Draft, wish: Wish) -> int:
     if wish.schedule:
         return max(one.tokens for one in wish.schedule)
-    return wish.tokens or draft.length or TOKENS.get(draft.kind, 4)
+    return wish.tokens or draft.length or of_kind(draft.kind).tokens
 
 
 def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> None:
@@ -251,10 +246,9 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
     )
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, or 0 for no speculation, got {tokens}")
-    if asks_more and (kind in BLOCKS or kind == "medusa"):
-        limit = (
-            f"this {kind} has {most} heads" if kind == "medusa" else f"this {kind} drafts one block of {most} tokens"
-        )
+    if asks_more and of_kind(kind).is_fixed:
+        has_heads = of_kind(kind).length == "heads"
+        limit = f"this {kind} has {most} heads" if has_heads else f"this {kind} drafts one block of {most} tokens"
         raise ConfigError(f"--tokens {tokens} is too many: {limit}; give at most {most}")
     if kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
         raise ConfigError(

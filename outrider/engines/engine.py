@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from outrider.config import nearest
+from outrider.drafters import methods
 from outrider.engines import tune
 from outrider.errors import ConfigError
 
@@ -144,8 +145,21 @@ class Engine:
         return ("-c", code)
 
 
-_TEXT = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
-ENGINES: Mapping[str, Engine] = TypeAdapter(dict[str, Engine]).validate_python(yaml.safe_load(_TEXT))
+def _engines() -> dict[str, Engine]:
+    """engines.yaml, with what each drafter says of itself."""
+    text = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    for name, own in found.items():
+        same = own.pop("like", name)
+        runs = {kind: dict(each.engines[same]) for kind, each in methods().items() if same in each.engines}
+        bad = [{"kind": kind, **one} for kind, each in runs.items() for one in each.pop("bad", ())]
+        instead = {kind: each.instead[same] for kind, each in methods().items() if same in each.instead}
+        own |= {"methods": {kind: each for kind, each in runs.items() if each}, "instead": instead}
+        own["bad"] = bad if same == name else []
+    return TypeAdapter(dict[str, Engine]).validate_python(found)
+
+
+ENGINES: Mapping[str, Engine] = _engines()
 
 
 def engine_name(name: str) -> str:

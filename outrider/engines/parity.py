@@ -27,6 +27,7 @@ import torch
 
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
+from outrider.drafters import method
 from outrider.engines import words
 from outrider.engines.engine import ENGINES, Draft, Wish
 from outrider.errors import ConfigError
@@ -252,13 +253,6 @@ def write_verified(folder: Path, parity: Parity) -> Path:
 # ── our side ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-CHAIN: Mapping[str, Mapping[str, Any]] = {
-    "eagle": {"width": 1}, "eagle3": {"width": 1}, "mtp": {"width": 1}, "small_model": {"width": 1},
-    "dflash": {"siblings": ()}, "dspark": {"siblings": ()}, "domino": {"siblings": ()},
-}  # fmt: skip
-"""Settings that make a drafter's tree the chain that engines draft."""
-
-
 def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
     """Our drafter of this model, drafting a chain of so many tokens: its own length unless given.
 
@@ -267,15 +261,15 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
     config, kind = model.config, model.config.kind
     most = length_of(model)
     length = most if length is None else length
-    is_fixed = kind in ("dflash", "dspark", "domino", "medusa")
-    if length < 1 or (is_fixed and length > most):
+    own = method(kind)
+    if length < 1 or (own.is_fixed and length > most):
         raise ConfigError(
             f"this {kind} drafts 1 to {most} tokens per step, got {length}; choose a number in that range"
         )
-    changed = dict(CHAIN.get(kind, {}))
-    if kind == "medusa":
+    changed = dict(own.chain)
+    if own.length == "heads":
         changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
-    elif not is_fixed:
+    elif not own.is_fixed:
         changed["length"] = length
     if "nodes" in type(config).model_fields:  # else it warns that a chain has no use for them
         changed["nodes"] = type(config).model_fields["nodes"].default
@@ -289,13 +283,12 @@ def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
 
 def length_of(model: DraftModel) -> int:
     """Tokens that one chain of this model holds."""
-    config = model.config
-    for name in ("length", "block", "heads"):
-        if hasattr(config, name) and not (config.kind != "medusa" and name == "heads"):
-            return int(getattr(config, name))
-    raise ConfigError(
-        f"the draft length of {config.kind} is not known, so it can't be compared with an engine; use another kind"
-    )
+    config, setting = model.config, method(model.config.kind).length
+    if not hasattr(config, setting):
+        raise ConfigError(
+            f"the draft length of {config.kind} is not known, so it can't be compared with an engine; use another kind"
+        )
+    return int(getattr(config, setting))
 
 
 def ours(

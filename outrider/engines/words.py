@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
+from outrider import drafters
 from outrider.engines import tune
 from outrider.engines.engine import Draft, Method, Settings, Wish, method_of
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError
-from outrider.export.manifest import CONFIG, LAYERS
+from outrider.export.manifest import CONFIG
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
@@ -107,7 +108,7 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     }  # fmt: skip
     # of the authors' own EAGLE-3, which names no layers, it guesses them right
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
-        key = LAYERS[str(draft.format), draft.kind][0]
+        key = drafters.method(draft.kind).layers[str(draft.format)][0]
         raise ConfigError(
             f"{draft.place} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )

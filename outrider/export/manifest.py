@@ -11,32 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import read_object
+from outrider.drafters import method, methods
 from outrider.errors import ExportError
 
 MANIFEST, CONFIG = "outrider.json", "config.json"
 VERSION = 1
 """Of manifests; `checkpoint.VERSION`, which would bring torch along."""
-BLOCKS = ("dflash", "dspark", "domino")
-"""Draft at most one block."""
 WANTED = {
     dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one per layer",
 }  # fmt: skip
-IDS, BLOCK_IDS = "eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
-LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
-    ("speculators", "eagle3"): (IDS, 1), ("speculators", "peagle"): (IDS, 1),
-    ("speculators", "dflash"): ("aux_hidden_state_layer_ids", 1), ("speculators",
-    "dspark"): ("aux_hidden_state_layer_ids", 1),
-    ("sglang", "eagle3"): (f"eagle_config.{IDS}", 0), ("sglang", "dflash"): (BLOCK_IDS, 0),
-    ("sglang", "dspark"): (BLOCK_IDS, 0), ("sglang", "domino"): (BLOCK_IDS, 0), ("zlab", "dflash"): (BLOCK_IDS, 0),
-    ("trtllm", "eagle3"): (f"eagle_config.{IDS}", 0), ("trtllm", "dflash"): (BLOCK_IDS, 0),
-    ("deepspec", "eagle3"): ("target_layer_ids", 0), ("deepspec", "dflash"): ("target_layer_ids", 0),
-    ("deepspec", "dspark"): ("target_layer_ids", 0), ("gguf", "dflash"): ("dflash.target_layers", 1),
-    ("gguf", "dspark"): ("dflash.target_layers", 1), ("gguf", "eagle3"): ("eagle3.target_layers", 1),
-    # the authors' own folders have none; one that has is vLLM's
-    ("eagle", "eagle3"): (IDS, 1),
-}  # fmt: skip
-"""(Format, kind) → key of config.json, or of a GGUF file, that names the target's layers, and their layer number less
-ours."""
+IDS = "eagle_aux_hidden_state_layer_ids"
 TYPES: Mapping[str, Mapping[str, Any]] = {
     MANIFEST: {
         "kind": str, "format": str, "config": dict, "target": dict, "target.name": str, "target.precision": str,
@@ -45,7 +29,10 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     CONFIG: {
         "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
         "medusa_num_heads": int, "mask_token_id": int, "markov_head_type": str, "dflash_config.mask_token_id": int,
-        **dict.fromkeys((key for (format, _), (key, _) in LAYERS.items() if format != "gguf"), list[int]),
+        **dict.fromkeys(
+            (key for own in methods().values() for format, (key, _) in own.layers.items() if format != "gguf"),
+            list[int],
+        ),
     },
 }  # fmt: skip
 """File → key → its type.  null is what others write for nothing, but the manifest's kind and format are texts."""
@@ -114,19 +101,20 @@ def at(found: Mapping[str, Any], key: str) -> Any:
 
 def layers(kind: str, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers of the target whose output the draft reads, counted from 0; () where config.json does not name them."""
-    key, shift = LAYERS.get((format, kind), ("", 0))
+    key, shift = method(kind).layers.get(format, ("", 0))
     return tuple(layer - shift for layer in at(config, key) or ())
 
 
 def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
-    own = settings.get("block" if kind in BLOCKS else "heads" if kind == "medusa" else "length")
+    setting = method(kind).length
+    own = settings.get(setting)
     if type(own) is int:
         return own
     size = config.get("dflash.block_size" if format == "gguf" else "block_size")
-    if kind in BLOCKS and size is not None:
+    if setting == "block" and size is not None:
         return int(size) - (not anchor_predicts(kind, format, config))
-    if kind == "medusa":
+    if setting == "heads":
         return config.get("num_heads", config.get("medusa_num_heads"))
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}

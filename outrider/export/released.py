@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.drafters import method
 from outrider.errors import ExportError
 from outrider.export import manifest
 from outrider.export.layout import Config, Source, only
@@ -163,7 +164,7 @@ def markov_written(settings: Any) -> dict[str, Any]:
 def taps(config: Config, format: str, kind: str) -> list[int]:
     """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all
     acceptance."""
-    key = manifest.LAYERS[format, kind][0]
+    key = method(kind).layers[format][0]
     ids = manifest.at(config, key)
     if not ids:
         raise ExportError(f"{key} is missing; it names the layers that the draft reads; write them into config.json")
@@ -196,7 +197,7 @@ def _shape(config: Config) -> Config:
 def block(config: Config, format: str, kind: str, target: TransformersTarget) -> dict[str, Any]:
     """What a block drafter's config means in our settings, but for its head."""
     shape, in_anchor = _shape(config), manifest.anchor_predicts(kind, format, config)
-    within, dot, _ = manifest.LAYERS[format, kind][0].rpartition(".")
+    within, dot, _ = method(kind).layers[format][0].rpartition(".")
     return {
         **read(shape, target), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
         "anchor_predicts": in_anchor, "taps": taps(config, format, kind),

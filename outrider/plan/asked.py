@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.drafters import method
 from outrider.errors import ConfigError
 from outrider.plan import demand as demands
 from outrider.plan import hardware as table
 from outrider.plan import money, planner
 from outrider.plan.demand import Demand
-from outrider.plan.drafts import DEFAULT_KINDS
+from outrider.plan.drafts import added, usual
 from outrider.plan.predict import Memory
-from outrider.plan.probe import ADDED
 from outrider.plan.schema import Plan
 from outrider.plan.subject import Subject, subject
 from outrider.traffic.plan import limits
 
 EPOCHS = 10.0
-WITH_DRAFT_MODEL = ("small_model", "cross_vocabulary")
 SLO = ("tpot",)
 """Limits that a plan can judge: of a token's time, not of queues."""
 
@@ -58,7 +57,7 @@ class Asked(NamedTuple):
     @property
     def added(self) -> tuple[str, ...]:
         """Methods that nobody asked for, which stay where their acceptance is measured."""
-        return () if self.method or not self.is_probed else ADDED
+        return () if self.method or not self.is_probed else added()
 
     @property
     def prices(self) -> money.Prices:
@@ -72,9 +71,9 @@ class Asked(NamedTuple):
 
     def subject(self) -> Subject:
         """Target and methods, by their configs.  Raises TargetError, ConfigError, DataError."""
-        methods = self.method or (*DEFAULT_KINDS, *self.added)
+        methods = self.method or (*usual(), *self.added)
         own = subject(self.target, methods, self.weights, self.draft_model, self.report)
-        if self.draft_model is not None and not any(each.kind in WITH_DRAFT_MODEL for each in own.methods.values()):
+        if self.draft_model is not None and not any(method(each.kind).is_model for each in own.methods.values()):
             raise ConfigError("--draft-model has no effect without --method small_model; give both, or neither")
         return own
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from outrider.config import build
-from outrider.drafters import find, trained
+from outrider.drafters import find, method, methods, trained
 from outrider.errors import ConfigError, DrafterError
+from outrider.method import Cost
 from outrider.nn.draft_model import DraftModel
 from outrider.plan import weights as formats
 from outrider.plan.anatomy import Anatomy, Attention
@@ -22,15 +23,6 @@ from outrider.plan.hardware import Place
 from outrider.plan.roofline import pass_of, prefill_seconds
 from outrider.targets.sketch import Sketch
 
-Way = Literal["each", "once", "lookup"]
-WAYS: Mapping[str, Way] = {
-    "eagle3": "each", "eagle": "each", "mtp": "each", "small_model": "each", "cross_vocabulary": "each",
-    "dflash": "once", "dspark": "once", "domino": "once", "peagle": "once", "medusa": "once",
-    "ngram": "lookup", "suffix": "lookup", "recycle": "lookup",
-}  # fmt: skip
-"""Kinds whose drafts are known on paper; others must be timed."""
-DEFAULT_KINDS = ("ngram", "suffix", "eagle3", "dflash", "dspark")
-"""Those that a plan compares unless others are named: with published acceptance, and fit for any target."""
 SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
 """Weights of a small head through which the tokens of a block pass one by one."""
 EMBEDDINGS = ("embed", "markov_w1")
@@ -41,7 +33,7 @@ class DraftModelOnPaper:
     """A method's draft model."""
 
     kind: str
-    way: Way
+    way: Cost
     model: Anatomy | None
     """None for what looks drafts up."""
     sequential: int = 0
@@ -72,27 +64,42 @@ class DraftModelOnPaper:
         return 0.0 if self.model is None else prefill_seconds(self.model, place, tokens)
 
 
+def known() -> list[str]:
+    """Kinds whose drafts are known on paper; others must be timed."""
+    return sorted(kind for kind, own in methods().items() if own.cost is not None)
+
+
+def usual() -> tuple[str, ...]:
+    """Those that a plan compares unless others are named: with published acceptance, and fit for any target."""
+    return tuple(sorted((kind for kind, own in methods().items() if own.usual), key=lambda kind: method(kind).usual))
+
+
+def added() -> tuple[str, ...]:
+    """Those that it looks at beside them where it may measure."""
+    return tuple(sorted(kind for kind, own in methods().items() if own.is_added))
+
+
 def on_paper(kind: str, target: Sketch, model: Anatomy | None = None, **settings: Any) -> DraftModelOnPaper:
     """A kind's draft model for this target.  Raises ConfigError for a kind whose cost is not known on paper.
 
     model: the language model of small_model.  settings: of the kind, as in a run file.
     """
     find(kind)  # an unknown kind is refused with the nearest name
-    way = WAYS.get(kind)
+    way = method(kind).cost
     if way is None:
         raise ConfigError(
-            f"what {kind} takes is not known on paper; take one of {', '.join(sorted(WAYS))}, or time it with --measure"
+            f"what {kind} takes is not known on paper; take one of {', '.join(known())}, or time it with --measure"
         )
     if way == "lookup":
         return DraftModelOnPaper(kind, way, None)
-    if trained(kind) is None or kind in ("small_model", "cross_vocabulary"):
+    if trained(kind) is None or method(kind).is_model:
         if model is None:
             raise ConfigError(f"{kind} drafts with another language model; name it with --draft-model")
         return DraftModelOnPaper(kind, way, model)
     return _counted(kind, way, target, settings)
 
 
-def _counted(kind: str, way: Way, target: Sketch, settings: Mapping[str, Any]) -> DraftModelOnPaper:
+def _counted(kind: str, way: Cost, target: Sketch, settings: Mapping[str, Any]) -> DraftModelOnPaper:
     module: Any = find(kind)
     config = build(module.Config, {"kind": kind, **settings}, "drafter")
     try:

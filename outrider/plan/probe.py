@@ -28,7 +28,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.drafters import kinds
+from outrider.drafters import kinds, method
 from outrider.errors import DataError
 from outrider.loading import describe, load_drafter
 from outrider.measure import timing
@@ -37,7 +37,6 @@ from outrider.measure.prompts import first_ngram_share
 from outrider.measure.record import Run
 from outrider.plan import timings
 from outrider.plan.anatomy import Anatomy
-from outrider.plan.drafts import WAYS
 from outrider.plan.sample import Question, Sample
 from outrider.plan.subject import Method, Subject
 from outrider.policies import named
@@ -46,8 +45,6 @@ from outrider.sampling.settings import Sampling
 from outrider.targets import catalog
 from outrider.targets.hf.transformers import TransformersTarget
 
-ADDED = ("recycle",)
-"""Methods that are looked at beside the usual ones where they can be measured."""
 REQUESTS = 24
 """Replayed unless a number was given."""
 UNASKED_S = 60.0
@@ -139,15 +136,14 @@ class Read(NamedTuple):
 
 def can_probe(own: Method, draft_model: str | None) -> bool:
     """Whether a method drafts without a training: it looks drafts up, was trained before, or is a whole model."""
-    return (
-        WAYS.get(own.kind) == "lookup" or own.name not in kinds() or (own.kind == "small_model" and bool(draft_model))
-    )
+    own_kind = method(own.kind)
+    return own_kind.cost == "lookup" or own.name not in kinds() or (own_kind.is_model and bool(draft_model))
 
 
 def drafter_of(own: Subject, name: str, target: TransformersTarget, draft_model: str | None) -> Drafter:
     """The drafter of a method.  draft_model: the language model of small_model."""
-    is_small = own.methods[name].kind == name == "small_model"
-    return load_drafter(name, target, **({"model": draft_model} if is_small else {}))
+    is_model = own.methods[name].kind == name and method(name).is_model and draft_model is not None
+    return load_drafter(name, target, **({"model": draft_model} if is_model else {}))
 
 
 def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Read], int]:
@@ -279,7 +275,7 @@ class CachedRecords:
 def _identity(own: Method, draft_model: str | None) -> str:
     """What a method drafts depends on, its weights included."""
     if own.name in kinds():
-        return f"{timings.identity_of(own.name)} {draft_model if own.kind == 'small_model' else ''}"
+        return f"{timings.identity_of(own.name)} {draft_model if method(own.kind).is_model else ''}"
     folder = describe(own.name).folder
     files = sorted(path for path in ([folder] if folder.is_file() else folder.iterdir()) if path.is_file())
     return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from outrider.drafters import method
 from outrider.plan.decide import PAYS
-from outrider.plan.drafts import WAYS
 from outrider.plan.hardware import Place
 from outrider.plan.roofline import saturation_rows
 from outrider.plan.schema import BreakEven, Row, Rule
@@ -91,7 +91,7 @@ def acceptance(points: Sequence[BreakEven]) -> tuple[str, bool | None]:
 def training(own: Subject, rows: Sequence[Row]) -> tuple[str, bool | None]:
     """The fastest method that needs no training beside the fastest that does; whether none of the former pays."""
     best = _best(rows)
-    needs_none = {name for name in best if WAYS.get(own.methods[name].kind) == "lookup"}
+    needs_none = {name for name in best if method(own.methods[name].kind).cost == "lookup"}
     fastest = [
         max((row for name, row in best.items() if (name in needs_none) == free), key=_center, default=None)
         for free in (True, False)

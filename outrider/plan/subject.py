@@ -55,7 +55,7 @@ def subject(
     fields = read(target)
     sketch = sketched(fields, target)
     model = of_sketch(sketch, stored(fields, weight, target))
-    found = {name: method(name) for name in methods or drafts.DEFAULT_KINDS}
+    found = {name: method(name) for name in methods or drafts.usual()}
     small = None
     if draft_model is not None:
         other = read(draft_model)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from outrider.drafters import method
 from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import Wish
 from outrider.errors import ConfigError, ExportError
@@ -189,10 +190,10 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
             config = everything(kind, **more)
             ours = layout.settings(config, target)
             assert folder.layers(kind, name, config) == tuple(ours.get("taps", ())), (name, kind)
-            key = "heads" if kind == "medusa" else "block" if kind in folder.BLOCKS else "length"
+            key = method(kind).length
             if key in ours:
                 assert folder.length(kind, name, {}, config) == ours[key], (name, kind)
                 held += 1
     assert held > 8
-    assert all(folder.LAYERS["trtllm", kind] == folder.LAYERS["sglang", kind] for kind in ("eagle3", "dflash"))
+    assert all(method(kind).layers["trtllm"] == method(kind).layers["sglang"] for kind in ("eagle3", "dflash"))
     assert checkpoint.VERSION == folder.VERSION

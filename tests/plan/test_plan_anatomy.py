@@ -7,9 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.plan import known_model
 from outrider import demo
+from outrider.drafters import method
 from outrider.errors import ConfigError
 from outrider.plan import anatomy
-from outrider.plan.drafts import WAYS, on_paper
+from outrider.plan.drafts import known, on_paper
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -77,9 +78,9 @@ def test_an_unknown_way_of_storing_weights_is_asked_for() -> None:
 def test_every_kind_has_a_draft_model_on_paper() -> None:
     """Catches a kind whose parts are named otherwise than the planner looks for, so that it drafts for nothing."""
     sketch = anatomy.sketched(QWEN, "paper")
-    for kind in WAYS.keys() - {"small_model", "cross_vocabulary"}:
+    for kind in {*known()} - {"small_model", "cross_vocabulary"}:
         found = on_paper(kind, sketch)
-        assert (found.model is None) == (WAYS[kind] == "lookup"), kind
+        assert (found.model is None) == (method(kind).cost == "lookup"), kind
         assert found.model is None or (found.model.read > 64 * 64 and found.model.head == 512 * 64), kind
 
 

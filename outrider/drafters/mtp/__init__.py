@@ -31,12 +31,24 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider.drafters.mtp.heads import native_modules
+from outrider.method import Method
 from outrider.nn import serving
 from outrider.nn.blocks import MLP, Attend, Attention, DecoderLayer, RMSNorm, recomputable, rotary
 from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.cache.attention_mask import Limit
 from outrider.targets.protocol import LayerSizes, Target
+
+METHOD = Method(
+    cost="each", is_untrained=True, tokens=1, chain={"width": 1},
+    engines={
+        "vllm": {"name": "mtp", "varies": True},
+        "sglang": {"name": "NEXTN"},
+        "trtllm": {"name": "MTP", "varies": True},
+        "llamacpp": {"name": "draft-mtp", "formats": ("gguf",), "cuts": True},
+        "transformers": {"name": "use_mtp", "since": (5, 23)},
+    },
+)  # fmt: skip
 
 
 class Config(RecurrentConfig):

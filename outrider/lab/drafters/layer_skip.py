@@ -33,9 +33,17 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import CheckpointError, DrafterError
 from outrider.lab.sublayer_search import Search
+from outrider.method import Method
 from outrider.nn.serving import Sampler
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 from outrider.targets.skip import able, every_second, listed, probability, refuse_failing, runs
+
+METHOD = Method(
+    instead={
+        "vllm": "transformers has early exit (assistant_early_exit)",
+        "transformers": "assistant_early_exit=N drafts with the first N layers, which is not the same",
+    },
+)  # fmt: skip
 
 LENGTH, MIN_CONFIDENCE = 6, 0.4
 """Tokens of a draft, and the probability below which it ends, where neither the config nor a saved set has them."""

@@ -40,6 +40,7 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
 from outrider.lab.blocks_by_cost import BlocksByCost
 from outrider.lab.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
+from outrider.method import Method
 from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rollout_mask, rotary
 from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
@@ -50,6 +51,12 @@ from outrider.nn.shape import LayerConfig
 from outrider.sampling.distribution import log_probs
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
+
+METHOD = Method(
+    instead={
+        "vllm": "train a DFlash: a block without a tree",
+    },
+)  # fmt: skip
 
 CHUNK = 64
 """First blocks in one pass of training; with more, more attention between them is masked and wasted."""

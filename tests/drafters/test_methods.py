@@ -1,0 +1,71 @@
+"""A drafter says about itself what plans, exports and engines must know, and nobody else names it."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider import drafters
+from outrider.drafters import find, kinds, method, own
+from outrider.engines import engine
+from outrider.export.manifest import layers, length
+from outrider.method import Method
+from outrider.plan.drafts import known, usual
+
+ROOT = Path(drafters.__file__).resolve().parent.parent
+NAMED_NOWHERE = ("plan",)
+"""Packages that know no kind by its name."""
+THEIRS = """
+from typing import Literal
+
+import torch  # a file that is read, and not imported, costs no torch
+
+from outrider.config import Config as Base
+from outrider.method import Method
+
+METHOD = Method(
+    cost="once", usual=9, tokens=6, length="block", engines={"vllm": {"name": "theirs", "formats": ("speculators",)}},
+    instead={"sglang": "use vllm"}, layers={"speculators": ("their_layers", 0)},
+)
+
+
+class Config(Base):
+    kind: Literal["theirs"] = "theirs"
+
+
+def build(config, target): ...
+"""
+
+
+@pytest.mark.parametrize("kind", own())
+def test_what_is_read_is_what_the_file_says(kind: str) -> None:
+    """Catches a METHOD that is not of literals alone, or is read from another file."""
+    assert method(kind) == vars(find(kind)).get("METHOD", Method())
+
+
+def test_no_package_names_a_kind() -> None:
+    """Catches a list of kinds that a new method would have to be added to."""
+    names = {*kinds()}
+    for package in NAMED_NOWHERE:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+            assert not {text for text in texts if isinstance(text, str)} & names, file
+
+
+def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a plan, a command or a folder's reader that a new method does not reach."""
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    method.cache_clear()
+    try:
+        assert usual()[-1] == "theirs" and "theirs" in known()
+        engines = engine._engines()
+        assert engines["vllm"].methods["theirs"].formats == ("speculators",)
+        assert engines["triton"].methods["theirs"].name == "theirs"
+        assert engines["sglang"].instead["theirs"] == "use vllm"
+        assert layers("theirs", "speculators", {"their_layers": [2, 5]}) == (2, 5)
+        assert length("theirs", "speculators", {"block": 6}, {}) == 6
+        assert "theirs" not in sys.modules and "outrider.drafters.theirs" not in sys.modules
+    finally:
+        method.cache_clear()
