@@ -19,15 +19,20 @@ Kind = Annotated[
 ]
 
 
+CORE, LAB = "core", "lab"
+
+
 def drafters(kind: Kind = None, json_to: JsonTo = None) -> None:
-    """List the drafters there are, own and of other distributions; with KIND, every setting of that one."""
+    """List the drafters there are: the core's, those of the lab, which may change in any version, and other
+    distributions'; with KIND, every setting of that one."""
     if kind is not None:
         _print_settings(kind, json_to)
         return
-    found, table = [about(kind) for kind in sorted(kinds())], console.table("kind", "trains", "taps", "summary")
+    table = console.table("kind", "of", "trains", "taps", "summary")
+    found = sorted(map(about, kinds()), key=lambda entry: (entry["of"] == LAB, entry["of"] != CORE, entry["kind"]))
     for entry in found:
         trains, taps = ("yes" if entry[key] else "no" for key in ("trains", "taps"))
-        table.add_row(entry["kind"], trains, taps, entry["summary"])
+        table.add_row(entry["kind"], entry["of"], trains, taps, entry["summary"])
     console.present(json_to, found, table)
 
 
@@ -42,13 +47,16 @@ def _print_settings(kind: str, json_to: str | None) -> None:
 
 def about(kind: str) -> dict[str, Any]:
     """The docstring of a drafter's file, or why the drafter can't be used."""
+    package, *rest = kinds()[kind].split(".")
+    of = package if package != "outrider" else LAB if LAB in rest else CORE
     try:
         module = find(kind)
     except ConfigError as error:
-        return {"kind": kind, "summary": str(error), "trains": False, "taps": False}
+        return {"kind": kind, "of": of, "summary": str(error), "trains": False, "taps": False}
     summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
     return {
         "kind": kind,
+        "of": of,
         "summary": summary,
         "trains": trained(kind) is not None,
         "taps": "taps" in module.Config.model_fields,

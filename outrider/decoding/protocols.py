@@ -89,7 +89,7 @@ class Drafter:
     probe_rows: int = 0
     """Most rows of its probe; the cache has room for this many more."""
     steps: tuple[Any, ...] = ()
-    """Its own passes that can be compiled, as `compiled.Compiled`."""
+    """Its own passes that can be compiled, as `fast.Compiled`."""
     learns: bool = False
     """What it read of one request changes what it proposes in later ones."""
     nested: bool = True
