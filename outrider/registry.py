@@ -45,11 +45,9 @@ class Registry:
     def find(self, name: str) -> ModuleType:
         """The module of this name.  Raises ConfigError for an unknown one, with the nearest, and for one that can't be
         imported."""
-        known = self.all()
-        if name not in known:
-            raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, known)}")
+        module = self._module(name)
         try:
-            return importlib.import_module(known[name])
+            return importlib.import_module(module)
         except Exception as error:  # whatever others' code raises
             raise ConfigError(
                 f"{self.place(name)} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
@@ -58,18 +56,30 @@ class Registry:
     def literals(self, name: str, constant: str) -> dict[str, Any]:
         """The arguments, all literals, with which a module makes this constant; empty where it has none.
 
-        The module is read and not imported.  Raises ConfigError for an unknown name.
+        The module is read and not imported.  Raises ConfigError for an unknown name, and for a module that can't be
+        read so.
         """
+        module = self._module(name)
+        try:
+            spec = find_spec(module)
+            text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+            made = [
+                node.value for node in ast.parse(text).body
+                if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]
+            ]  # fmt: skip
+            keywords = [given for call in made if isinstance(call, ast.Call) for given in call.keywords]
+            return {str(given.arg): ast.literal_eval(given.value) for given in keywords}
+        except (ImportError, OSError, SyntaxError, ValueError) as error:
+            raise ConfigError(
+                f"{constant} of {self.place(name)} can't be read ({type(error).__name__}: {error}); write it of "
+                "literals alone, such as 3, 'text' and {'key': 'value'}"
+            ) from error
+
+    def _module(self, name: str) -> str:
         known = self.all()
         if name not in known:
             raise ConfigError(f"unknown {self.what} {name!r}{nearest(name, known)}")
-        spec = find_spec(known[name])
-        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
-                assert isinstance(node.value, ast.Call)
-                return {str(given.arg): ast.literal_eval(given.value) for given in node.value.keywords}
-        return {}
+        return known[name]
 
     def place(self, name: str) -> str:
         """Where it is defined, for errors."""

@@ -9,6 +9,7 @@ trained further, offers `TargetModel` instead, whose `save_target(folder)` write
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -49,13 +50,25 @@ def find(kind: str) -> ModuleType:
 
 @functools.cache
 def method(kind: str) -> Method:
-    """What a kind says of itself; nothing of one that is not known here.  No drafter is imported."""
-    return Method(**REGISTRY.literals(kind, "METHOD")) if kind in kinds() else Method()
+    """What a kind says of itself; nothing of one that is not known here.  No drafter is imported.
+
+    Raises ConfigError for a METHOD that can't be read.
+    """
+    try:
+        return Method(**REGISTRY.literals(kind, "METHOD")) if kind in kinds() else Method()
+    except TypeError as error:
+        raise ConfigError(f"METHOD of {REGISTRY.place(kind)} is none: {error}; see outrider.method.Method") from error
 
 
 def methods() -> dict[str, Method]:
-    """Of every kind found."""
-    return {kind: method(kind) for kind in kinds()}
+    """Of every kind whose METHOD can be read; what others' code does wrong is said, and stops nobody else."""
+    found = {}
+    for kind in kinds():
+        try:
+            found[kind] = method(kind)
+        except ConfigError as error:
+            logging.getLogger(__name__).warning("%s", error)
+    return found
 
 
 def trained(kind: str) -> Any:

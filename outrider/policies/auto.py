@@ -59,7 +59,6 @@ class Auto(Policy):
     """Steps between two tries of another depth or of a plain step, and most between two decisions while on."""
     OFFERS = 32
     """Steps after which the share of nodes that a drafter offers has faded to 1/e."""
-
     FIRST_KEPT = 32
     """Steps after which costs are kept, and again whenever there are twice as many."""
 

@@ -9,6 +9,7 @@ import pytest
 from outrider import drafters
 from outrider.drafters import find, kinds, method, own
 from outrider.engines import engine
+from outrider.errors import ConfigError
 from outrider.export.manifest import layers, length
 from outrider.method import Method
 from outrider.plan.drafts import known, usual
@@ -67,5 +68,25 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert layers("theirs", "speculators", {"their_layers": [2, 5]}) == (2, 5)
         assert length("theirs", "speculators", {"block": 6}, {}) == 6
         assert "theirs" not in sys.modules and "outrider.drafters.theirs" not in sys.modules
+    finally:
+        method.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("METHOD = Method(tokens=three)", "METHOD of .*wrong.py can't be read .*literals alone"),
+        ("METHOD = Method(tokns=3)", "METHOD of .*wrong.py is none: .*tokns"), ("def (", "can't be read .SyntaxError"),
+    ],
+)  # fmt: skip
+def test_what_another_wrote_wrongly_is_said_and_stops_nobody(text, said, tmp_path, monkeypatch, caplog):
+    """Catches a deployment of any method that fails by a file of somebody else's."""
+    (tmp_path / "wrong.py").write_text(text)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    method.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=said):
+            method("wrong")
+        assert "ngram" in drafters.methods() and "wrong" not in drafters.methods()
     finally:
         method.cache_clear()
