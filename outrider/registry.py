@@ -53,28 +53,6 @@ class Registry:
                 f"{self.place(name)} can't be imported ({type(error).__name__}: {error}); correct it, or uninstall it"
             ) from error
 
-    def literals(self, name: str, constant: str) -> dict[str, Any]:
-        """The arguments, all literals, with which a module makes this constant; empty where it has none.
-
-        The module is read and not imported.  Raises ConfigError for an unknown name, and for a module that can't be
-        read so.
-        """
-        module = self._module(name)
-        try:
-            spec = find_spec(module)
-            text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-            made = [
-                node.value for node in ast.parse(text).body
-                if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]
-            ]  # fmt: skip
-            keywords = [given for call in made if isinstance(call, ast.Call) for given in call.keywords]
-            return {str(given.arg): ast.literal_eval(given.value) for given in keywords}
-        except (ImportError, OSError, SyntaxError, ValueError) as error:
-            raise ConfigError(
-                f"{constant} of {self.place(name)} can't be read ({type(error).__name__}: {error}); write it of "
-                "literals alone, such as 3, 'text' and {'key': 'value'}"
-            ) from error
-
     def _module(self, name: str) -> str:
         known = self.all()
         if name not in known:
@@ -88,3 +66,24 @@ class Registry:
             return self.all()[name]
         path = own.removeprefix("outrider.").replace(".", "/")
         return f"{path}/__init__.py" if (HERE / path).is_dir() else f"{path}.py"
+
+
+def literals(module: str, constant: str) -> dict[str, Any]:
+    """The arguments, all literals, with which a module makes this constant; empty where it has none.
+
+    The module is read and not imported.  Raises ConfigError for one that can't be read so.
+    """
+    try:
+        spec = find_spec(module)
+        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+        made = [
+            node.value for node in ast.parse(text).body
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]
+        ]  # fmt: skip
+        keywords = [given for call in made if isinstance(call, ast.Call) for given in call.keywords]
+        return {str(given.arg): ast.literal_eval(given.value) for given in keywords}
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{constant} of {module} can't be read ({type(error).__name__}: {error}); write it of literals alone, such "
+            "as 3, 'text' and {'key': 'value'}"
+        ) from error

@@ -21,7 +21,7 @@ from outrider import config as configs
 from outrider.config import Config
 from outrider.errors import ConfigError
 from outrider.method import Method
-from outrider.registry import Registry
+from outrider.registry import Registry, literals
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
@@ -48,27 +48,32 @@ def find(kind: str) -> ModuleType:
     return module
 
 
-@functools.cache
 def method(kind: str) -> Method:
     """What a kind says of itself; nothing of one that is not known here.  No drafter is imported.
 
     Raises ConfigError for a METHOD that can't be read.
     """
-    try:
-        return Method(**REGISTRY.literals(kind, "METHOD")) if kind in kinds() else Method()
-    except TypeError as error:
-        raise ConfigError(f"METHOD of {REGISTRY.place(kind)} is none: {error}; see outrider.method.Method") from error
+    module = kinds().get(kind)
+    return Method() if module is None else _said(module)
 
 
 def methods() -> dict[str, Method]:
-    """Of every kind whose METHOD can be read; what others' code does wrong is said, and stops nobody else."""
+    """Of every kind whose METHOD can be read; what others' code does wrong is logged, and stops nobody else."""
     found = {}
-    for kind in kinds():
+    for kind, module in kinds().items():
         try:
-            found[kind] = method(kind)
+            found[kind] = _said(module)
         except ConfigError as error:
             logging.getLogger(__name__).warning("%s", error)
     return found
+
+
+@functools.cache
+def _said(module: str) -> Method:
+    try:
+        return Method(**literals(module, "METHOD"))
+    except TypeError as error:
+        raise ConfigError(f"METHOD of {module} is none: {error}; see outrider.method.Method") from error
 
 
 def trained(kind: str) -> Any:

@@ -58,35 +58,27 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Catches a plan, a command or a folder's reader that a new method does not reach."""
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    method.cache_clear()
-    try:
-        assert usual()[-1] == "theirs" and "theirs" in known()
-        engines = engine._engines()
-        assert engines["vllm"].methods["theirs"].formats == ("speculators",)
-        assert engines["triton"].methods["theirs"].name == "theirs"
-        assert engines["sglang"].instead["theirs"] == "use vllm"
-        assert layers("theirs", "speculators", {"their_layers": [2, 5]}) == (2, 5)
-        assert length("theirs", "speculators", {"block": 6}, {}) == 6
-        assert "theirs" not in sys.modules and "outrider.drafters.theirs" not in sys.modules
-    finally:
-        method.cache_clear()
+    assert usual()[-1] == "theirs" and "theirs" in known()
+    engines = engine._engines()
+    assert engines["vllm"].methods["theirs"].formats == ("speculators",)
+    assert engines["triton"].methods["theirs"].name == "theirs"
+    assert engines["sglang"].instead["theirs"] == "use vllm"
+    assert layers("theirs", "speculators", {"their_layers": [2, 5]}) == (2, 5)
+    assert length("theirs", "speculators", {"block": 6}, {}) == 6
+    assert "theirs" not in sys.modules and "outrider.drafters.theirs" not in sys.modules
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("METHOD = Method(tokens=three)", "METHOD of .*wrong.py can't be read .*literals alone"),
-        ("METHOD = Method(tokns=3)", "METHOD of .*wrong.py is none: .*tokns"), ("def (", "can't be read .SyntaxError"),
+        ("METHOD = Method(tokens=three)", "METHOD of .*wrong can't be read .*literals alone"),
+        ("METHOD = Method(tokns=3)", "METHOD of .*wrong is none: .*tokns"), ("def (", "can't be read .SyntaxError"),
     ],
 )  # fmt: skip
 def test_what_another_wrote_wrongly_is_said_and_stops_nobody(text, said, tmp_path, monkeypatch, caplog):
     """Catches a deployment of any method that fails by a file of somebody else's."""
     (tmp_path / "wrong.py").write_text(text)
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    method.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match=said):
-            method("wrong")
-        assert "ngram" in drafters.methods() and "wrong" not in drafters.methods()
-    finally:
-        method.cache_clear()
+    with pytest.raises(ConfigError, match=said):
+        method("wrong")
+    assert "ngram" in drafters.methods() and "wrong" not in drafters.methods()
