@@ -5,8 +5,8 @@
     python benchmarks/pipeline.py processes [--prompts 6] [--new 88] [--turns 3]
     python benchmarks/pipeline.py table [--out FILE]
 
-`train`: one drafter for each number of stages and each seed, by recipes/lab/demo-pipeline.yaml.  `cycles`: all stages in
-this process; counted are the cycles of `lab.pipeline.cycles`, and n times tokens per cycle is the paper's
+`train`: one drafter for each number of stages and each seed, by recipes/lab/demo-pipeline.yaml.  `cycles`: all stages
+in this process; counted are the cycles of `lab.pipeline.cycles`, and n times tokens per cycle is the paper's
 equivalent accept length.  Intervals are from a bootstrap over seeds and, within them, prompts.  Its prompts are the
 first of benchmarks/methods.py, whose cells of `eagle3` with as many steps it is compared with.
 

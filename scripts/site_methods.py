@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.papers import PAPERS, figure
-from outrider.drafters import REGISTRY, own
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS, RECIPES = ROOT / "benchmarks", ROOT / "recipes"
@@ -37,13 +36,24 @@ class Method(NamedTuple):
     """When to take it."""
 
 
+@cache
+def places() -> dict[str, str]:
+    """Where each drafter's code is in the package, by its kind; the site is built without the package's libraries."""
+    root, found = ROOT / "outrider", {}
+    for file in [*root.glob("drafters/*"), *root.glob("lab/drafters/*")]:
+        own = file / "__init__.py" if file.is_dir() else file
+        if own.is_file() and not file.name.startswith("__"):
+            found[file.stem] = own.relative_to(root).as_posix()
+    return found
+
+
 def kinds() -> list[str]:
-    return own()
+    return sorted(places())
 
 
 def method(kind: str) -> Method:
     """The parts of a docstring.  Raises ValueError where it does not say when to take the drafter."""
-    text = ast.get_docstring(ast.parse((ROOT / "outrider" / REGISTRY.place(kind)).read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(ast.parse((ROOT / "outrider" / places()[kind]).read_text(encoding="utf-8"))) or ""
     idea, *rest = [part for part in text.split("\n\n") if not LEGEND.match(part)]
     body, differs, take = [], "", ""
     for part in rest:
@@ -55,7 +65,7 @@ def method(kind: str) -> Method:
         if not part.startswith("Take it ") and before.strip():
             body.append(before)
     if not take:
-        raise ValueError(f"outrider/{REGISTRY.place(kind)} must have a paragraph 'Take it where …' in its docstring")
+        raise ValueError(f"outrider/{places()[kind]} must have a paragraph 'Take it where …' in its docstring")
     return Method(kind, idea, body, differs, take)
 
 
@@ -233,7 +243,7 @@ def papers_of(kind: str) -> list[str]:
     """What papers claim of a kind, and what holds here."""
     said = []
     for paper in yaml.safe_load(PAPERS.read_text(encoding="utf-8")):
-        if any(place.split(" ")[0] == REGISTRY.place(kind) for place in paper["lives"]):
+        if any(place.split(" ")[0] == places()[kind] for place in paper["lives"]):
             here = "; ".join(figure(one, _Results()) for one in paper["found"])
             said.append(
                 f"**{paper['name']}** ({inline(paper['source'])}) claims: {inline(paper['claim'])}. "
