@@ -214,7 +214,7 @@ def serve(
         most = length if memory_gb else min(1 << (int(length) - 1).bit_length(), target.spec.context)
         return runner_of(target, drafter, state, most).whole
 
-    chosen = named.policy(policy, drafter, kept_costs(target, drafter))
+    chosen = named.policy(policy, drafter, functools.partial(kept_costs, target, drafter))
     return advance(target, requests, drafter, chosen, state, tokens, fast)
 
 

@@ -161,6 +161,22 @@ FAULTS = [
     ),
     # costs
     fault(
+        "tracing a prompt keeps its slow steps for the next process",
+        ("apart", "        there.kept = None\n", "        pass\n"),
+    ),
+    fault(
+        "what the last process learnt of steps is tried again by the next",
+        ("Auto._costs_of", "self.known.get(runner, NOTHING)", "NOTHING"),
+    ),
+    fault(
+        "costs of the last process are believed on a machine that has become slower",
+        ("Curve._rise", "change = statistics.median(changes) if changes else 1.0", "change = 1.0"),
+    ),
+    fault(
+        "steps of drafters of other sizes are taken for this one's",
+        ("shape_of", "own = drafter.taps, drafter.limit,", "own = drafter.taps,"),
+    ),
+    fault(
         "a pass that is larger than all measured ones is thought to take less time",
         ("PassSeconds._along", "max(0.0, slope)", "slope"),
     ),
@@ -939,23 +955,6 @@ FAULTS = [
     fault(
         "an engine that is another's backend runs none of its methods",
         ("_engines", 'same = own.pop("like", name)', 'same = own.pop("like", name) and name'),
-    ),
-    # costs
-    fault(
-        "tracing a prompt keeps its slow steps for the next process",
-        ("apart", "        there.kept = None\n", "        pass\n"),
-    ),
-    fault(
-        "what the last process learnt of steps is tried again by the next",
-        ("Auto._costs_of", "self.known.get(runner, NOTHING)", "NOTHING"),
-    ),
-    fault(
-        "costs of the last process are believed on a machine that has become slower",
-        ("Curve._rise", "change = statistics.median(changes) if changes else 1.0", "change = 1.0"),
-    ),
-    fault(
-        "steps of drafters of other sizes are taken for this one's",
-        ("shape_of", "own = drafter.taps, drafter.limit,", "own = drafter.taps,"),
     ),
     # measure
     fault(

@@ -7,6 +7,7 @@ for token.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,7 +283,7 @@ def _measured(target: TransformersTarget, entry: Entry, task: str, config: Confi
     """An entry without samples.  Its policy goes on learning from prompt to prompt, as a server's does."""
     judge = groups.judge_of(config)
     rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
-    policy = named.policy(config.policy, entry.drafter, kept_costs(target, entry.drafter))
+    policy = named.policy(config.policy, entry.drafter, functools.partial(kept_costs, target, entry.drafter))
     return Measured(
         entry, task_name(task), rule=rule, policy=config.policy, chosen=policy,
         batch=config.batch, processes=shard.count, verification=config.verification,

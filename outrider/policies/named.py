@@ -25,9 +25,10 @@ EXACT = ("standard", "block")
 """Exact ways to verify; `LOSSY` has the others."""
 LOSSY = Registry("verification", ("outrider.lab.judges",), "outrider.judges")
 """Those that change the output; see `outrider.lab.judges`."""
-POLICIES: Mapping[str, Callable[[int, KeptCosts | None], Policy]] = {
+Kept = Callable[[], KeptCosts]
+POLICIES: Mapping[str, Callable[[int, Kept | None], Policy]] = {
     "fixed": lambda limit, kept: Fixed(limit),
-    "auto": lambda limit, kept: Auto(limit, kept=kept),
+    "auto": lambda limit, kept: Auto(limit, kept=None if kept is None else kept()),
 }
 """As many nodes as the drafter offers; as many as pay, by what was accepted and measured seconds."""
 GONE = ("adaptive", "by_load", "by_confidence")
@@ -36,10 +37,11 @@ DEFAULT = "auto"
 """The policy that is used unless another is named."""
 
 
-def policy(name: str | Policy | None, drafter: Drafter, kept: KeptCosts | None = None) -> Policy:
+def policy(name: str | Policy | None, drafter: Drafter, kept: Kept | None = None) -> Policy:
     """A new policy of this name for this drafter; None continues with this thread's default policy for it.
 
-    kept: what steps of this drafter took in earlier processes.  Raises ConfigError for an unknown name.
+    kept: finds what steps of this drafter took in earlier processes, for a new policy that asks.  Raises ConfigError
+    for an unknown name.
     """
     if name is None:
         policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault(
@@ -106,7 +108,7 @@ def check_verification(name: str, allow_lossy: bool) -> lossy.LossyRule | None:
         raise ConfigError(
             f"verification {own!r} needs {module.REQUIRED}; write {own}({module.REQUIRED}=...), see docs/lossy.md"
         )
-    rule: lossy.LossyRule = getattr(module, own)(**settings)
+    rule: lossy.LossyRule = vars(module)[own](**settings)
     return rule
 
 

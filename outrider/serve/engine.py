@@ -7,6 +7,7 @@ others for one piece at most.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -72,7 +73,7 @@ class Engine:
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
         self._drafts_always, self._shape = bool(inner.limit), shape_of(inner)
-        kept = generation.kept_costs(target, inner)
+        kept = functools.partial(generation.kept_costs, target, inner)
         inner = with_predictions(inner, target.spec.vocabulary)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)

@@ -57,9 +57,8 @@ class Predicted(Ensemble):
 
     def static(self, memory: Memory, is_greedy: bool) -> StaticDrafter:
         """The inner drafter's own: a request with a prediction has no whole steps."""
-        own: StaticDrafter = StaticDrafter()
-        if self.inner.limit:
-            own = self.inner.static(memory.parts[INNER], is_greedy)
+        has_drafts = bool(self.inner.limit)
+        own: StaticDrafter = self.inner.static(memory.parts[INNER], is_greedy) if has_drafts else StaticDrafter()
         return own
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:

@@ -22,6 +22,13 @@ UNKNOWN_LENGTH = 4096
 """Tokens of a slot, at most, where its memory is not known."""
 
 
+@runtime_checkable
+class InColumns(Protocol):
+    """A cache that is a column of bytes for every token."""
+
+    column_bytes: int
+
+
 @torch.inference_mode()
 def token_bytes(target: Target) -> int:
     """Bytes of one token of a slot in the target's cache, seen by reading one; 0 where it has a cache of its own
@@ -29,13 +36,6 @@ def token_bytes(target: Target) -> int:
     cache: Any = target.allocate(1, 8)
     target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
     return cache.column_bytes if isinstance(cache, InColumns) else 0
-
-
-@runtime_checkable
-class InColumns(Protocol):
-    """A cache that is a column of bytes for every token."""
-
-    column_bytes: int
 
 
 class Room(NamedTuple):
