@@ -21,7 +21,7 @@ import transformers
 
 from benchmarks.replay import command, processor
 from outrider import demo, generation, load_drafter, load_target
-from outrider.data.readers import instructions
+from outrider.data.sources.readers import instructions
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.fast import NotCompiled, compile_passes

@@ -19,8 +19,8 @@ import torch
 from batch_time import prompts_of, write
 
 from outrider import load_drafter, load_target
-from outrider.training.calibrate import head_of, watch
-from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
+from outrider.training.fitting.calibrate import head_of, watch
+from outrider.training.fitting.scaling import BINS, Outcomes, Scaling, scaling
 
 WANTED = 0.02
 

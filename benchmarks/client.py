@@ -28,7 +28,7 @@ from benchmarks.batch_time import promise
 from benchmarks.replay import progress_bar, provenance, publish
 from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, answers
 from outrider.client.account import Account
-from outrider.client.events import Events
+from outrider.client.sending.events import Events
 from tests.client import misbehaving
 from tests.client.misbehaving import MODEL, PRICES, Ledger, text_of
 

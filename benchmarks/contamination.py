@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from sources import PROMPTS, prompts, text_of
 
-from outrider.data.decontaminate import Evaluated
-from outrider.data.hash_files import Collector, Named, NgramHashes, read
+from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.overlap.hash_files import Collector, Named, NgramHashes, read
 from outrider.data.overlap.questions import Questions
-from outrider.measure import layouts
+from outrider.measure.tasks import layouts
 
 PAIRS = Path(__file__).resolve().parent / "contamination" / "pairs.jsonl"
 WORD_FOR_WORD = ("exact", "shortened", "same-instruction")

@@ -31,8 +31,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outrider.retrieval import corpora, corpus_build, corpus_texts, suffix_array
-from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval.corpus import build as corpus_build
+from outrider.retrieval.corpus import corpora, suffix_array
+from outrider.retrieval.corpus import texts as corpus_texts
+from outrider.retrieval.corpus.suffix_array import Corpus
 
 
 def main() -> None:

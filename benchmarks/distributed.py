@@ -30,13 +30,14 @@ import torch
 from benchmarks.replay import provenance, publish
 from outrider import load_target
 from outrider.config import build
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import LiveFeatures
 from outrider.drafters import dflash
 from outrider.measure import memory
-from outrider.training import distributed, shards, step, trainer
+from outrider.training import step, trainer
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
+from outrider.training.parallel import distributed, shards
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"layers": 2, "kv_heads": 2, "block": 4, "anchors": 8}

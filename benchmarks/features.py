@@ -29,13 +29,14 @@ from batch_time import write
 from torch import Tensor
 
 from outrider import load_target
-from outrider.data import encodings, feature_cache, feature_shards
-from outrider.data.answers import ANSWERS, Answer, read_answers
-from outrider.data.cached_features import CachedFeatures, target_states
-from outrider.data.feature_cache import Binding, build
-from outrider.data.feature_shards import Stored
-from outrider.data.features import LiveFeatures
-from outrider.data.rotation import Rotation
+from outrider.data.answers.store import ANSWERS, Answer, read_answers
+from outrider.data.features import cache, encodings
+from outrider.data.features import shards as feature_shards
+from outrider.data.features.cache import Binding, build
+from outrider.data.features.cached import CachedFeatures, target_states
+from outrider.data.features.live import LiveFeatures
+from outrider.data.features.rotation import Rotation
+from outrider.data.features.shards import Stored
 from outrider.data.texts import usable
 from outrider.decoding.accept import overlap
 from outrider.drafters import trained
@@ -143,7 +144,7 @@ def sizes(folder: Path) -> list[dict[str, Any]]:
                     mine.encoding, HIDDEN, len(TAPS), mine.top_logprobs, mine.rotate
                 ),
                 "times_less_than_public": PUBLIC / taken, "rotated_to": mine.rotate,
-                "rotation_bytes": (folder / way / feature_cache.ROTATION).stat().st_size if mine.rotate else 0,
+                "rotation_bytes": (folder / way / cache.ROTATION).stat().st_size if mine.rotate else 0,
                 "tokens": tokens, "shards": len(shards), "seconds": time.perf_counter() - began,
             }
         )  # fmt: skip
@@ -156,7 +157,7 @@ def given_rotation(folder: Path, directions: int) -> None:
     width = len(TAPS) * HIDDEN
     folder.mkdir(parents=True)
     basis = torch.randn(width, directions, generator=torch.Generator().manual_seed(2)) / width**0.5
-    Rotation(TAPS, torch.ones(len(TAPS)), torch.zeros(width), basis, 0.0).save(folder / feature_cache.ROTATION)
+    Rotation(TAPS, torch.ones(len(TAPS)), torch.zeros(width), basis, 0.0).save(folder / cache.ROTATION)
 
 
 def of_sizes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,7 +171,7 @@ def reading(folder: Path, way: str) -> dict[str, Any]:
     threads, row = torch.get_num_threads(), {"way": way}
     torch.set_num_threads(1)
     shards = [feature_shards.open_shard(path) for path in sorted((folder / way).glob("features-*"))]
-    rotated = feature_cache.open_rotation(folder / way, shards[0])
+    rotated = cache.open_rotation(folder / way, shards[0])
     for dtype in (torch.bfloat16, torch.float32):
         for turn in range(2):  # the first reads the disk
             began, size = time.process_time(), 0  # of this thread: a busy machine does not count
@@ -199,7 +200,7 @@ def writing(target: TransformersTarget, answers: list[Answer], folder: Path) -> 
     """Seconds of the target's passes, of encoding and writing, and of both at once."""
     mine = Binding.of(target, None, (1, 4, 7, 10, 13), "float32", encoding="int8")
     cut, states = usable(answers, 384), target_states(target, mine.taps, "float32")
-    shards = feature_cache.planned(cut, 8192)
+    shards = cache.planned(cut, 8192)
     began = time.perf_counter()
     found = [list(states(shard)) for shard in shards]
     passes = time.perf_counter() - began
@@ -306,8 +307,8 @@ class Trainings:
 
     def share(self, way: str | None) -> float | None:
         """Of the variance of the taps, what a rotation holds."""
-        path = self.folder / "demo" / str(way) / feature_cache.ROTATION
-        return feature_cache.rotation_of(path.parent).share if path.exists() else None
+        path = self.folder / "demo" / str(way) / cache.ROTATION
+        return cache.rotation_of(path.parent).share if path.exists() else None
 
     @torch.no_grad()
     def acceptance(self, model: DraftModel) -> dict[str, Any]:

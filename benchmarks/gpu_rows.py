@@ -27,8 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks import gpu_acceptance, gpu_step
 from benchmarks.replay import Replay
 from outrider import demo, generation, load_drafter, load_target
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import LiveFeatures
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
@@ -38,7 +38,7 @@ from outrider.fast import NotCompiled, flat
 from outrider.fast.gpu.cuda_graphs import CudaGraphs, cuda_graph
 from outrider.fast.passes.compiled import CompiledStep, TracedPass
 from outrider.gate import parity
-from outrider.plan.profile import busy_seconds
+from outrider.plan.measured.profile import busy_seconds
 from outrider.runs.stages import run as outrider_run
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache.slots import SlotCache

@@ -24,8 +24,8 @@ from outrider.lab.drafters import layer_skip
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import sublayers
-from outrider.training.sublayers import Found
+from outrider.training.fitting import sublayers
+from outrider.training.fitting.sublayers import Found
 
 SEARCHED = 6
 

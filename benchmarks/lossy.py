@@ -32,7 +32,7 @@ from outrider.policies.lossy import LossyJudge
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import cues
+from outrider.training.fitting import cues
 
 WORDS = (
     "def", "return", "if", "else", "for", "in", "self", "import", "from", "raise", "class", "not", "is", "None",

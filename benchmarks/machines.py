@@ -76,8 +76,8 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     import torch
 
     from outrider import demo, machine
-    from outrider.data.answers import Answer
-    from outrider.data.features import LiveFeatures
+    from outrider.data.answers.store import Answer
+    from outrider.data.features.live import LiveFeatures
     from outrider.drafters import find
     from outrider.runs.file import load
     from outrider.targets.load import load_target

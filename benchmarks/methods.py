@@ -36,9 +36,10 @@ from batch_time import write
 
 from outrider import load_drafter, load_target
 from outrider.checkpoint import load_model
-from outrider.data import conversations, regenerate
-from outrider.data.answers import read_answers
-from outrider.data.features import LiveFeatures
+from outrider.data.answers import regenerate
+from outrider.data.answers.store import read_answers
+from outrider.data.features.live import LiveFeatures
+from outrider.data.sources import conversations
 from outrider.drafters import find
 from outrider.measure.config import Config as MeasureConfig
 from outrider.measure.record import Entry

@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.batch_time import promise, write  # noqa: E402
 from benchmarks.same_text import read  # noqa: E402
 from outrider import generate, load_drafter, machine  # noqa: E402
-from outrider.data.answers import ANSWERS, iterate_answers  # noqa: E402
-from outrider.runs import budget  # noqa: E402
+from outrider.data.answers.store import ANSWERS, iterate_answers  # noqa: E402
 from outrider.runs.file import load  # noqa: E402
+from outrider.runs.forecast import budget  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 
 LOADING_S = 20.0

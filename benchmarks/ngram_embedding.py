@@ -23,15 +23,15 @@ import torch
 from batch_time import prompts_of, write
 
 from outrider import generate, load_drafter, load_target
-from outrider.data.answers import hold_out, read_answers
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import hold_out, read_answers
+from outrider.data.features.live import LiveFeatures
 from outrider.drafters import small_model
 from outrider.lab.targets.ngram_embedding import grown
 from outrider.targets.hf import causal_lm
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.progress import no_bars
 from outrider.training.config import Config as TrainConfig
-from outrider.training.held_out import acceptance
+from outrider.training.progress.held_out import acceptance
 from outrider.training.trainer import train
 
 ROOT = Path(__file__).resolve().parent.parent

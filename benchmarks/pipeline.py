@@ -43,7 +43,7 @@ from outrider.lab.pipeline import PipelineDrafter, Stage, cycles
 from outrider.lab.stage_processes import in_processes
 from outrider.lab.stages import stages_of
 from outrider.measure.config import Config as MeasureConfig
-from outrider.measure.prompts import as_tokens, draw
+from outrider.measure.tasks.prompts import as_tokens, draw
 from outrider.runs.file import load
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget

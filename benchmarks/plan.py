@@ -20,11 +20,11 @@ from typing import Any
 import yaml
 
 from benchmarks.replay import provenance, publish
-from outrider.plan import drafts, hardware
 from outrider.plan.acceptance import Acceptance, even
-from outrider.plan.anatomy import Anatomy, of_sketch, sketched
+from outrider.plan.paper import drafts, hardware
+from outrider.plan.paper.anatomy import Anatomy, of_sketch, sketched
+from outrider.plan.paper.weights import stored
 from outrider.plan.predict import PaperCosts
-from outrider.plan.weights import stored
 from outrider.targets.sketch import Sketch
 
 POINTS = Path(__file__).with_name("plan_points.yaml")

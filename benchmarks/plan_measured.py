@@ -11,14 +11,14 @@ from outrider import demo, generate, load_drafter, load_target
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
-from outrider.measure.prompts import first_ngram_share
-from outrider.plan import probed, timings
+from outrider.measure.tasks.prompts import first_ngram_share
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.demand import Demand
+from outrider.plan.measured import probed, timings
+from outrider.plan.measured.probe import FEWEST_FIRST, Read, replay_one
+from outrider.plan.measured.sample import Question
+from outrider.plan.measured.timed import TimedCosts
 from outrider.plan.predict import row
-from outrider.plan.probe import FEWEST_FIRST, Read, replay_one
-from outrider.plan.sample import Question
-from outrider.plan.timed import TimedCosts
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget

@@ -39,13 +39,13 @@ from benchmarks.batch_time import promise  # noqa: E402
 from benchmarks.engines.server_process import free_port  # noqa: E402
 from benchmarks.replay import provenance, publish  # noqa: E402
 from outrider import demo, load_target  # noqa: E402
-from outrider.data.answers import ANSWERS, Answer, iterate_answers  # noqa: E402
+from outrider.data.answers.ledger import Ledger  # noqa: E402
+from outrider.data.answers.regenerate import prepare  # noqa: E402
+from outrider.data.answers.server import Question  # noqa: E402
+from outrider.data.answers.store import ANSWERS, Answer, iterate_answers  # noqa: E402
+from outrider.data.answers.talks import Talk, iterate_asked  # noqa: E402
 from outrider.data.config import Config  # noqa: E402
-from outrider.data.conversations import Conversation  # noqa: E402
-from outrider.data.ledger import Ledger  # noqa: E402
-from outrider.data.regenerate import prepare  # noqa: E402
-from outrider.data.server import Question  # noqa: E402
-from outrider.data.talks import Talk, iterate_asked  # noqa: E402
+from outrider.data.sources.conversations import Conversation  # noqa: E402
 from outrider.targets.hf.transformers import TransformersTarget  # noqa: E402
 
 VENV = Path(os.environ.get("VENV", ROOT / "benchmarks" / "engines" / ".venv"))

@@ -30,7 +30,7 @@ from outrider import demo, load_drafter
 from outrider.decoding.state import Request
 from outrider.measure.record import Run
 from outrider.measure.timing import run_once
-from outrider.retrieval import corpus_build, suffix_array
+from outrider.retrieval.corpus import build, suffix_array
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 
@@ -126,7 +126,7 @@ def _read(paths: Iterator[Path], most: int) -> Iterator[str]:
 def built(target: TransformersTarget, folder: Path, texts: Iterator[str]) -> int:
     documents = (target.tokenizer.encode(text) for text in texts if text)
     spec = target.spec
-    corpus = corpus_build.build(folder, documents, vocabulary=spec.vocabulary, tokenizer_hash=spec.tokenizer_hash)
+    corpus = build.build(folder, documents, vocabulary=spec.vocabulary, tokenizer_hash=spec.tokenizer_hash)
     return int(corpus.header["tokens"])
 
 

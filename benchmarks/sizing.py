@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from outrider.data import encodings
+from outrider.data.features import encodings
 from outrider.drafters import find
-from outrider.plan import drafts, hardware
-from outrider.plan.anatomy import Anatomy, of_sketch, sketched
-from outrider.plan.weights import stored
+from outrider.plan.paper import drafts, hardware
+from outrider.plan.paper.anatomy import Anatomy, of_sketch, sketched
+from outrider.plan.paper.weights import stored
 
 POINTS = Path(__file__).with_name("plan_points.yaml")
 NODE = 8

@@ -22,15 +22,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.data.answers.ledger import Ledger
+from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config, Source
-from outrider.data.conversations import Skipped, from_source
-from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import content_key
-from outrider.data.ledger import Ledger
-from outrider.data.sources import opening, select
+from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.sources.conversations import Skipped, from_source
+from outrider.data.sources.duplicates import content_key
+from outrider.data.sources.mixture import opening, select
+from outrider.data.sources.spool import Spool
 from outrider.data.split import Openings, held_out
-from outrider.data.spool import Spool
-from outrider.data.talks import iterate_asked
 
 PROMPTS = 1000
 LIMIT_BYTES = 2 * 10**9

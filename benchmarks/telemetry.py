@@ -20,7 +20,7 @@ from pathlib import Path
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call
-from outrider.serve.metrics import StepRecord, Telemetry
+from outrider.serve.records.metrics import StepRecord, Telemetry
 
 PROMISED_US = 20.0
 ROUND = 1000

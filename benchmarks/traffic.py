@@ -36,11 +36,12 @@ import httpx
 import numpy as np
 
 from benchmarks.replay import command
-from outrider.traffic import replay, traces
 from outrider.traffic.address import address_of
-from outrider.traffic.calls import words
-from outrider.traffic.connection import Client
-from outrider.traffic.plan import Plan, dues
+from outrider.traffic.logs import traces
+from outrider.traffic.logs.calls import words
+from outrider.traffic.replay import run
+from outrider.traffic.replay.connection import Client
+from outrider.traffic.replay.plan import Plan, dues
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
 COUNTS = ("drafts", "drafted", "accepted")
@@ -57,7 +58,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     if options.server:
         trace = traces.read(options.log)
-        found: dict[str, Any] = replay.replay(
+        found: dict[str, Any] = run.replay(
             trace, options.server.split(","), Plan(rate=options.rate, greedy=True)
         ).plain()
     else:
@@ -124,7 +125,7 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         peaks: list[int] = []
         cpu, began, waited = time.process_time(), time.perf_counter(), waited_s()
         note = lambda done, text: peaks.append(resident())
-        result = replay.replay(trace, [url], plan, folder=folder / "out", progress=note)
+        result = run.replay(trace, [url], plan, folder=folder / "out", progress=note)
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
         waited = waited_s() - waited
         came = httpx.get(url + "/received", timeout=60).json()
@@ -189,7 +190,7 @@ def death(rate: float, count: int) -> dict[str, Any]:
         thread = threading.Thread(target=violence)
         trace = written(Path(place), count)
         thread.start()
-        result = replay.replay(trace, [url], Plan(rate=rate), folder=Path(place) / "out")
+        result = run.replay(trace, [url], Plan(rate=rate), folder=Path(place) / "out")
         thread.join()
         lines = sum(1 for _ in (Path(place) / "out" / "calls.jsonl").open())
     (endpoint,) = result.endpoints

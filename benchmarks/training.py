@@ -34,15 +34,16 @@ from batch_time import write
 
 from outrider import drafters, load_target
 from outrider.config import build
-from outrider.data.answers import ANSWERS, Answer, read_answers
+from outrider.data.answers.store import ANSWERS, Answer, read_answers
 from outrider.data.batches import OfTexts
-from outrider.data.features import LiveFeatures
+from outrider.data.features.live import LiveFeatures
 from outrider.data.packing import packed
 from outrider.data.texts import usable
 from outrider.measure import memory
-from outrider.nn import blocks, recurrent
+from outrider.nn import blocks
 from outrider.nn.draft_model import Batch, DraftModel
-from outrider.runs import training_plan
+from outrider.nn.drafting import recurrent
+from outrider.runs.forecast import training_plan
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers

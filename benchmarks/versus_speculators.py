@@ -39,8 +39,8 @@ from torch import Tensor
 
 from outrider import demo
 from outrider.checkpoint import save
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import LiveFeatures
 from outrider.export.writing import export_folder
 from outrider.measure import memory
 from outrider.nn.draft_model import Batch

@@ -26,9 +26,10 @@ from typing import Any
 import httpx
 
 from outrider import demo
-from outrider.traffic import counters, traces
-from outrider.traffic.plan import Plan
-from outrider.traffic.replay import replay
+from outrider.traffic import counters
+from outrider.traffic.logs import traces
+from outrider.traffic.replay.plan import Plan
+from outrider.traffic.replay.run import replay
 
 PLACE = Path(__file__).resolve().parent / "results" / "vllm_replay.json"
 
@@ -130,7 +131,7 @@ def about(server: str) -> dict[str, str]:
 def replayed(
     server: str, bodies: list[dict[str, Any]], concurrency: int, ends_early: bool
 ) -> tuple[dict[str, Any], dict[int, str]]:
-    """All requests through `traffic.replay`: what the counters say beside what the answers say, and the answers.
+    """All requests through `traffic.replay.run`: what the counters say beside what the answers say, and the answers.
 
     With `ends_early` the answers are not asked: vLLM says nothing of the drafts of one that ended at a stop string.
     """

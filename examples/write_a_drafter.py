@@ -14,7 +14,7 @@ from torch import Tensor
 
 import outrider
 from outrider.decoding.state import DecodeState
-from outrider.nn.serving import chain
+from outrider.nn.drafting.serving import chain
 from outrider.targets.protocol import Target
 
 

@@ -23,7 +23,7 @@ from outrider.fast import Compiled
 from outrider.hub import missing_path
 from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel
-from outrider.nn.remote import RemoteDrafter
+from outrider.nn.drafting.remote import RemoteDrafter
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import library, quantise
 

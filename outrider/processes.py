@@ -1,6 +1,6 @@
 """What a training and the other stages ask of the processes that share their work; `ALONE`, one, answers by itself.
 
-Several are a `training.distributed.Group`.
+Several are a `training.parallel.distributed.Group`.
 """
 
 from __future__ import annotations

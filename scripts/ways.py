@@ -70,8 +70,8 @@ def prompt(trace: Trace) -> None:
 
 
 def training(trace: Trace) -> None:
-    from outrider.data.answers import Answer
-    from outrider.data.features import LiveFeatures
+    from outrider.data.answers.store import Answer
+    from outrider.data.features.live import LiveFeatures
     from outrider.drafters import find
     from outrider.training.config import Config
     from outrider.training.trainer import train

@@ -1,5 +1,5 @@
 """What llama.cpp computes with a GGUF file, in a few lines of torch: its graphs of qwen3 and glm4moe, for one text.
-Its graphs of dflash and eagle3 are those of outrider/engines/gguf_reader.py.
+Its graphs of dflash and eagle3 are those of outrider/engines/verify/gguf_reader.py.
 
 Files are read by llama.cpp's own library.  S tokens of a text, H hidden size, h heads, d head size.
 """

@@ -12,7 +12,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.machine import contention
 from outrider.machine.contention import Contention, Reading, between, calmest, mean, read
 from outrider.measure.record import Entry, Measured, Run, Sample
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks.names import Prompt
 from outrider.measure.trust import possible_speedup, trust
 
 

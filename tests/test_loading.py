@@ -20,7 +20,7 @@ from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderE
 from outrider.export.reading import import_folder
 from outrider.loading import describe, draft_model
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import calibrate
+from outrider.training.fitting import calibrate
 from outrider.weights import weights_of
 
 FAST = ("speculators_eagle3", "zlab_dflash", "medusa_heads")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LIGHT = (
     "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.report.schema",
-    "outrider.gate.verdict", "outrider.client", "outrider.traffic.replay", "outrider.traffic.watch", "outrider.cli",
+    "outrider.gate.verdict", "outrider.client", "outrider.traffic.replay.run", "outrider.traffic.watch", "outrider.cli",
 )  # fmt: skip
 
 IMPORTS = f"""

@@ -28,7 +28,7 @@ from outrider import demo, generate, load_drafter, load_target  # noqa: E402
 from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
-from outrider.engines.verify_transformers import continued, loaded, recorded  # noqa: E402
+from outrider.engines.verify.transformers import continued, loaded, recorded  # noqa: E402
 from outrider.export.writing import export_folder  # noqa: E402
 
 

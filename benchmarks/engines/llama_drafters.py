@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.engines.gguf_faults import FAULTS, planted
 from outrider.checkpoint import load_model
-from outrider.engines.parity import Parity
-from outrider.engines.verify import verified
+from outrider.engines.verify.comparison import verified
+from outrider.engines.verify.parity import Parity
 from outrider.errors import OutriderError
 from outrider.export.writing import export_folder
 

@@ -70,7 +70,7 @@ def main() -> int:
         return 3
     folder = wanted.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    from outrider.engines.verify import prompt_tokens
+    from outrider.engines.verify.comparison import prompt_tokens
     from outrider.targets.load import load_target
 
     target = load_target("demo", dtype="float32", compile=False)
@@ -96,7 +96,7 @@ def main() -> int:
 
 def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: Path) -> dict[str, Any]:
     from outrider.checkpoint import load_model
-    from outrider.engines.verify import verified
+    from outrider.engines.verify.comparison import verified
     from outrider.errors import OutriderError
     from outrider.export.writing import export_folder
 
@@ -122,8 +122,8 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
 def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]], wanted: Any) -> dict[str, Any]:
     """The engine's own drafters: is the text the target's?"""
     from outrider.decoding.protocols import Drafter
-    from outrider.engines import parity
-    from outrider.engines.verify import place_of
+    from outrider.engines.verify import parity
+    from outrider.engines.verify.comparison import place_of
 
     job = {
         "target": place_of(target),

@@ -35,7 +35,7 @@ def engines_and_formats() -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Tasks to measure on; after a comma the next one."""
-    from outrider.measure.tasks import BUILT_IN, TASKS
+    from outrider.measure.tasks.names import BUILT_IN, TASKS
 
     before, comma, _ = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in (*BUILT_IN, *TASKS)]

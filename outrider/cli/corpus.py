@@ -8,9 +8,9 @@ import typer
 from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, counted, place_of_json, present, say, sized
 from outrider.errors import DataError
-from outrider.retrieval import corpora
-from outrider.retrieval.corpus_files import verify
-from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval.corpus import corpora
+from outrider.retrieval.corpus.files import verify
+from outrider.retrieval.corpus.suffix_array import Corpus
 
 NUMBERS = ("documents", "tokens", "size")
 CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.", show_default=False)]

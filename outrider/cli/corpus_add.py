@@ -11,7 +11,7 @@ from outrider.cli.console import bar, counted, say, sized, stopping
 from outrider.cli.corpus import CorpusFolder, CorpusName
 from outrider.data import corpus
 from outrider.errors import DataError
-from outrider.retrieval import corpora
+from outrider.retrieval.corpus import corpora
 
 
 def corpus_add(

@@ -11,9 +11,9 @@ import typer
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
-from outrider.gate.noise import neighbours
 from outrider.gate.outcome import Outcome
 from outrider.gate.policy import policy_of
+from outrider.gate.statistics.noise import neighbours
 from outrider.gate.verdict import gate as judge
 from outrider.report.schema import Report, write_whole
 

@@ -13,17 +13,17 @@ import yaml
 from outrider import config as configs
 from outrider import machine
 from outrider.cli.console import say
+from outrider.data.answers.talks import Talk, iterate_asked
 from outrider.data.config import BUILT_IN
 from outrider.data.config import Config as Prepare
-from outrider.data.conversations import read
-from outrider.data.talks import Talk, iterate_asked
+from outrider.data.sources.conversations import read
 from outrider.drafters import trained
 from outrider.errors import ConfigError, OutriderError
 from outrider.hub import missing_path
-from outrider.measure.tasks import INSTRUCTIONS
-from outrider.runs import budget
-from outrider.runs.checks import check
+from outrider.measure.tasks.names import INSTRUCTIONS
 from outrider.runs.file import RunConfig, load
+from outrider.runs.forecast import budget
+from outrider.runs.forecast.checks import check
 from outrider.targets.catalog import NAMES
 from outrider.targets.load import load_target
 from outrider.targets.sketch import sketch

@@ -7,7 +7,7 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, present, say
-from outrider.serve import keys
+from outrider.serve.http import keys
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of the keys' hashes.", show_default=False)]
 Name = Annotated[str, typer.Argument(help="Whose key it is.", show_default=False)]

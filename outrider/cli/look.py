@@ -6,7 +6,7 @@ from rich.text import Text
 
 from outrider.cli import console
 from outrider.cli.console import say
-from outrider.runs.samples import Sample, samples
+from outrider.runs.forecast.samples import Sample, samples
 
 OPEN, CLOSE = "«", "»"
 """Around what trains, where there are no colours."""

@@ -17,8 +17,8 @@ from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
 from outrider.gate.parity import Comparison, compare, compare_samples, prompts_of
+from outrider.gate.statistics.two_samples import Samples
 from outrider.gate.texts import compare_texts
-from outrider.gate.two_samples import Samples
 from outrider.loading import load_drafter
 from outrider.runs.baselines import parted
 from outrider.runs.file import load
@@ -27,7 +27,7 @@ from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.training.checkpoints import chosen
+from outrider.training.progress.checkpoints import chosen
 
 if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun

@@ -14,9 +14,10 @@ from outrider.cli.plan_checklist import show_checklist
 from outrider.cli.plan_probe import replayed
 from outrider.cli.plan_shown import show_plan
 from outrider.plan import asked as asking
-from outrider.plan import hardware as table
-from outrider.plan import measured, planner, probe
+from outrider.plan import planner
 from outrider.plan.asked import Asked
+from outrider.plan.measured import costs, probe
+from outrider.plan.paper import hardware as table
 from outrider.plan.schema import Plan
 from outrider.plan.subject import rest_on
 from outrider.targets.load import load_target
@@ -105,9 +106,9 @@ def _planned(asked: Asked) -> Plan:
         say(f"plan      {asked.target} on this machine, {loaded.device.type}")
         drafter = functools.partial(probe.drafter_of, own, target=loaded, draft_model=asked.draft_model)
         tell = lambda line: say(f"          {line}")
-        minutes = asked.minutes or measured.MINUTES
-        given = measured.given(own, demand, missing, loaded, asked.again, drafter, tell, minutes)
-        profile = measured.profile_of(own, demand, loaded)
+        minutes = asked.minutes or costs.MINUTES
+        given = costs.given(own, demand, missing, loaded, asked.again, drafter, tell, minutes)
+        profile = costs.profile_of(own, demand, loaded)
         found = planner.plan(own, given, asked.prices).model_copy(update={"profile": profile})
     elif asked.hardware is None:
         assert probed is not None

@@ -9,14 +9,14 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import say, write_json
-from outrider.runs import checklist, rollout
+from outrider.runs.rollout import checklist, files
 
 STYLES = {"done": "green", "failed": "red", "out of date": "yellow"}
 
 
 def show_checklist(folder: Path, log: Path | None, json_to: str | None) -> None:
     """Print the list and write it as JSON.  Exit code 1 unless all of it is done."""
-    run = rollout.read(folder, rollout.LOG if log is None else str(log))
+    run = files.read(folder, files.LOG if log is None else str(log))
     items = checklist.items(run)
     done = sum(item.state == "done" for item in items)
     if json_to != "-":
@@ -27,7 +27,7 @@ def show_checklist(folder: Path, log: Path | None, json_to: str | None) -> None:
             for command in item.commands if item.state != "done" else ():
                 console.out.print(f"            {command}", soft_wrap=True, markup=False, highlight=False)
         if log is None:
-            say(f"          {rollout.LOG} stands for a log of your requests; name yours with --log")
+            say(f"          {files.LOG} stands for a log of your requests; name yours with --log")
     found: dict[str, Any] = {
         "outrider_checklist": 1, "run": str(run.folder), "kind": run.kind, "target": run.target,
         "draft": run.draft, "weights": run.weights,

@@ -9,11 +9,11 @@ from typing import Any
 from outrider.cli import console
 from outrider.cli.console import bar, counted, lasting, say, stopping
 from outrider.decoding.protocols import Drafter
-from outrider.plan import probe, probed
 from outrider.plan.acceptance import Acceptance
 from outrider.plan.asked import Asked
-from outrider.plan.probe import SEED, CachedRecords, Share
-from outrider.plan.sample import MOST_NEW, draw
+from outrider.plan.measured import probe, probed
+from outrider.plan.measured.probe import SEED, CachedRecords, Share
+from outrider.plan.measured.sample import MOST_NEW, draw
 from outrider.plan.schema import Probed
 from outrider.plan.subject import Subject
 from outrider.report.bootstrap import MIN_PROMPTS

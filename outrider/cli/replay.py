@@ -13,15 +13,15 @@ from outrider.cli import console
 from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
-from outrider.traffic import traces
 from outrider.traffic.address import address_of
-from outrider.traffic.compared import Compared
-from outrider.traffic.folder import check_paths
-from outrider.traffic.plan import Plan, limits
-from outrider.traffic.replay import replay as send
-from outrider.traffic.replayed import Replayed
-from outrider.traffic.servers import check_servers
-from outrider.traffic.traces import Trace
+from outrider.traffic.logs import traces
+from outrider.traffic.logs.traces import Trace
+from outrider.traffic.replay.compared import Compared
+from outrider.traffic.replay.folder import check_paths
+from outrider.traffic.replay.plan import Plan, limits
+from outrider.traffic.replay.report import Replayed
+from outrider.traffic.replay.run import replay as send
+from outrider.traffic.replay.servers import check_servers
 
 
 def replay(

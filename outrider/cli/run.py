@@ -26,7 +26,7 @@ from outrider.cli.look import show_samples
 from outrider.cli.stages import Printer
 from outrider.errors import ConfigError, ExportError
 from outrider.loading import describe
-from outrider.measure import tasks
+from outrider.measure.tasks import names as tasks
 from outrider.runs import stages
 from outrider.targets.load import load_target
 

@@ -30,20 +30,21 @@ from outrider.policies import named
 from outrider.runs import file as runs
 from outrider.runs.baselines import Choice, compile_drafter, parted
 from outrider.runs.file import TargetConfig
-from outrider.serve import batch, server
-from outrider.serve.api import make_app
+from outrider.serve import batch
 from outrider.serve.config import Config
-from outrider.serve.door import Door
 from outrider.serve.engine import Engine
-from outrider.serve.keys import KeyRing
+from outrider.serve.http import server
+from outrider.serve.http.api import make_app
+from outrider.serve.http.door import Door
+from outrider.serve.http.keys import KeyRing
 from outrider.serve.learning import folder as learning
 from outrider.serve.learning.learner import Learner
-from outrider.serve.metrics import Telemetry
-from outrider.serve.request_log import RequestLog
+from outrider.serve.records.metrics import Telemetry
+from outrider.serve.records.request_log import RequestLog
 from outrider.serve.service import Post, Service
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.training.checkpoints import chosen
+from outrider.training.progress.checkpoints import chosen
 
 RUN_FILES = (".yaml", ".yml")
 PREFIX_SHARE = 0.1

@@ -39,7 +39,7 @@ def show(
 
 
 def _print_run(file: Path, overrides: list[str], json_to: str | None) -> None:
-    from outrider.runs.sizes import shown  # loads torch, which the settings do not need
+    from outrider.runs.forecast.sizes import shown  # loads torch, which the settings do not need
 
     found, notes = shown(file, overrides)
     table = console.table("setting", "value", "from")

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
-from outrider.data.contamination import Found
+from outrider.data.overlap.contamination import Found
 from outrider.fast import NotCompiled
 from outrider.machine import measurements
 from outrider.report import summary, tables
@@ -19,7 +19,7 @@ from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import Plan, Reporter, Result, Update
 from outrider.targets.load import default_device
 from outrider.targets.remote.served import RunTarget, ServedTarget
-from outrider.training.calibrate import Calibration
+from outrider.training.fitting.calibrate import Calibration
 
 MUCH_BYTES = 10_000_000_000
 """Before more than this is written, somebody is asked."""

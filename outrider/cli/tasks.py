@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
-from outrider.measure.tasks import BUILT_IN, listed
+from outrider.measure.tasks.names import BUILT_IN, listed
 
 Data = Annotated[
     Path | None,

@@ -16,17 +16,18 @@ from outrider.checkpoint import checksum
 from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, say, table, write_json
 from outrider.cli.deploy import ParallelOption, PythonOption, TargetOption, VersionOption
-from outrider.engines import commands, sweep
-from outrider.engines import tune as tuning
+from outrider.engines import commands
 from outrider.engines.engine import Wish
-from outrider.engines.tune import Arm, Choice, Point
+from outrider.engines.tuning import sweep
+from outrider.engines.tuning import tune as tuning
+from outrider.engines.tuning.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
 from outrider.loading import load_drafter
 from outrider.measure.config import Config
-from outrider.measure.prompts import as_tokens, draw
+from outrider.measure.tasks.prompts import as_tokens, draw
 from outrider.targets.load import load_target
-from outrider.traffic import traces
-from outrider.training import cues, sublayers
+from outrider.traffic.logs import traces
+from outrider.training.fitting import cues, sublayers
 
 
 def tune(

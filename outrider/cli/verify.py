@@ -10,9 +10,10 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, table, write_json
-from outrider.engines import card, parity, verify
+from outrider.engines import card
 from outrider.engines.engine import engine_name
-from outrider.engines.parity import Parity
+from outrider.engines.verify import comparison, parity
+from outrider.engines.verify.parity import Parity
 from outrider.export.manifest import MANIFEST
 from outrider.loading import find_folder
 
@@ -48,14 +49,14 @@ def verify_export(
     quiet()
     place_of_json(json_to)
     engine, folder = engine_name(engine), find_folder(draft)
-    verify.check(folder, engine, python, checkpoint, server)
+    comparison.check(folder, engine, python, checkpoint, server)
     for name, given, owner in (("python", python, "vllm"), ("server", server, "llamacpp")):
         if engine != owner and given is not None:
             remark(f"          --{name} has no effect: {engine} does not need it")
-    loaded, model = verify.sides(folder, engine, checkpoint, target)
-    ids = verify.prompt_tokens(loaded, prompts, count)
+    loaded, model = comparison.sides(folder, engine, checkpoint, target)
+    ids = comparison.prompt_tokens(loaded, prompts, count)
     report = lambda text: remark(text, "dim")
-    found = verify.verified(
+    found = comparison.verified(
         folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report,
         server=server,
     )  # fmt: skip

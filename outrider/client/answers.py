@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from outrider.client.events import Events
 from outrider.client.prices import Usage, usage_of
+from outrider.client.sending.events import Events
 from outrider.errors import ConfigError
 
 LONGEST_MESSAGE = 300

@@ -26,12 +26,12 @@ from outrider.client.answers import (
     read_models,
     text_body,
 )
-from outrider.client.attempt import Attempt, Call, Failure
 from outrider.client.cache import ResponseCache, digest
 from outrider.client.failures import ClientError, TornStream
 from outrider.client.prices import Prices
-from outrider.client.resources import Resources
-from outrider.client.sender import Sender
+from outrider.client.sending.attempt import Attempt, Call, Failure
+from outrider.client.sending.resources import Resources
+from outrider.client.sending.sender import Sender
 from outrider.client.settings import LIMITS, RETRIES, TIMEOUTS, Limits, Retries, Timeouts
 from outrider.errors import ConfigError
 

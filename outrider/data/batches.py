@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.data.ahead import Key
-from outrider.data.feature_shards import Stored
+from outrider.data.features.ahead import Key
+from outrider.data.features.shards import Stored
 from outrider.data.packing import Rows, side_by_side
 from outrider.data.texts import Texts
 from outrider.errors import DataError

@@ -10,10 +10,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from outrider.data.hash_files import Collector
+from outrider.data.overlap.hash_files import Collector
 from outrider.errors import DataError, TargetError
-from outrider.retrieval import corpora, corpus_build, corpus_texts
-from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval.corpus import build as corpus_build
+from outrider.retrieval.corpus import corpora
+from outrider.retrieval.corpus import texts as corpus_texts
+from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.targets import catalog
 from outrider.targets.identity import hash_tokenizer
 

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from outrider.data.conversations import Conversation, at_place
+from outrider.data.sources.conversations import Conversation, at_place
 from outrider.errors import DataError
 from outrider.targets.text.turns import runs_on
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.data import packing
-from outrider.data.answers import Answer
+from outrider.data.answers.store import Answer
 from outrider.decoding.draft import padded
 from outrider.errors import DataError
 

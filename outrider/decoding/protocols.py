@@ -95,7 +95,7 @@ class Drafter:
     nested: bool = True
     """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
     watches: bool = False
-    """As a member of an ensemble it observes every step as it was, with other members' nodes; see `nn.ensemble`."""
+    """As a member of an ensemble it observes every step as it was, with other members' nodes; see `nn.drafting`."""
 
     def refresh(self) -> None:
         """Take note of weights that were changed since the last batch, however that was done; called before each."""

@@ -29,7 +29,7 @@ from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.method import Method
-from outrider.nn import serving
+from outrider.nn.drafting import serving
 from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts, room
 from outrider.sampling.text import common_prefix
 from outrider.targets.cache.slots import SlotCache

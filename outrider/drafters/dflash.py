@@ -38,13 +38,13 @@ from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.draft_vocabulary import DraftVocabulary
+from outrider.nn.drafting.serving import Sampler
+from outrider.nn.drafting.static import Unread
+from outrider.nn.drafting.trees import RankTree
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.sequence import check_heads
-from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig
-from outrider.nn.static import Unread
-from outrider.nn.trees import RankTree
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.cache.attention_mask import PassLayout, additive
 from outrider.targets.cache.slots import SlotCache

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from outrider.method import Method
 from outrider.nn.blocks import Attend, ContextLayer
 from outrider.nn.draft_model import Batch
-from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, UnrolledRows
+from outrider.nn.drafting.recurrent import RecurrentConfig, RecurrentModel, UnrolledRows
 from outrider.nn.shape import resolved
 from outrider.targets.protocol import Target
 

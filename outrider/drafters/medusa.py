@@ -46,12 +46,12 @@ from outrider.fast.static.step import (
 )  # fmt: skip
 from outrider.kernels import prepacked
 from outrider.method import Method
-from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.drafting import serving, trees
+from outrider.nn.drafting.trees import Path, RankTree
 from outrider.nn.heads import ResidualBlock
 from outrider.nn.memory import LastStates, StateDrafter
 from outrider.nn.rows import SharedLabels, rollouts, whole_blocks
-from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
 
 METHOD = Method(

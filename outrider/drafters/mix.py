@@ -39,7 +39,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import Choice, Load, built
-from outrider.nn.ensemble import Ensemble, EnsembleMemory
+from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
 from outrider.policies.shares import Shares
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target

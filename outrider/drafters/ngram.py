@@ -18,8 +18,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from outrider.config import Config as Base
 from outrider.method import Method
+from outrider.nn.drafting.serving import verifies_trees, warn_idle
 from outrider.nn.memory import Lookup
-from outrider.nn.serving import verifies_trees, warn_idle
 from outrider.retrieval.texts import History, InTrie, Text, Tries
 from outrider.targets.protocol import Target
 

@@ -27,7 +27,6 @@ from outrider.decoding.draft import Draft, sent
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.method import Method
-from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, attending, rotary
 from outrider.nn.draft_model import (
     Batch,
@@ -39,6 +38,7 @@ from outrider.nn.draft_model import (
     resolve_taps,
     with_mask,
 )
+from outrider.nn.drafting import serving
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled

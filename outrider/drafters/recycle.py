@@ -24,7 +24,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
 from outrider.method import Method
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 from outrider.nn.memory import RequestDrafter
 from outrider.retrieval.recycle import Successors
 from outrider.retrieval.tenants import ByTenant

@@ -3,7 +3,7 @@
 Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: rejected tokens are
 forgotten (recurrent layers return to a saved state), and tokens it has not read yet (one, or two after a block that was
 accepted whole) are read before it drafts.  It reads the end of a text that is longer than its context.  `width` above 1
-grows a tree (see `nn.trees`): each level is a pass over the nodes so far, of which the accepted path stays in the
+grows a tree (see `nn.drafting`): each level is a pass over the nodes so far, of which the accepted path stays in the
 cache.
 
 All of its weights can be trained to match the target.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a text is
@@ -42,11 +42,12 @@ from outrider.fast.static.step import (
 )  # fmt: skip
 from outrider.fast.static.target import StaticPass, made
 from outrider.method import Method
-from outrider.nn import language_model, trees
+from outrider.nn import language_model
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.drafting import trees
+from outrider.nn.drafting.serving import Branching, allowed
+from outrider.nn.drafting.static import Branched
 from outrider.nn.language_model import ModelConfig, TokenRows
-from outrider.nn.serving import Branching, allowed
-from outrider.nn.static import Branched
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf import causal_lm
 from outrider.targets.hf.transformers import TransformersTarget

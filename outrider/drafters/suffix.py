@@ -20,11 +20,11 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from outrider.config import Config as Base
 from outrider.method import Method
+from outrider.nn.drafting.serving import verifies_trees
 from outrider.nn.memory import Lookup
-from outrider.nn.serving import verifies_trees
-from outrider.retrieval import corpora
+from outrider.retrieval.corpus import corpora
+from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.proposal import Trust
-from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.texts import InSources, Tries
 from outrider.targets.protocol import Target
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.drafters import method as of_kind
 from outrider.drafters import methods as of_kinds
-from outrider.engines import tune, words
+from outrider.engines import words
 from outrider.engines.engine import (
     ENGINES,
     Draft,
@@ -30,6 +30,7 @@ from outrider.engines.engine import (
     engine_of,
     method_of,
 )
+from outrider.engines.tuning import tune
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
 from outrider.export.manifest import CONFIG, IDS, MANIFEST

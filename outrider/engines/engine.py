@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from outrider.config import nearest
 from outrider.drafters import methods
-from outrider.engines import tune
+from outrider.engines.tuning import tune
 from outrider.errors import ConfigError
 
 Settings = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import httpx
 
-from outrider.engines import sweep
+from outrider.engines.tuning import sweep
 from outrider.errors import ConfigError, DataError
 
 VARIABLE = "LLAMA_SERVER"

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from outrider import drafters
-from outrider.engines import tune
 from outrider.engines.engine import Draft, Method, Settings, Wish, method_of
 from outrider.engines.template import rendered
+from outrider.engines.tuning import tune
 from outrider.errors import ConfigError
 from outrider.export.manifest import CONFIG
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.gate.figures import counts
 from outrider.gate.outcome import Part, Test, silent
-from outrider.gate.pairing import Comparison, Pair
+from outrider.gate.statistics.pairing import Comparison, Pair
 from outrider.report.bootstrap import Floats, normal
 from outrider.report.schema import Row
 

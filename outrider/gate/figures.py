@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 
 from outrider.gate.outcome import Part, Test, silent, too_few
-from outrider.gate.pairing import Comparison
 from outrider.gate.policy import Policy
-from outrider.measure.tasks import TASKS
+from outrider.gate.statistics.pairing import Comparison
+from outrider.measure.tasks.names import TASKS
 from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
 from outrider.report.parts import PromptResult
 

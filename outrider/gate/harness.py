@@ -21,11 +21,11 @@ from lm_eval.tasks import TaskManager
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
-from outrider.gate.equivalence import Equivalence, equivalence
 from outrider.gate.language_model import OutriderLM
+from outrider.gate.statistics.equivalence import Equivalence, equivalence
 from outrider.generation import serve
 from outrider.loading import load_drafter
-from outrider.measure import sandbox
+from outrider.measure.tasks import sandbox
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 

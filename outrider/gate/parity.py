@@ -23,10 +23,10 @@ from torch import Tensor
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import DataError
-from outrider.gate.two_samples import Samples, two_samples
+from outrider.gate.statistics.two_samples import Samples, two_samples
 from outrider.generation import serve
-from outrider.measure import tasks
-from outrider.measure.prompts import as_tokens
+from outrider.measure.tasks import names
+from outrider.measure.tasks.prompts import as_tokens
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.accuracy import recast
@@ -143,7 +143,7 @@ def prompts_of(
     target: TransformersTarget, task: str, count: int, max_new_tokens: int, seed: int = 0
 ) -> tuple[list[str], list[list[int]]]:
     """Names and token ids of `count` prompts of a task, cut at the left to leave room for `max_new_tokens`."""
-    asked = list(tasks.prompts(task, count, seed))
+    asked = list(names.prompts(task, count, seed))
     room = target.spec.context - max_new_tokens
     return [prompt.id for prompt in asked], [as_tokens(target, prompt)[-room:] for prompt in asked]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from outrider.gate.depths import acceptance, skew
 from outrider.gate.figures import clean_figure, score, slowest, speed, tokens_per_step
 from outrider.gate.outcome import Finding, Part, Test, Unit, Verdict, silent
-from outrider.gate.pairing import Comparison
 from outrider.gate.policy import TIMED, Limit, Policy, Rule
+from outrider.gate.statistics.pairing import Comparison
 from outrider.report.schema import Row
 from outrider.report.summary import loss
 

@@ -13,11 +13,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import DataError
-from outrider.gate.noise import alike_pair, noise_notes, noise_of, prompts_needed, speed_logs, spread, widen, widening
 from outrider.gate.outcome import Decision, Finding, Outcome, Part, Test, Verdict, silent
-from outrider.gate.pairing import Comparison, compare
 from outrider.gate.policy import TIMED, Policy
 from outrider.gate.rules import findings
+from outrider.gate.statistics.noise import (
+    alike_pair,
+    noise_notes,
+    noise_of,
+    prompts_needed,
+    speed_logs,
+    spread,
+    widen,
+    widening,
+)
+from outrider.gate.statistics.pairing import Comparison, compare
 from outrider.report.bootstrap import Interval, holm
 from outrider.report.schema import Report
 

@@ -3,7 +3,7 @@
 After SWIFT (Xia et al. 2410.06916).  What differs: a set is judged by what was accepted of its own drafts, not by a
 pass over the text's last tokens, which would write other keys over the target's; a pass costs what it reads of the
 weights and is not timed, so that equal texts give equal sets; new sets are variations on the best one and random ones,
-without a Gaussian process.  A set holds no text, so the requests of all tenants share one search.  `training.sublayers`
+without a Gaussian process.  A set holds no text, so the requests of all tenants share one search.  `training.fitting`
 searches before decoding, with times.
 """
 

@@ -18,8 +18,8 @@ from pydantic import (
 from outrider.config import Config as Base
 from outrider.config import nearest
 from outrider.errors import ConfigError
-from outrider.measure import tasks
-from outrider.measure.tasks import check, task_name
+from outrider.measure.tasks import names as tasks
+from outrider.measure.tasks.names import check, task_name
 from outrider.policies import named
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,12 @@ from typing import Any
 from outrider.decoding.protocols import Policy
 from outrider.decoding.state import Request
 from outrider.machine.contention import calmest, mean
-from outrider.measure import prompts, rejections, timing
+from outrider.measure import rejections, timing
 from outrider.measure.config import Config
 from outrider.measure.journal import PromptRecord, Record, Traced
 from outrider.measure.record import Measured, Run
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks import prompts
+from outrider.measure.tasks.names import Prompt
 from outrider.policies import named
 from outrider.report.parts import Load, TracedToken
 from outrider.sampling.judge import SamplingJudge

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from outrider.config import flatten
 from outrider.errors import DataError
 from outrider.machine.contention import Contention
-from outrider.measure.prompts import digest
 from outrider.measure.record import Run
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks.names import Prompt
+from outrider.measure.tasks.prompts import digest
 from outrider.report.parts import LeftOut, TracedToken
 
 NAME = "prompts"

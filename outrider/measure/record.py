@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.decoding.protocols import Drafter, Policy
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks.names import Prompt
 from outrider.report.parts import Rejections, TracedPrompt
 
 

@@ -21,16 +21,17 @@ from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.generation import DrafterLike, as_drafters, as_target, kept_costs
 from outrider.kernels import contents
-from outrider.measure import groups, journal, scoring, tasks, timing
+from outrider.measure import groups, journal, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
 from outrider.measure.groups import Asked
 from outrider.measure.journal import Journal, Record, Shard
-from outrider.measure.prompts import answer, as_tokens, digest, draw, left_out
 from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
 from outrider.measure.rejections import patterns
 from outrider.measure.row import parts, summarise
-from outrider.measure.tasks import Prompt, PromptSet, task_name
+from outrider.measure.tasks import names, scoring
+from outrider.measure.tasks.names import Prompt, PromptSet, task_name
+from outrider.measure.tasks.prompts import answer, as_tokens, digest, draw, left_out
 from outrider.measure.trust import trust
 from outrider.policies import lossy, named
 from outrider.report.parts import LeftOut, Load, TaskSource, TracedPrompt, Training
@@ -365,7 +366,7 @@ def _fill(
 def _score(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Compare answers with references, where the config asks for scores."""
     task = measured.task
-    kind = tasks.TASKS[task].score if task in tasks.TASKS else None
+    kind = names.TASKS[task].score if task in names.TASKS else None
     if not config.score or kind is None:
         return
     measured.score_measure = {"answer": "exact match of the final answer", "tests": "passes its tests"}[kind]

@@ -17,8 +17,8 @@ from outrider.decoding.state import Request
 from outrider.generation import batch, serve
 from outrider.measure import memory
 from outrider.measure.record import Run
-from outrider.nn.ensemble import Ensemble
-from outrider.nn.remote import RemoteDrafter
+from outrider.nn.drafting.ensemble import Ensemble
+from outrider.nn.drafting.remote import RemoteDrafter
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling

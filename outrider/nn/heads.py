@@ -79,7 +79,7 @@ class ConfidenceHead(nn.Module):
     """Probability that slot k is accepted once the slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
     Known before slot k is drawn.  Shifts and temperatures keep the order within a slot; see
-    `outrider.training.calibrate`.
+    `outrider.training.fitting.calibrate`.
     """
 
     defaults = ("shifts", "temperatures")

@@ -18,8 +18,8 @@ from outrider.decoding.draft import Draft, padded, sent
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.kernels import prepacked
-from outrider.nn import serving, trees
 from outrider.nn.draft_model import DraftModel
+from outrider.nn.drafting import serving, trees
 from outrider.retrieval.texts import Text, Tries
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target

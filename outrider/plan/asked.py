@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from outrider.drafters import method
 from outrider.errors import ConfigError
 from outrider.plan import demand as demands
-from outrider.plan import hardware as table
 from outrider.plan import money, planner
 from outrider.plan.demand import Demand
-from outrider.plan.drafts import added, usual
+from outrider.plan.paper import hardware as table
+from outrider.plan.paper.drafts import added, usual
 from outrider.plan.predict import Memory
 from outrider.plan.schema import Plan
 from outrider.plan.subject import Subject, subject
-from outrider.traffic.plan import limits
+from outrider.traffic.replay.plan import limits
 
 EPOCHS = 10.0
 SLO = ("tpot",)

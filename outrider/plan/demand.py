@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import ConfigError
-from outrider.traffic import traces
-from outrider.traffic.calls import Call
+from outrider.traffic.logs import traces
+from outrider.traffic.logs.calls import Call
 
 CHARACTERS = 4
 """Of a token, where a log holds texts and no counts."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outrider.data import encodings
-from outrider.plan.anatomy import Anatomy
+from outrider.data.features import encodings
 from outrider.plan.demand import Demand, at_once
-from outrider.plan.drafts import DraftModelOnPaper
-from outrider.plan.hardware import Place
+from outrider.plan.paper.anatomy import Anatomy
+from outrider.plan.paper.drafts import DraftModelOnPaper
+from outrider.plan.paper.hardware import Place
 from outrider.plan.predict import MOST_AT_ONCE, Costs, Memory, request_seconds
 from outrider.plan.schema import Cost, Once, Row
 

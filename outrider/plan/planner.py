@@ -9,9 +9,9 @@ from outrider.errors import ConfigError
 from outrider.plan import money
 from outrider.plan.decide import decide
 from outrider.plan.demand import Demand, at_once
-from outrider.plan.hardware import Place
+from outrider.plan.paper.hardware import Place
+from outrider.plan.paper.roofline import saturation_rows
 from outrider.plan.predict import Costs, Memory, PaperCosts, break_even, loads_up_to, request_seconds, row
-from outrider.plan.roofline import saturation_rows
 from outrider.plan.rules import rules
 from outrider.plan.schema import BreakEven, Cost, Once, Plan, Probed, Row
 from outrider.plan.subject import Subject

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.plan.acceptance import Acceptance, alpha_of
-from outrider.plan.anatomy import Anatomy
 from outrider.plan.demand import Demand
-from outrider.plan.drafts import DraftModelOnPaper
-from outrider.plan.hardware import Place
-from outrider.plan.roofline import pass_of, prefill_seconds
+from outrider.plan.paper.anatomy import Anatomy
+from outrider.plan.paper.drafts import DraftModelOnPaper
+from outrider.plan.paper.hardware import Place
+from outrider.plan.paper.roofline import pass_of, prefill_seconds
 from outrider.plan.schema import BreakEven, Row
 from outrider.report.parts import Range
 

@@ -15,8 +15,8 @@ import yaml
 
 from outrider.drafters import method
 from outrider.plan.decide import PAYS
-from outrider.plan.hardware import Place
-from outrider.plan.roofline import saturation_rows
+from outrider.plan.paper.hardware import Place
+from outrider.plan.paper.roofline import saturation_rows
 from outrider.plan.schema import BreakEven, Row, Rule
 from outrider.plan.subject import Subject
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from outrider.drafters import kinds
 from outrider.loading import describe
-from outrider.plan import acceptance, drafts
+from outrider.plan import acceptance
 from outrider.plan.acceptance import Acceptance
-from outrider.plan.anatomy import Anatomy, context_of, of_sketch, read, sketched
-from outrider.plan.drafts import DraftModelOnPaper
-from outrider.plan.weights import stored
+from outrider.plan.paper import drafts
+from outrider.plan.paper.anatomy import Anatomy, context_of, of_sketch, read, sketched
+from outrider.plan.paper.drafts import DraftModelOnPaper
+from outrider.plan.paper.weights import stored
 from outrider.report.schema import Report
 from outrider.targets.sketch import Sketch
 

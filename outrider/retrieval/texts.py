@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from outrider.retrieval import corpora, native_trie
+from outrider.retrieval import native_trie
+from outrider.retrieval.corpus import corpora
+from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.native_trie import NativeCursor, NativeTrie
 from outrider.retrieval.proposal import NOTHING, Found, Proposal, Trust, merged
-from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Cursor, Trie
 

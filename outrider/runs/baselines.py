@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.checkpoint import trained_on
-from outrider.data.contamination import check, sources_of
+from outrider.data.overlap.contamination import check, sources_of
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.fast import NotCompiled, compile_passes
 from outrider.loading import Source, describe, load_drafter
 from outrider.measure.record import Overlaps
 from outrider.measure.row import training_of
-from outrider.measure.tasks import PromptSet, task_name
+from outrider.measure.tasks.names import PromptSet, task_name
 from outrider.report.parts import Training
 from outrider.runs.reporter import Reporter
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import checkpoints
+from outrider.training.progress import checkpoints
 
 Choice = str | Mapping[str, Any]
 """A kind, a kind with its settings, a folder of a trained drafter, or its Hugging Face id."""

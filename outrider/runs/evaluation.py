@@ -27,22 +27,22 @@ from outrider.loading import describe
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
 from outrider.measure.journal import Journal, Shard
-from outrider.measure.prompts import draw
 from outrider.measure.run import entries_of, evaluate, measure_share
-from outrider.measure.tasks import PromptSet, task_name
+from outrider.measure.tasks.names import PromptSet, task_name
+from outrider.measure.tasks.prompts import draw
 from outrider.report.compare import with_losses
 from outrider.report.page import save
 from outrider.report.schema import Report
 from outrider.runs import reporter as events
 from outrider.runs.baselines import Choice, Loaded, load_all
 from outrider.runs.file import RunConfig, TargetConfig
-from outrider.runs.preview import Line, evaluation_tokens
+from outrider.runs.forecast.preview import Line, evaluation_tokens
 from outrider.runs.provenance import write_provenance
 from outrider.runs.reporter import Reporter
 from outrider.storage import lock
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
-from outrider.training.checkpoints import chosen
+from outrider.training.progress.checkpoints import chosen
 
 log = logging.getLogger(__name__)
 

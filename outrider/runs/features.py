@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.data import encodings, feature_cache
-from outrider.data.answers import Answer
-from outrider.data.cached_features import CachedFeatures, target_states
-from outrider.data.engine_states import EngineStates
-from outrider.data.feature_cache import Binding
-from outrider.data.features import LiveFeatures
-from outrider.data.hash_files import Named
+from outrider.data.answers.store import Answer
+from outrider.data.features import cache, encodings
+from outrider.data.features.cache import Binding
+from outrider.data.features.cached import CachedFeatures, target_states
+from outrider.data.features.engine_states import EngineStates
+from outrider.data.features.live import LiveFeatures
+from outrider.data.overlap.hash_files import Named
 from outrider.data.rendering import template_hash
 from outrider.data.texts import usable
 from outrider.errors import ConfigError
@@ -97,7 +97,7 @@ class Store:
     folder: Path
     texts: Sequence[Answer]
     mine: Binding
-    states: feature_cache.States
+    states: cache.States
     target: RunTarget
     shard_tokens: int
     total: int
@@ -121,11 +121,11 @@ class Store:
 
     @property
     def free_bytes(self) -> int:
-        return feature_cache.free_bytes(self.folder)
+        return cache.free_bytes(self.folder)
 
     def fill(self, update: Callable[[int], None]) -> None:
         """Write the shards that are not there; update: called with the number of those that are."""
-        feature_cache.build(
+        cache.build(
             self.folder, self.texts, self.states, self.mine, head=self.target.head, shard_tokens=self.shard_tokens,
             on_shard=lambda done, of: update(self.total - of + done),
         )  # fmt: skip
@@ -142,16 +142,16 @@ def store(
     if prepare.features == "live" or "://" in where:
         return None
     folder, mine = Path(where), bound_to(settings, config.dtype, target, model)
-    if feature_cache.bound(folder) is not None:
-        there = feature_cache.check(folder, mine)
+    if cache.bound(folder) is not None:
+        there = cache.check(folder, mine)
         mine = replace(mine, taps=there.taps, only_learnt=there.only_learnt)
     texts = usable(answers, min(prepare.length, target.spec.context))
     if prepare.feature_server is None:
-        states: feature_cache.States = target_states(target, mine.taps, config.dtype)
+        states: cache.States = target_states(target, mine.taps, config.dtype)
     else:
         states = EngineStates(
             prepare.feature_server, settings.target.name, mine.taps, target.spec.layers, target.finish, head=target.head
         )
-    shards = feature_cache.planned(texts, prepare.shard_tokens)
-    left = len(feature_cache.missing(folder, shards, mine))
+    shards = cache.planned(texts, prepare.shard_tokens)
+    left = len(cache.missing(folder, shards, mine))
     return Store(folder, texts, mine, states, target, prepare.shard_tokens, len(shards), len(shards) - left)

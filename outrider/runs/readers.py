@@ -1,4 +1,4 @@
-"""A training some of whose processes read the target for the others, which train; see `data.sent_features`."""
+"""A training some of whose processes read the target for the others, which train; see `data.features.sent`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.data import sent_features
-from outrider.data.sent_features import Link, SentFeatures
+from outrider.data.features import sent as sent_features
+from outrider.data.features.sent import Link, SentFeatures
 from outrider.errors import ConfigError, DataError
 from outrider.processes import Processes
 from outrider.runs.file import RunConfig
 from outrider.training.config import Config as TrainConfig
-from outrider.training.distributed import Group, signals_ignored
+from outrider.training.parallel.distributed import Group, signals_ignored
 
 LEARNT, HELD_OUT = 0, 1
 """Numbers of the two sources of a training."""

@@ -5,16 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.data.cached_features import CachedFeatures
-from outrider.data.contamination import Found
-from outrider.data.features import LiveFeatures
+from outrider.data.features.cached import CachedFeatures
+from outrider.data.features.live import LiveFeatures
+from outrider.data.overlap.contamination import Found
 from outrider.fast import NotCompiled
 from outrider.nn.draft_model import DraftModel
 from outrider.report.parts import Training
 from outrider.report.schema import Report
 from outrider.runs.file import TargetConfig
 from outrider.targets.remote.served import RunTarget
-from outrider.training.calibrate import Calibration
+from outrider.training.fitting.calibrate import Calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ Update = Callable[..., None]
 """Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
 
 facts, where they are known: `tokens` written or read so far, `loss`, `tokens_per_step` (in training the expected ones),
-`mfu` of a training (see `training.throughput`), `reading_s` (see `data.batches.OfTexts`), `left_out` prompts.
+`mfu` of a training (see `training.progress.throughput`), `reading_s` (see `data.batches.OfTexts`), `left_out` prompts.
 """
 
 

@@ -11,41 +11,46 @@ import torch
 from outrider import machine
 from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
 from outrider.config import located
-from outrider.data import feature_cache, regenerate, source_manifest
-from outrider.data.answers import Answer, answers_for, hold_out, iterate_answers
-from outrider.data.choosing import NOT_CHOSEN
-from outrider.data.conversations import Skipped
-from outrider.data.hash_files import named
-from outrider.data.ledger import Ledger
+from outrider.data.answers import regenerate
+from outrider.data.answers.ledger import Ledger
+from outrider.data.answers.store import Answer, answers_for, hold_out, iterate_answers
+from outrider.data.features import cache
+from outrider.data.overlap.hash_files import named
+from outrider.data.sources import manifest
+from outrider.data.sources.choosing import NOT_CHOSEN
+from outrider.data.sources.conversations import Skipped
 from outrider.drafters import trained, trains_target
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.generation import generate
 from outrider.launcher import machines
-from outrider.measure.prompts import as_tokens
 from outrider.measure.row import training_of
-from outrider.measure.tasks import Prompt, prompts
+from outrider.measure.tasks.names import Prompt, prompts
+from outrider.measure.tasks.prompts import as_tokens
 from outrider.nn.draft_model import DraftModel, FeatureSource
 from outrider.processes import ALONE, Processes
 from outrider.report.schema import Report
-from outrider.runs import evaluation, readers, training_plan
+from outrider.runs import evaluation, readers
 from outrider.runs import features as run_features
 from outrider.runs import reporter as events
 from outrider.runs.baselines import metrics_of
-from outrider.runs.checks import Inputs, check
 from outrider.runs.file import RunConfig, load
-from outrider.runs.preview import Line, answers_bytes, preview, written_bytes
+from outrider.runs.forecast import training_plan
+from outrider.runs.forecast.checks import Inputs, check
+from outrider.runs.forecast.preview import Line, answers_bytes, preview, written_bytes
+from outrider.runs.forecast.weights import why_weights
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.readers import Roles
 from outrider.runs.reporter import Reporter
 from outrider.runs.start import take_weights
-from outrider.runs.weights import why_weights
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
 from outrider.targets.remote.served import RunTarget, ServedTarget, load_served
-from outrider.training import calibrate as calibration
-from outrider.training import distributed, resume, trainer
+from outrider.training import trainer
 from outrider.training.config import Config as TrainConfig
-from outrider.training.held_out import facts as held_out_facts
+from outrider.training.fitting import calibrate as calibration
+from outrider.training.parallel import distributed
+from outrider.training.progress import resume
+from outrider.training.progress.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
 NOT_SERVED = ("compile", "device_map", "tensor_parallel")
@@ -183,7 +188,7 @@ def prepare(
         dropped={reason: count for reason, count in asked.left_out.items() if reason != NOT_CHOSEN},
     )  # fmt: skip
     if processes.is_first:
-        source_manifest.write(settings.answers, asked)
+        manifest.write(settings.answers, asked)
     with reporter.working(plan) as update:
         tokens = 0
 
@@ -252,7 +257,7 @@ def train(
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     about = {
         "texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights,
-        "data": source_manifest.read(settings.answers), "world_size": processes.count,
+        "data": manifest.read(settings.answers), "world_size": processes.count,
     }  # fmt: skip
     if processes.is_first:
         write_config(settings)
@@ -326,7 +331,7 @@ def store_features(
     )  # fmt: skip
     with reporter.working(plan) as update:
         store.fill(update)
-    reporter.finished(events.Stored(str(store.folder), feature_cache.size_of(store.folder), store.tokens))
+    reporter.finished(events.Stored(str(store.folder), cache.size_of(store.folder), store.tokens))
 
 
 def _steps_done(checkpoint: Path) -> int:
@@ -364,7 +369,7 @@ def calibrate(
     drafter: str | Path, target: TransformersTarget, task: str, drawn: Iterable[Prompt], *, out: Path | None = None,
     max_new_tokens: int = 96, temperature: float = 1.0, shifting: bool = True, seed: int = 1, reporter: Reporter,
 ) -> calibration.Calibration:  # fmt: skip
-    """Scale a drafter's confidences on prompts drawn of a task; see `outrider.training.calibrate`."""
+    """Scale a drafter's confidences on prompts drawn of a task; see `outrider.training.fitting.calibrate`."""
     checkpoint = out or Path(drafter)
     texts = [as_tokens(target, prompt) for prompt in drawn]
     most = len(texts) * max_new_tokens

@@ -14,8 +14,8 @@ from typing import IO, Any, NamedTuple
 from uuid import uuid4
 
 from outrider.errors import ConfigError, DataError
-from outrider.serve.parsing import read
-from outrider.serve.refusals import Refusal, invalid
+from outrider.serve.bodies.parsing import read
+from outrider.serve.bodies.refusals import Refusal, invalid
 from outrider.serve.service import Kind, Post, Service
 from outrider.storage.atomic import whole_lines
 

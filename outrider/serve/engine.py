@@ -36,10 +36,10 @@ from outrider.serve.calls import (
     seconds_to_next,
 )
 from outrider.serve.guard import Abandoned, GuardedDrafter, suspects
-from outrider.serve.metrics import StepRecord, Telemetry
 from outrider.serve.outbox import Outbox, Post
 from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
+from outrider.serve.records.metrics import StepRecord, Telemetry
 from outrider.targets.cache.memory import room
 from outrider.targets.protocol import Target
 

@@ -6,7 +6,7 @@ the nearest to where the text left.  Where that gives nothing, and in slots with
 asked.
 
 A slot's draft comes from one of the two.  The other drafter observes all that was committed: what the prediction
-drafted is to it what another member of an ensemble drafted, see `nn.ensemble`.
+drafted is to it what another member of an ensemble drafted, see `nn.drafting.ensemble`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.fast.static.step import StaticDrafter
-from outrider.nn.ensemble import Ensemble, EnsembleMemory
+from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
 
 PREDICTED = 8
 """Most tokens of a prediction that are drafted in one step where there is no drafter."""

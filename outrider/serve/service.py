@@ -12,15 +12,11 @@ from typing import Any, Literal, TypeVar
 
 from outrider.decoding.state import Request
 from outrider.errors import DataError
-from outrider.serve.answers import Answer, Choice, error_event
-from outrider.serve.asked import Reader
-from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
-from outrider.serve.config import Config
-from outrider.serve.engine import INTERNAL, Engine
-from outrider.serve.parsing import parse
-from outrider.serve.refusals import Refusal, draining, internal, invalid
-from outrider.serve.request_log import Ended, RequestLog
-from outrider.serve.schema import (
+from outrider.serve.bodies.answers import Answer, Choice, error_event
+from outrider.serve.bodies.asked import Reader
+from outrider.serve.bodies.parsing import parse
+from outrider.serve.bodies.refusals import Refusal, draining, internal, invalid
+from outrider.serve.bodies.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -29,6 +25,10 @@ from outrider.serve.schema import (
     TokenizeChat,
     TokenizeText,
 )
+from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
+from outrider.serve.config import Config
+from outrider.serve.engine import INTERNAL, Engine
+from outrider.serve.records.request_log import Ended, RequestLog
 from outrider.targets.hf.transformers import TransformersTarget
 
 T = TypeVar("T")

@@ -18,8 +18,9 @@ from pydantic import (
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
 from outrider.processes import Way
-from outrider.training import losses, rows, trackers
+from outrider.training import losses, rows
 from outrider.training.optimizers import Kind
+from outrider.training.progress import trackers
 
 FREE = frozenset({
     "save_every", "log_every", "calibrate", "steps", "epochs", "keep", "probe_every", "patience", "track",

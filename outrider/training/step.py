@@ -23,7 +23,7 @@ from outrider.processes import ALONE, Processes, Weights, Whole
 from outrider.training import losses, rows
 from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
-from outrider.training.throughput import BACKWARD, StepFlops
+from outrider.training.progress.throughput import BACKWARD, StepFlops
 
 CHUNK_ELEMENTS = {"cpu": 2**20}
 """Logits that exist at once, by device: 4 MiB in float32, and as much of the target's and of gradients, stay near a

@@ -19,15 +19,15 @@ from outrider.nn.draft_model import Batch, DraftModel, FeatureSource
 from outrider.processes import ALONE, Processes, check_parts
 from outrider.storage.lock import held
 from outrider.training import losses
-from outrider.training.checkpoints import Probe, Probes, chosen, keep
 from outrider.training.config import Config
 from outrider.training.guard import Guard
-from outrider.training.metrics import Metrics, Unwritten
 from outrider.training.optimizers import Optimizers, pack
-from outrider.training.resume import joined_of, resume, resume_moments
+from outrider.training.progress.checkpoints import Probe, Probes, chosen, keep
+from outrider.training.progress.metrics import Metrics, Unwritten
+from outrider.training.progress.resume import joined_of, resume, resume_moments
+from outrider.training.progress.throughput import Pace, StepFlops
+from outrider.training.progress.trackers import Tracker, Trackers, named
 from outrider.training.step import optimise
-from outrider.training.throughput import Pace, StepFlops
-from outrider.training.trackers import Tracker, Trackers, named
 from outrider.weights import not_finite, weights_of
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from verbs import outrider_with
 
 from outrider import cli, generate
 from outrider.cli import console
-from outrider.data import regenerate
-from outrider.data.answers import read_answers
+from outrider.data.answers import regenerate
+from outrider.data.answers.store import read_answers
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
@@ -31,8 +31,8 @@ from outrider.fast import NotCompiled
 from outrider.measure import run as measure
 from outrider.policies import named
 from outrider.runs import baselines, stages
-from outrider.runs.checks import check
 from outrider.runs.file import load
+from outrider.runs.forecast.checks import check
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.training import trainer

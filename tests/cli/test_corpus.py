@@ -12,8 +12,8 @@ from verbs import outrider_with
 
 from outrider.cli import console
 from outrider.data.corpus import tokenizer_of
-from outrider.retrieval import corpus_build
-from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval.corpus import build
+from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.targets.identity import hash_tokenizer
 
 pytest.importorskip("pydivsufsort")
@@ -101,7 +101,7 @@ def test_a_damaged_corpus_is_listed_with_what_to_do(corpus, texts, tmp_path, mon
     corpus in it, and a build that fails for want of room after its half hour."""
     corpus("add", "mine", texts)
     with monkeypatch.context() as patched:
-        patched.setattr(corpus_build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         done = corpus("add", "mine", texts / "one.py")
     assert (done.code, done.err) == (130, "stopped; corpus mine is as it was before")
     assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3

@@ -11,9 +11,9 @@ from verbs import outrider_with
 
 from outrider.cli import console, stages
 from outrider.errors import ConfigError
-from outrider.runs import cost
-from outrider.runs.checks import check
 from outrider.runs.file import load
+from outrider.runs.forecast import cost
+from outrider.runs.forecast.checks import check
 from outrider.runs.stages import plan
 
 

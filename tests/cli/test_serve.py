@@ -19,9 +19,9 @@ from verbs import outrider_with
 from outrider import generate
 from outrider.cli import console, serve
 from outrider.errors import ConfigError
-from outrider.serve import keys
 from outrider.serve.config import Config
-from outrider.serve.server import bound
+from outrider.serve.http import keys
+from outrider.serve.http.server import bound
 from outrider.targets.load import load_target
 from tests.runs.forks import fork
 

@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.client import BudgetExceeded, CircuitOpen, Limits, Price, Retries, Timeouts, load_prices
-from outrider.client import rates as rates_
 from outrider.client.account import Account
 from outrider.client.answers import Reading, Unreadable, read_answer, refused
 from outrider.client.cache import ResponseCache, digest
-from outrider.client.pauses import RetryBudget, is_worth_another, pause_s, wanted_s
 from outrider.client.prices import Usage, cost_of, highest_cost, usage_of
-from outrider.client.rates import Breaker, TokenBucket
-from outrider.client.resources import base_of
+from outrider.client.sending import rates as rates_
+from outrider.client.sending.pauses import RetryBudget, is_worth_another, pause_s, wanted_s
+from outrider.client.sending.rates import Breaker, TokenBucket
+from outrider.client.sending.resources import base_of
 from outrider.errors import ConfigError
 
 NOW = 1_700_000_000.0

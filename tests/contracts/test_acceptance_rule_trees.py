@@ -9,7 +9,7 @@ from contracts.chances import Chance, difference, every_script, judged, keeps_th
 from contracts.parties import TableTarget
 from contracts.test_acceptance_rule_enumerated import random_distribution
 
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 from outrider.sampling.distribution import Settings
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling

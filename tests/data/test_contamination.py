@@ -12,16 +12,16 @@ from tiny import folder, talker
 from training.bench import TAPS, fit
 
 from outrider import checkpoint, load_drafter
-from outrider.data import hash_files
-from outrider.data.answers import ANSWERS, read_answers
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import ANSWERS, read_answers
 from outrider.data.config import Config
-from outrider.data.contamination import Found, Source, check, sources_of
-from outrider.data.conversations import Conversation
-from outrider.data.features import LiveFeatures
-from outrider.data.regenerate import prepare
+from outrider.data.features.live import LiveFeatures
+from outrider.data.overlap import hash_files
+from outrider.data.overlap.contamination import Found, Source, check, sources_of
+from outrider.data.sources.conversations import Conversation
 from outrider.errors import ConfigError
-from outrider.measure.tasks import Prompt
-from outrider.retrieval import corpora
+from outrider.measure.tasks.names import Prompt
+from outrider.retrieval.corpus import corpora
 from outrider.targets.hf.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
@@ -222,7 +222,7 @@ def test_training_outlives_its_hashes(at, said, talker, answers, tmp_path) -> No
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of two texts, one with a leak in its middle, without hashes yet."""
-    from outrider.retrieval.corpus_build import build
+    from outrider.retrieval.corpus.build import build
 
     monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "corpora"))
     build(tmp_path / "corpora" / "mine", [[4, 5, 6, 7], [4, 5, 8]], vocabulary=100)
@@ -238,9 +238,9 @@ def collected() -> hash_files.Collector:
 
 def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
     """Catches hashes beside a corpus that its header does not seal, or that stop it from opening."""
-    from outrider.retrieval.corpus_build import build
-    from outrider.retrieval.corpus_files import verify
-    from outrider.retrieval.suffix_array import Corpus
+    from outrider.retrieval.corpus.build import build
+    from outrider.retrieval.corpus.files import verify
+    from outrider.retrieval.corpus.suffix_array import Corpus
 
     source = sources_of({"kind": "suffix", "corpora": ["mine"]})
     assert source == [Source("corpus mine", corpus)]

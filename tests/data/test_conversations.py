@@ -8,11 +8,11 @@ import pytest
 from tiny import make_tokenizer
 
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, Skipped, available, read
 from outrider.data.rendering import render
-from outrider.data.sources import select
+from outrider.data.sources.conversations import Conversation, Skipped, available, read
+from outrider.data.sources.mixture import select
 from outrider.errors import DataError
-from outrider.measure import tasks
+from outrider.measure.tasks import names
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 SYSTEM = {"role": "system", "content": "be"}
@@ -149,7 +149,7 @@ def test_an_unknown_library_split_or_task_is_refused() -> None:
     with pytest.raises(DataError, match="use stdlib:train or stdlib:held_out"):
         read_all(Path("stdlib:test"))
     with pytest.raises(DataError, match="unknown task 'gsmk8'; did you mean 'gsm8k'"):
-        list(tasks.prompts("gsmk8", 3))
+        list(names.prompts("gsmk8", 3))
 
 
 def test_packages_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.data import encodings
-from outrider.data.encodings import Kind
-from outrider.data.rotation import fit, load
+from outrider.data.features import encodings
+from outrider.data.features.encodings import Kind
+from outrider.data.features.rotation import fit, load
 from outrider.errors import DataError
 
 KINDS: tuple[Kind, ...] = ("bf16", "fp8", "int8", "int4")

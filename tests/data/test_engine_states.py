@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.data.answers import Answer
-from outrider.data.cached_features import CachedFeatures
-from outrider.data.engine_states import EngineStates, engine_layers, launch_arguments, read_states
-from outrider.data.feature_cache import Binding, build
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.cache import Binding, build
+from outrider.data.features.cached import CachedFeatures
+from outrider.data.features.engine_states import EngineStates, engine_layers, launch_arguments, read_states
+from outrider.data.features.live import LiveFeatures
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from data.test_regenerate import room_of
-from outrider.data import feature_cache, feature_shards
-from outrider.data.answers import Answer
-from outrider.data.cached_features import CachedFeatures, target_states
-from outrider.data.feature_cache import Binding, build
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features import cache
+from outrider.data.features import shards as feature_shards
+from outrider.data.features.cache import Binding, build
+from outrider.data.features.cached import CachedFeatures, target_states
+from outrider.data.features.live import LiveFeatures
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
@@ -184,7 +185,7 @@ def test_texts_are_compared_with_new_passes(folder: Path, talker: TransformersTa
         for weight in other.layer(1).parameters():
             weight.mul_(1.5)
     false = replace(mine, target=Binding.of(other, None, TAPS, "float32").target)
-    feature_cache._write_json(tmp_path / feature_cache.MANIFEST, false.as_json())
+    cache._write_json(tmp_path / cache.MANIFEST, false.as_json())
     with pytest.raises(DataError, match=r"text t\d: (tap 2|the final state) differs by \d+% from the target's own"):
         reader(other, tmp_path, false, texts(), recheck_every=1).batch(0)
     assert reader(other, tmp_path, false, texts(), recheck_every=0).batch(0)
@@ -200,13 +201,13 @@ def test_a_flipped_bit_is_named(where: float, talker: TransformersTarget, tmp_pa
     path.write_bytes(data)
     with pytest.raises(DataError, match=rf"{path.name}.*(damaged|is missing)|texts are not in the feature cache"):
         read_all(reader(talker, tmp_path, mine, texts()))
-    assert [*feature_cache.damaged(tmp_path)] == [path]
+    assert [*cache.damaged(tmp_path)] == [path]
     fewer = reader(talker, tmp_path, mine, texts(), skip_bad=True)
     assert 0 < len(fewer.texts) < 8
     read_all(fewer)
     path.unlink()
     fill(talker, tmp_path, texts())
-    assert not feature_cache.damaged(tmp_path) and len(reader(talker, tmp_path, mine, texts()).texts) == 8
+    assert not cache.damaged(tmp_path) and len(reader(talker, tmp_path, mine, texts()).texts) == 8
 
 
 def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, tmp_path:
     ):
         fill(talker, place, long)
     before = content(place)
-    assert not feature_cache.damaged(place) and before
+    assert not cache.damaged(place) and before
     assert not [name for name in before if name.endswith((".part", ".claim"))]
     fill(talker, place, long)
     assert content(place) == content(tmp_path / "reference")
@@ -266,7 +267,7 @@ def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarge
     write(place)
     whole, found = content(tmp_path / "whole"), content(place)
     assert {name: data for name, data in found.items() if not name.endswith((".claim", ".part"))} == whole
-    assert not feature_cache.damaged(place)
+    assert not cache.damaged(place)
 
 
 def test_a_cache_behind_a_url_is_read_shard_by_shard(talker: TransformersTarget, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import machine
-from outrider.data.answers import Answer
-from outrider.data.features import MIN_LEARNT, LiveFeatures, most_cached
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import MIN_LEARNT, LiveFeatures, most_cached
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from data.test_regenerate import answer_all, answer_rest, asked, by_id
-from outrider.data.answers import (
+from outrider.data.answers.ledger import LEDGER, Ledger, Origin
+from outrider.data.answers.store import (
     ANSWERS,
     Answer,
     StoredAnswers,
@@ -17,7 +18,6 @@ from outrider.data.answers import (
     read_answers,
     to_line,
 )
-from outrider.data.ledger import LEDGER, Ledger, Origin
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

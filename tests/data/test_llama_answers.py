@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import LLAMA_SERVER
 
-from outrider.data.answers import Answer, read_answers
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import Answer, read_answers
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation
-from outrider.data.regenerate import prepare
+from outrider.data.sources.conversations import Conversation
 from outrider.engines import llama_server
 from outrider.export.gguf_target import export_target
 from outrider.targets.hf.transformers import TransformersTarget

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from outrider.data.config import Config, Source
-from outrider.data.conversations import Conversation, Skipped, from_source, parse
+from outrider.data.sources.conversations import Conversation, Skipped, from_source, parse
 from outrider.errors import DataError
-from outrider.traffic import traces
-from outrider.traffic.calls import Call
+from outrider.traffic.logs import traces
+from outrider.traffic.logs.calls import Call
 
 USER, REPLY = {"role": "user", "content": "안녕"}, {"role": "assistant", "content": "네"}
 TOOLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data import hash_files, ngram_hashes
-from outrider.data.answers import ANSWERS, NGRAM_HASHES
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import ANSWERS, NGRAM_HASHES
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation
-from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
-from outrider.data.ngram_hashes import WORDS, Pieces, words_of
-from outrider.data.regenerate import prepare
+from outrider.data.overlap import hash_files, ngram_hashes
+from outrider.data.overlap.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
+from outrider.data.overlap.ngram_hashes import WORDS, Pieces, words_of
+from outrider.data.sources.conversations import Conversation
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data import hash_files
-from outrider.data.decontaminate import Evaluated
-from outrider.data.hash_files import Collector, Named, Statements, read
-from outrider.data.overlap import near
+from outrider.data.overlap import hash_files, near
 from outrider.data.overlap.content import tokens, weights_of
+from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.overlap.hash_files import Collector, Named, Statements, read
 from outrider.data.overlap.layout_texts import STEP_BY_STEP
 from outrider.data.overlap.near import NearIndex
 from outrider.data.overlap.questions import Questions
 from outrider.data.overlap.units import bare, units
-from outrider.measure import layouts
-from outrider.measure.layouts import Prompt
+from outrider.measure.tasks import layouts
+from outrider.measure.tasks.layouts import Prompt
 
 
 class Case(NamedTuple):

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from outrider.data.config import Source
-from outrider.data.questions import functions, questions
-from outrider.data.readers import Skipped, instructions, rows
+from outrider.data.sources.questions import functions, questions
+from outrider.data.sources.readers import Skipped, instructions, rows
 from outrider.demo import HELD_OUT, Module
 
 TEXT = '''

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.data import readers
 from outrider.data.config import Source
-from outrider.data.readers import Skipped, rows
+from outrider.data.sources import readers
+from outrider.data.sources.readers import Skipped, rows
 from outrider.errors import DataError
 
 ROWS = [{"prompt": f"{'가나다 ü🙂 ' * (i % 5)}{i}", "n": [i, {"a": None}]} for i in range(40)]

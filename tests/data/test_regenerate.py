@@ -18,12 +18,12 @@ import pytest
 from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
-from outrider.data.answers import ANSWERS, MANIFEST, Answer, answers_for, hash_number, read_answers
+from outrider.data.answers.regenerate import answered, prepare
+from outrider.data.answers.store import ANSWERS, MANIFEST, Answer, answers_for, hash_number, read_answers
+from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, Skipped, read
-from outrider.data.regenerate import answered, prepare
 from outrider.data.rendering import prompt_tokens, render
-from outrider.data.talks import iterate_asked
+from outrider.data.sources.conversations import Conversation, Skipped, read
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.storage.lock import held

@@ -8,11 +8,11 @@ from tiny import TEMPLATE, make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.answers import read_answers, whose
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import read_answers, whose
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, Skipped
-from outrider.data.regenerate import prepare
 from outrider.data.rendering import prompt_tokens, render
+from outrider.data.sources.conversations import Conversation, Skipped
 from outrider.targets.hf.transformers import TransformersTarget
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -15,11 +15,11 @@ from tiny import DRAFTER, make_folder, write_run_file
 import outrider
 from data.answering import serving
 from data.test_engine_states import Server
-from outrider.data.answers import ANSWERS, MANIFEST, read_answers
-from outrider.data.engine_states import engine_layers
+from outrider.data.answers.store import ANSWERS, MANIFEST, read_answers
+from outrider.data.features.engine_states import engine_layers
 from outrider.errors import TargetError
 from outrider.runs import features, stages
-from outrider.runs.checks import check
+from outrider.runs.forecast.checks import check
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.remote import served

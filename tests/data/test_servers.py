@@ -9,11 +9,11 @@ import pytest
 
 from data.answering import Stub, serving
 from data.test_regenerate import TURNS, answer_all, asked, by_id, config, room_of
-from outrider.data import server
-from outrider.data.answers import ANSWERS, Answer, read_answers
-from outrider.data.conversations import Conversation
-from outrider.data.ledger import LEDGER, Ledger
-from outrider.data.regenerate import prepare
+from outrider.data.answers import server
+from outrider.data.answers.ledger import LEDGER, Ledger
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import ANSWERS, Answer, read_answers
+from outrider.data.sources.conversations import Conversation
 from outrider.errors import ConfigError, DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

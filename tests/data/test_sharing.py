@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from outrider.data.answers import ANSWERS
+from outrider.data.answers.ledger import Ledger
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.sharing import part, take_in
+from outrider.data.answers.store import ANSWERS
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation
-from outrider.data.ledger import Ledger
-from outrider.data.regenerate import prepare
-from outrider.data.sharing import part, take_in
+from outrider.data.sources.conversations import Conversation
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from outrider.data import source_manifest, sources
-from outrider.data.answers import Answer, hold_out
+from outrider.data.answers.store import Answer, hold_out
+from outrider.data.answers.talks import iterate_asked
 from outrider.data.config import Config, Source
-from outrider.data.conversations import Conversation, Skipped
-from outrider.data.decontaminate import Evaluated
-from outrider.data.duplicates import NEAR, SIZE, content_key, near_duplicates
-from outrider.data.readers import rows
-from outrider.data.sources import NothingLeft, Selection, opening, select
+from outrider.data.overlap.decontaminate import Evaluated
+from outrider.data.sources import manifest, mixture
+from outrider.data.sources.conversations import Conversation, Skipped
+from outrider.data.sources.duplicates import NEAR, SIZE, content_key, near_duplicates
+from outrider.data.sources.mixture import NothingLeft, Selection, opening, select
+from outrider.data.sources.readers import rows
 from outrider.data.split import Openings, held_out
-from outrider.data.talks import iterate_asked
 from outrider.errors import DataError
-from outrider.measure.tasks import Prompt as TaskPrompt
-from outrider.measure.tasks import prompts as task_prompts
+from outrider.measure.tasks.names import Prompt as TaskPrompt
+from outrider.measure.tasks.names import prompts as task_prompts
 
 WORDS = "apple river stone cloud green seven paper light house train water glass music".split()  # noqa: SIM905
 KOREAN = "사과 강물 바위 구름 초록 일곱 종이 불빛 기차 유리 음악 북쪽 책상 학교 바다".split()  # noqa: SIM905
@@ -71,7 +71,7 @@ def test_a_larger_count_uses_the_same_and_more(tmp_path: Path) -> None:
 
 def test_sources_are_spread_over_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a source that comes after another, so that a stopped run has answers of one alone."""
-    monkeypatch.setattr(sources, "WINDOW", 4)
+    monkeypatch.setattr(mixture, "WINDOW", 4)
     texts = texts_of(select(mixed(tmp_path)))
     assert len(set(texts)) == 170
     for start in range(0, 160, 34):
@@ -243,7 +243,7 @@ def test_contaminated_conversations_are_left_out_and_named(tmp_path: Path) -> No
     found = select(Config(conversations=str(path)), evaluated=evaluated)
     assert texts_of(found) == ["harmless one", "harmless two"]
     assert found.left_out == {"contaminated": 1}
-    written = json.loads(source_manifest.write(tmp_path / "answers", found).read_text())
+    written = json.loads(manifest.write(tmp_path / "answers", found).read_text())
     assert written["contamination"]["left_out"] == 1
     assert written["contamination"]["prompts"] == 1
     assert written["contamination"]["first"] == [
@@ -257,7 +257,7 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").open("a").write("torn\n{}\n")
     (tmp_path / "LICENSE").write_text("CC0")
     found = select(config, Skipped())
-    written = json.loads(source_manifest.write(tmp_path / "answers", found).read_text())
+    written = json.loads(manifest.write(tmp_path / "answers", found).read_text())
     assert [one["used"] for one in written["sources"]] == [5, 5, 5]
     assert [one["unreadable"] for one in written["sources"]] == [0, 2, 0]
     for one in written["sources"]:
@@ -266,7 +266,7 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
         assert file["sha256"] == hashlib.sha256(Path(file["file"]).read_bytes()).hexdigest()
         assert one["licence_file"] == str(tmp_path / "LICENSE")
     before = (tmp_path / "answers/sources.json").read_bytes()
-    source_manifest.write(tmp_path / "answers", select(config, Skipped()))
+    manifest.write(tmp_path / "answers", select(config, Skipped()))
     assert (tmp_path / "answers/sources.json").read_bytes() == before
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.data.answers import Answer, StoredAnswers, to_line
+from outrider.data.answers.store import Answer, StoredAnswers, to_line
 from outrider.data.texts import Texts
 
 

@@ -8,12 +8,12 @@ import pytest
 from tiny import TEMPLATE, make_tokenizer
 
 from data.answering import serving
-from outrider.data.answers import Answer, read_answers
+from outrider.data.answers.regenerate import prepare
+from outrider.data.answers.store import Answer, read_answers
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, parse
-from outrider.data.regenerate import prepare
 from outrider.data.rendering import prompt_tokens, render
-from outrider.data.sources import select
+from outrider.data.sources.conversations import Conversation, parse
+from outrider.data.sources.mixture import select
 from outrider.errors import DataError
 from outrider.targets.hf.transformers import TransformersTarget
 

@@ -6,7 +6,7 @@ from conftest import batch_of
 from tiny import randomise
 from training.bench import make_answers
 
-from outrider.data.features import LiveFeatures
+from outrider.data.features.live import LiveFeatures
 from outrider.drafters import domino
 from outrider.errors import DrafterError
 from outrider.nn.heads import PrefixGRU

@@ -12,7 +12,7 @@ from outrider.engines import engine
 from outrider.errors import ConfigError
 from outrider.export.manifest import layers, length
 from outrider.method import Method
-from outrider.plan.drafts import known, usual
+from outrider.plan.paper.drafts import known, usual
 
 ROOT = Path(drafters.__file__).resolve().parent.parent
 NAMED_NOWHERE = ("plan",)

@@ -19,7 +19,7 @@ from outrider.drafters.mtp import heads as shipped
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.loading import load_drafter
-from outrider.nn import recurrent
+from outrider.nn.drafting import recurrent
 from outrider.targets.cache.attention_mask import Limit
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target

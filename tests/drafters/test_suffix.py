@@ -11,8 +11,9 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import suffix
 from outrider.errors import DataError
 from outrider.generation import serve
-from outrider.retrieval import corpus_build, native_trie
-from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval import native_trie
+from outrider.retrieval.corpus import build
+from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.retrieval.trie import Trie
 from outrider.sampling.settings import Sampling
 
@@ -39,7 +40,7 @@ def made(sources: tuple = (), **settings) -> suffix.Suffix:
 
 
 def corpus_of(place: Path, name: str, text: list[int], tokenizer_hash: str | None = None) -> Corpus:
-    return corpus_build.build(place / name, [text], vocabulary=100, tokenizer_hash=tokenizer_hash)
+    return build.build(place / name, [text], vocabulary=100, tokenizer_hash=tokenizer_hash)
 
 
 def test_what_followed_the_longest_suffix_comes_first():

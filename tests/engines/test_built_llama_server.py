@@ -13,8 +13,8 @@ from conftest import LLAMA_SERVER, TRAINED
 from benchmarks.engines.gguf_faults import planted
 from outrider import generate, load_target
 from outrider.checkpoint import load_model
-from outrider.engines import sweep
-from outrider.engines.verify import prompt_tokens, verified
+from outrider.engines.tuning import sweep
+from outrider.engines.verify.comparison import prompt_tokens, verified
 from outrider.export.writing import export_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from outrider.engines import commands, flags, manifests
 from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import ENGINES, Draft, Wish
 from outrider.engines.export import export
-from outrider.engines.tune import Range
+from outrider.engines.tuning.tune import Range
 from outrider.errors import ConfigError, DataError
 from outrider.export import formats
 

@@ -14,7 +14,7 @@ from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find as find_drafter
-from outrider.engines import causes, chains, gguf_reader, parity, readers
+from outrider.engines.verify import causes, chains, gguf_reader, parity, readers
 from outrider.errors import ExportError
 from outrider.export.gguf import FILE
 from outrider.export.writing import export_folder

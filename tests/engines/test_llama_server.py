@@ -18,9 +18,11 @@ from tiny import make_folder
 from outrider import load_target
 from outrider.config import build
 from outrider.drafters import find as find_drafter
-from outrider.engines import llama_server, parity, sweep, verify_llamacpp
+from outrider.engines import llama_server
 from outrider.engines.llama_server import Answer, Step
-from outrider.engines.verify import verified
+from outrider.engines.tuning import sweep
+from outrider.engines.verify import llamacpp, parity
+from outrider.engines.verify.comparison import verified
 from outrider.errors import ConfigError, DataError
 from tests.engines.test_verify import PROMPTS, run, verb
 
@@ -145,7 +147,7 @@ def script_of(target: Any, model: Any) -> list[dict[str, Any]]:
 
 
 def compare(pair: tuple[Any, Any], program: Path, monkeypatch: pytest.MonkeyPatch, place: Path) -> parity.Parity:
-    monkeypatch.setattr(verify_llamacpp, "models", lambda *given: [])  # the stub reads no files
+    monkeypatch.setattr(llamacpp, "models", lambda *given: [])  # the stub reads no files
     return verified(place, "llamacpp", None, *pair, False, PROMPTS, 12, server=str(program))
 
 

@@ -17,9 +17,9 @@ from outrider.engines.commands import draft_of
 from outrider.engines.engine import ENGINES as KNOWN
 from outrider.engines.engine import Wish
 from outrider.engines.manifests import Place, files_of
-from outrider.engines.tune import Range
+from outrider.engines.tuning.tune import Range
 from outrider.errors import ConfigError
-from outrider.serve.metrics import Telemetry
+from outrider.serve.records.metrics import Telemetry
 from tests.engines.test_commands import folder_of, outrider_with
 
 ENGINES = sorted(name for name, engine in KNOWN.items() if engine.image is not None)

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verbs import outrider_with
 
-from outrider.engines import commands, sweep, tune
+from outrider.engines import commands
 from outrider.engines.engine import Draft, Wish
-from outrider.engines.tune import Arm, Point, Range
+from outrider.engines.tuning import sweep, tune
+from outrider.engines.tuning.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
 
 STUB = Path(__file__).with_name("stub_engine.py")

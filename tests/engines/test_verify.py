@@ -19,9 +19,9 @@ from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find as find_drafter
-from outrider.engines import causes, chains, parity, readers
 from outrider.engines.commands import draft_of
-from outrider.engines.verify import verified
+from outrider.engines.verify import causes, chains, parity, readers
+from outrider.engines.verify.comparison import verified
 from outrider.errors import ConfigError, ExportError
 from outrider.export.writing import export_folder
 from outrider.sampling.text import common_prefix

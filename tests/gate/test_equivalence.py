@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import DataError
-from outrider.gate.equivalence import equivalence
+from outrider.gate.statistics.equivalence import equivalence
 
 
 def test_a_few_equal_scores_prove_nothing() -> None:

@@ -8,7 +8,7 @@ from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
 from outrider.errors import DataError
-from outrider.gate.two_samples import detectable, two_samples
+from outrider.gate.statistics.two_samples import detectable, two_samples
 
 VOCABULARY, DEPTH = 8, 3
 P = torch.tensor([0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03], dtype=torch.float64)

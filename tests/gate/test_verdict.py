@@ -16,9 +16,9 @@ from verbs import outrider_with
 from benchmarks.gate import reports
 from outrider.errors import ConfigError, DataError
 from outrider.gate.depths import depths_of
-from outrider.gate.noise import prompts_needed
 from outrider.gate.outcome import Outcome
 from outrider.gate.policy import Policy, policy_of
+from outrider.gate.statistics.noise import prompts_needed
 from outrider.gate.verdict import gate
 from outrider.report.schema import Report
 

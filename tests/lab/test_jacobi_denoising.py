@@ -5,7 +5,7 @@ import torch
 from outrider.generation import generate
 from outrider.lab.drafters import jacobi_denoising
 from outrider.lab.probe_rows import rows_after
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 
 CONFIG = jacobi_denoising.Config(window=3, levels=2)
 

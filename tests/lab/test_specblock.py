@@ -14,7 +14,8 @@ from outrider.decoding.state import Request
 from outrider.generation import serve
 from outrider.lab.drafters import specblock
 from outrider.nn import blocks as layers
-from outrider.nn import heads, trees
+from outrider.nn import heads
+from outrider.nn.drafting import trees
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 

@@ -5,7 +5,7 @@ import torch
 
 from outrider.errors import DrafterError
 from outrider.lab.drafters import tidar
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 
 CONFIG = tidar.Config(block=3, mask_token=63, anchors=16)
 

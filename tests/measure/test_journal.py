@@ -12,9 +12,9 @@ from outrider.errors import DataError
 from outrider.loading import Source
 from outrider.measure.config import Config
 from outrider.measure.journal import Journal, Record, first
-from outrider.measure.prompts import digest
 from outrider.measure.run import evaluate
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks.names import Prompt
+from outrider.measure.tasks.prompts import digest
 from outrider.report.parts import LeftOut
 from outrider.report.schema import Report
 from outrider.runs.baselines import _weights_hash

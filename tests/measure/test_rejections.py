@@ -19,7 +19,7 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.measure import rejections
 from outrider.measure.rejections import judged, kind_of, patterns
 from outrider.measure.timing import run_once
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 from outrider.report import parts as report
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget as Target

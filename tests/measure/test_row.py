@@ -13,7 +13,7 @@ from outrider import load_drafter
 from outrider.measure import row as summary
 from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
 from outrider.measure.row import difference, training_of
-from outrider.measure.tasks import Prompt
+from outrider.measure.tasks.names import Prompt
 from outrider.report.parts import Score
 from outrider.report.schema import Report
 from outrider.targets.hf.transformers import TransformersTarget

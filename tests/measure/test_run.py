@@ -16,14 +16,15 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.measure import prompts, timing
 from outrider.measure import row as summary
 from outrider.measure import run as measure
+from outrider.measure import timing
 from outrider.measure.config import Config
 from outrider.measure.journal import PromptRecord, Record
-from outrider.measure.prompts import as_tokens, draw, first_ngram_share
 from outrider.measure.row import conditional, first_difference
 from outrider.measure.run import evaluate
+from outrider.measure.tasks import prompts
+from outrider.measure.tasks.prompts import as_tokens, draw, first_ngram_share
 from outrider.measure.timing import generate_once
 from outrider.policies import named
 from outrider.report.page import render

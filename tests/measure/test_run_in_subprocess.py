@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError, DataError
-from outrider.measure import sandbox
-from outrider.measure.sandboxed import SCRATCH_BYTES
+from outrider.measure.tasks import sandbox
+from outrider.measure.tasks.sandboxed import SCRATCH_BYTES
 
 LIMITS = (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 

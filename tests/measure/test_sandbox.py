@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.measure import sandbox
-from outrider.measure.sandbox import Outcome, run, walls_missing
-from outrider.measure.sandboxed import PROCESSES
+from outrider.measure.tasks import sandbox
+from outrider.measure.tasks.sandbox import Outcome, run, walls_missing
+from outrider.measure.tasks.sandboxed import PROCESSES
 
 MISSING = walls_missing()
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
-from outrider.measure.scoring import code_in, final_answer, normal, run_tests, same, score, value
-from outrider.measure.tasks import TASKS, Prompt, load
+from outrider.measure.tasks.names import TASKS, Prompt, load
+from outrider.measure.tasks.scoring import code_in, final_answer, normal, run_tests, same, score, value
 
 EQUAL = [
     ("1,234", "1234"), ("1{,}000", "1000"), ("12,345,678.50", "12345678.5"), ("$18", "18"), ("\\$3.50", "3.5"),

@@ -25,10 +25,10 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli import tasks as verb
-from outrider.data.readers import instructions
+from outrider.data.sources.readers import instructions
 from outrider.errors import DataError
-from outrider.measure import published
-from outrider.measure.tasks import INSTRUCTIONS, TASKS, Prompt, load, prompts
+from outrider.measure.tasks import published
+from outrider.measure.tasks.names import INSTRUCTIONS, TASKS, Prompt, load, prompts
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 NINE = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2"]
@@ -188,7 +188,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 ASK = """
 import json, sys
 from outrider.errors import DataError
-from outrider.measure.tasks import load
+from outrider.measure.tasks.names import load
 for name, revision in json.loads(sys.argv[1]):
     try:
         found = load(name, revision=revision)

@@ -12,8 +12,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.measure.timing import run_batch, run_once
-from outrider.nn.ensemble import Ensemble
-from outrider.nn.remote import RemoteDrafter
+from outrider.nn.drafting.ensemble import Ensemble
+from outrider.nn.drafting.remote import RemoteDrafter
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget

@@ -10,7 +10,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.nn.ensemble import Ensemble
+from outrider.nn.drafting.ensemble import Ensemble
 from outrider.sampling.settings import Sampling
 
 V = 9

@@ -10,8 +10,8 @@ from drafters.proposals import by_text, eldest_paths, exact, watch
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.generation import generate, serve
-from outrider.nn import recurrent, serving
 from outrider.nn.draft_model import Batch
+from outrider.nn.drafting import recurrent, serving
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 

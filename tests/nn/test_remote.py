@@ -13,7 +13,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Probe
 from outrider.decoding.state import DecodeState, Judge, Request, Scores
-from outrider.nn.remote import RemoteDrafter
+from outrider.nn.drafting.remote import RemoteDrafter
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 

@@ -13,7 +13,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from outrider.decoding.noise import Purpose, Streams
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling

@@ -9,8 +9,8 @@ from benchmarks.plan import known_model
 from outrider import demo
 from outrider.drafters import method
 from outrider.errors import ConfigError
-from outrider.plan import anatomy
-from outrider.plan.drafts import known, on_paper
+from outrider.plan.paper import anatomy
+from outrider.plan.paper.drafts import known, on_paper
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

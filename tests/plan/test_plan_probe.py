@@ -17,15 +17,16 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.loading import load_drafter
 from outrider.measure import timing
-from outrider.plan import probe, probed, subject, timings
-from outrider.plan.probe import CachedRecords, Drafts, Read, Replayed
-from outrider.plan.sample import MOST_NEW, Question, draw
+from outrider.plan import subject
+from outrider.plan.measured import probe, probed, timings
+from outrider.plan.measured.probe import CachedRecords, Drafts, Read, Replayed
+from outrider.plan.measured.sample import MOST_NEW, Question, draw
 from outrider.plan.schema import Plan
 from outrider.policies.fixed import Fixed
 from outrider.report import bootstrap
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget as Target
-from outrider.traffic import traces
+from outrider.traffic.logs import traces
 
 __all__ = ["folder", "talker"]
 ASKED = ("Write a Python function that sorts.", "Solve 3 + x = 20.", "Who wrote Faust?")

@@ -9,9 +9,10 @@ import torch
 
 from outrider import load_target
 from outrider.plan import asked as asking
-from outrider.plan import profile, rules
+from outrider.plan import rules
 from outrider.plan.asked import Asked
-from outrider.plan.hardware import place
+from outrider.plan.measured import profile
+from outrider.plan.paper.hardware import place
 from outrider.plan.schema import Plan
 from outrider.plan.subject import subject
 

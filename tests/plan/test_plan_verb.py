@@ -18,12 +18,12 @@ from outrider.drafters import find
 from outrider.generation import batch, kept_costs
 from outrider.loading import load_drafter
 from outrider.machine import measurements
-from outrider.plan import timings
-from outrider.plan.allowance import Allowance
+from outrider.plan.measured import timings
+from outrider.plan.measured.allowance import Allowance
+from outrider.plan.measured.timed import TimedCosts
+from outrider.plan.measured.timings import Cell, Timings
 from outrider.plan.predict import StepCost
 from outrider.plan.schema import Plan
-from outrider.plan.timed import TimedCosts
-from outrider.plan.timings import Cell, Timings
 from outrider.targets.hf.transformers import TransformersTarget as Target
 
 TRAFFIC = ("--prompt-tokens", "200", "--new-tokens", "200", "--concurrency", "1")
@@ -309,8 +309,8 @@ def test_timed_costs_are_straight_lines_between_what_was_timed() -> None:
 
 def test_a_measured_plan_writes_its_decision(folder, quiet, tmp_path, monkeypatch) -> None:
     """Catches a measured plan that needs more than it times.  No time is asserted."""
-    monkeypatch.setattr("outrider.plan.measured.MULTIPLES", (1,))
-    monkeypatch.setattr("outrider.plan.measured.TIMED_DEPTHS", (1, 4))
+    monkeypatch.setattr("outrider.plan.measured.costs.MULTIPLES", (1,))
+    monkeypatch.setattr("outrider.plan.measured.costs.TIMED_DEPTHS", (1, 4))
     monkeypatch.setattr(timings, "ROWS", (1, 4))
     monkeypatch.setattr(timings, "ROUNDS", 1)
     monkeypatch.setattr(timings, "STEPS", 2)

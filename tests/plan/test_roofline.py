@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from benchmarks.plan import known_model
 from outrider.errors import ConfigError
-from outrider.plan import hardware
-from outrider.plan.roofline import experts_touched, pass_of, prefill_seconds, saturation_rows, weights_read
+from outrider.plan.paper import hardware
+from outrider.plan.paper.roofline import experts_touched, pass_of, prefill_seconds, saturation_rows, weights_read
 
 
 def test_experts_that_rows_touch_are_the_published_expectation() -> None:
@@ -56,7 +56,7 @@ def test_rows_beyond_saturation_compute() -> None:
 def test_an_int4_target_saturates_at_about_a_quarter_of_the_rows() -> None:
     """Catches weights that are quantised in memory and not in what a pass reads."""
     from benchmarks import plan as benchmark
-    from outrider.plan.anatomy import of_fields
+    from outrider.plan.paper.anatomy import of_fields
 
     fields = benchmark.yaml.safe_load(benchmark.POINTS.read_text())["models"]["qwen3-8b"]
     place, model = hardware.place("h100"), of_fields(fields, "quantised", "int4")

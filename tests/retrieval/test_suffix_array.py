@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.retrieval import corpora, corpus_build, corpus_files, corpus_texts
-from outrider.retrieval.corpus_build import build
-from outrider.retrieval.corpus_files import verify
+from outrider.retrieval.corpus import build as corpus_build
+from outrider.retrieval.corpus import corpora, texts
+from outrider.retrieval.corpus import files as corpus_files
+from outrider.retrieval.corpus.build import build
+from outrider.retrieval.corpus.files import verify
+from outrider.retrieval.corpus.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match
 from outrider.retrieval.proposal import Found, Proposal, merged
-from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=6)
 CONTEXTS = st.lists(st.lists(st.integers(-1, 4), max_size=10), min_size=1, max_size=12)
@@ -335,16 +337,16 @@ def test_corpora_are_where_the_environment_says(monkeypatch: pytest.MonkeyPatch,
 
 def test_texts_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ends of lines that are changed, a hidden file read, a long text that loses a letter where it is cut."""
-    monkeypatch.setattr(corpus_texts, "PIECE", 10)
+    monkeypatch.setattr(texts, "PIECE", 10)
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").write_text("secret")
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
     (tmp_path / "b" / "long.md").write_text("0123456789abcdefghijKLM\nnext é\nlast")
     (tmp_path / "rows.jsonl").write_text('{"text": "x\\ny"}\n\n{"text": "", "id": 3}\n{"text": "z"}\n')
     (tmp_path / "empty.txt").write_text("")
-    files = corpus_texts.files_of([tmp_path, tmp_path / "a.txt"])
+    files = texts.files_of([tmp_path, tmp_path / "a.txt"])
     assert [file.name for file in files] == ["a.txt", "empty.txt", "rows.jsonl", "long.md"]
-    read = [(text.file.name, text.text) for text in corpus_texts.texts(files)]
+    read = [(text.file.name, text.text) for text in texts.texts(files)]
     assert read == [
         ("a.txt", "one\r\ntwo\n"), ("rows.jsonl", "x\ny"), ("rows.jsonl", "z"), ("long.md", "0123456789"),
         ("long.md", "abcdefghij"), ("long.md", "KLM\n"), ("long.md", "next é\n"), ("long.md", "last"),
@@ -358,14 +360,14 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n{"texts": "y"}\n')
     for name in ("zeros.bin", "latin.txt"):
         with pytest.raises(DataError, match=rf"{name} is not UTF-8 text .*--skip-binary"):
-            corpus_texts.readable([tmp_path / name])
+            texts.readable([tmp_path / name])
         skipped: list[Path] = []
-        assert corpus_texts.readable([tmp_path / name, tmp_path / "rows.jsonl"], skipped) == [tmp_path / "rows.jsonl"]
+        assert texts.readable([tmp_path / name, tmp_path / "rows.jsonl"], skipped) == [tmp_path / "rows.jsonl"]
         assert skipped == [tmp_path / name]
     with pytest.raises(DataError, match=r"rows\.jsonl:2 has no `text`"):
-        list(corpus_texts.texts([tmp_path / "rows.jsonl"]))
+        list(texts.texts([tmp_path / "rows.jsonl"]))
     for name in ("latin.txt", "nowhere"):
         with pytest.raises(DataError, match=rf"can't read .*{name}"):
-            list(corpus_texts.texts([tmp_path / name]))
+            list(texts.texts([tmp_path / name]))
     with pytest.raises(DataError, match="nothing.txt does not exist"):
-        corpus_texts.files_of([tmp_path / "nothing.txt"])
+        texts.files_of([tmp_path / "nothing.txt"])

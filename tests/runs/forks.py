@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verbs import outrider_with
 
-from outrider.engines.sweep import free_port
+from outrider.engines.tuning.sweep import free_port
 
 
 def fork(*command: str, log: Path, environment: dict[str, str] | None = None) -> ForkProcess:

@@ -4,9 +4,9 @@ import pytest
 
 from outrider.drafters import kinds
 from outrider.errors import ConfigError
-from outrider.runs import budget
-from outrider.runs.budget import Rates
 from outrider.runs.file import RunConfig
+from outrider.runs.forecast import budget
+from outrider.runs.forecast.budget import Rates
 from outrider.targets.sketch import sketch
 
 RATES = Rates(answer=0.2, alone=0.007, reference=0.05, read=0.1, step=0.8)

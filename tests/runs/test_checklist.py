@@ -14,8 +14,8 @@ from verbs import outrider_with
 from outrider import cli
 from outrider.errors import ConfigError
 from outrider.report.schema import Report
-from outrider.runs import checklist, rollout
-from outrider.runs.checklist import Item
+from outrider.runs.rollout import checklist, files
+from outrider.runs.rollout.checklist import Item
 from outrider.traffic.release import release_of
 
 WEIGHTS, OTHERS, MADE = "11111111", "22222222", "2026-01-02T03:04:05+00:00"
@@ -83,7 +83,7 @@ def whole() -> None:
 
 
 def items() -> dict[str, Item]:
-    return {item.name: item for item in checklist.items(rollout.read(RUN))}
+    return {item.name: item for item in checklist.items(files.read(RUN))}
 
 
 def change(path: Path, **fields: Any) -> None:
@@ -173,7 +173,7 @@ def test_every_command_is_one_that_outrider_takes(run: Path, kind: str) -> None:
     """Catches a command with an option that was renamed, or a path that is not the run's own."""
     config = yaml.safe_load((RUN / "config.yaml").read_text())
     (RUN / "config.yaml").write_text(yaml.safe_dump(config | {"drafter": {"kind": kind}}))
-    listed = [command for item in checklist.items(rollout.read(RUN, "my log.jsonl")) for command in item.commands]
+    listed = [command for item in checklist.items(files.read(RUN, "my log.jsonl")) for command in item.commands]
     assert len(listed) >= 8 and any("'my log.jsonl'" in command for command in listed)
     for command in listed:
         program, verb, *words = shlex.split(command)
@@ -208,8 +208,8 @@ def test_what_is_in_the_way_is_deleted_first(run: Path) -> None:
 def test_a_folder_from_elsewhere_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches commands that would write into another run's folder."""
     with pytest.raises(ConfigError, match=r"has no config.yaml, so it is no run's folder"):
-        rollout.read(Path("runs"))
+        files.read(Path("runs"))
     monkeypatch.chdir(RUN)
     with pytest.raises(ConfigError, match=r"is not runs/mine from here"):
-        rollout.read(Path())
+        files.read(Path())
     assert outrider_with("plan", "--checklist", ".", "--hardware", "h100") == 2

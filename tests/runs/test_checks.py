@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tiny import DRAFTER
 from verbs import outrider_with
 
-from outrider.data import hash_files
-from outrider.data.answers import read_answers
+from outrider.data.answers.store import read_answers
+from outrider.data.overlap import hash_files
 from outrider.errors import OutriderError
 from outrider.runs import stages
 from outrider.runs.stages import plan, run

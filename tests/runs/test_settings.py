@@ -135,7 +135,8 @@ QUICK = """
 import sys
 from outrider.cli import app, complete
 import outrider.cli.drafters, outrider.cli.report, outrider.report.compare
-from outrider.engines import commands, flags, manifests, tune
+from outrider.engines import commands, flags, manifests
+from outrider.engines.tuning import tune
 from outrider.runs import settings
 from tests.gate.test_verdict import Report, made, outrider_with
 settings.sections(), complete.kinds(), complete.tasks(""), complete.engines_and_formats()

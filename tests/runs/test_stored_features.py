@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.data import encodings
+from outrider.data.features import encodings
 from outrider.errors import ConfigError, DataError
 from outrider.runs.reporter import Prepared, Reporter, Result, Stored, Trained
 from outrider.runs.stages import plan

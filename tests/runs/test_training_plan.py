@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.data.answers import Answer
+from outrider.data.answers.store import Answer
 from outrider.drafters import find
 from outrider.errors import ConfigError
-from outrider.runs import stages, training_plan
-from outrider.runs.training_plan import Costs, Measured, planned
+from outrider.runs import stages
+from outrider.runs.forecast import training_plan
+from outrider.runs.forecast.training_plan import Costs, Measured, planned
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 

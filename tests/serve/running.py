@@ -11,14 +11,14 @@ from typing import Any
 from openai import OpenAI
 
 from outrider.decoding.protocols import Drafter
-from outrider.serve import server
-from outrider.serve.api import make_app
 from outrider.serve.config import Config
-from outrider.serve.door import Door
 from outrider.serve.engine import Engine
-from outrider.serve.keys import KeyRing
-from outrider.serve.metrics import Telemetry
-from outrider.serve.request_log import RequestLog
+from outrider.serve.http import server
+from outrider.serve.http.api import make_app
+from outrider.serve.http.door import Door
+from outrider.serve.http.keys import KeyRing
+from outrider.serve.records.metrics import Telemetry
+from outrider.serve.records.request_log import RequestLog
 from outrider.serve.service import Post, Service
 from outrider.targets.hf.transformers import TransformersTarget
 

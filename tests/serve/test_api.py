@@ -18,7 +18,7 @@ from outrider.drafters.mix import Config as MixConfig
 from outrider.drafters.mix import Mix
 from outrider.drafters.mix import build as mix
 from outrider.generation import Generation
-from outrider.serve.answers import LOWEST
+from outrider.serve.bodies.answers import LOWEST
 from outrider.targets.hf.transformers import TransformersTarget
 from serve.running import MODEL, Running, running
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from openai import AuthenticationError
 
-from outrider.serve import keys
+from outrider.serve.http import keys
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from serve.running import MODEL, Running, running

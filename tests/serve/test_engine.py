@@ -26,7 +26,7 @@ from outrider.policies.lossy import LossyJudge
 from outrider.sampling.settings import Sampling
 from outrider.serve.calls import Call, EngineStopped, Output, QueueFull, WaitingCalls
 from outrider.serve.engine import INTERNAL, Engine
-from outrider.serve.metrics import Telemetry
+from outrider.serve.records.metrics import Telemetry
 from outrider.targets.hf.transformers import TransformersTarget
 
 SECONDS = 60.0

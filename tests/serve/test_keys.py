@@ -11,7 +11,7 @@ from verbs import outrider_with
 
 from outrider.cli import console
 from outrider.errors import ConfigError
-from outrider.serve import keys
+from outrider.serve.http import keys
 
 
 def test_the_file_holds_no_key_and_belongs_to_its_owner(tmp_path):

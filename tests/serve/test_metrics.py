@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
-from outrider.serve import counts, metrics
 from outrider.serve.calls import Call
-from outrider.serve.counts import DEEPEST, HISTORY_S
 from outrider.serve.engine import Engine
-from outrider.serve.metrics import StepRecord, Telemetry
+from outrider.serve.records import counts, metrics
+from outrider.serve.records.counts import DEEPEST, HISTORY_S
+from outrider.serve.records.metrics import StepRecord, Telemetry
 from outrider.traffic.counters import read
 from tests.serve.test_engine import mixed, served
 

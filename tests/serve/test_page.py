@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from outrider.drafters import ngram
-from outrider.serve import keys
-from outrider.serve.page import page as page_and_policy
+from outrider.serve.http import keys
+from outrider.serve.http.page import page as page_and_policy
 from outrider.targets.hf.transformers import TransformersTarget
 from tests.report.test_browser import FAINT, FLAGS
 from tests.serve.running import Running, running

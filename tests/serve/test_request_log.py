@@ -18,12 +18,12 @@ from outrider.decoding.state import Request
 from outrider.drafters import ngram
 from outrider.errors import ConfigError
 from outrider.sampling.settings import Sampling
-from outrider.serve import request_log
 from outrider.serve.calls import Call
-from outrider.serve.request_log import Ended, RequestLog
-from outrider.traffic.plan import Plan
-from outrider.traffic.replay import replay
-from outrider.traffic.traces import read
+from outrider.serve.records import request_log
+from outrider.serve.records.request_log import Ended, RequestLog
+from outrider.traffic.logs.traces import read
+from outrider.traffic.replay.plan import Plan
+from outrider.traffic.replay.run import replay
 from outrider.traffic.watch import glance
 from tests.serve.running import running
 

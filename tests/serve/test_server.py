@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 
 from outrider import Sampling
-from outrider.serve import server
 from outrider.serve.config import Config
+from outrider.serve.http import server
 from serve.running import MODEL, Running, running
 from serve.test_api import LONG, PROMPT, Slow, alone
 

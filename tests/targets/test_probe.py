@@ -14,7 +14,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
-from outrider.nn import trees
+from outrider.nn.drafting import trees
 from outrider.targets.hf import hooks
 from outrider.targets.hf.miniature import enlivened
 from outrider.targets.hf.transformers import TransformersTarget

@@ -16,7 +16,7 @@ from outrider.errors import DrafterError
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import SIZES, LayerConfig, resolved
 from outrider.runs.file import RunConfig
-from outrider.runs.sizes import on_paper
+from outrider.runs.forecast.sizes import on_paper
 from outrider.targets.load import load_target
 from outrider.targets.sizes import unused_row
 from outrider.targets.sketch import Sketch, sketch

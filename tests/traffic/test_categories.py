@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from outrider.traffic.categories import MARKS, Category, category_of, marks
+from outrider.traffic.logs.categories import MARKS, Category, category_of, marks
 
 JSON_SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {}}}
 SEEN: list[tuple[Category, str, str, dict[str, Any]]] = [

@@ -27,16 +27,18 @@ from typer.testing import CliRunner
 
 from outrider.cli.replay import replay as verb
 from outrider.errors import ConfigError, DataError
-from outrider.traffic import latencies, replay, traces
 from outrider.traffic.address import address_of
-from outrider.traffic.answer import Answer
-from outrider.traffic.calls import Call
-from outrider.traffic.compared import first_difference
-from outrider.traffic.connection import Client
-from outrider.traffic.latencies import Endpoint, Gaps
-from outrider.traffic.plan import Plan, dues, prepared
-from outrider.traffic.replayed import Replayed
-from outrider.traffic.servers import Server, server_at
+from outrider.traffic.logs import traces
+from outrider.traffic.logs.calls import Call
+from outrider.traffic.replay import latencies
+from outrider.traffic.replay import run as replay
+from outrider.traffic.replay.answer import Answer
+from outrider.traffic.replay.compared import first_difference
+from outrider.traffic.replay.connection import Client
+from outrider.traffic.replay.latencies import Endpoint, Gaps
+from outrider.traffic.replay.plan import Plan, dues, prepared
+from outrider.traffic.replay.report import Replayed
+from outrider.traffic.replay.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAST = ("--first-ms", "1", "--gap-ms", "1")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.traffic.calls import Call
-from outrider.traffic.formats import FORMATS
-from outrider.traffic.traces import read, write
+from outrider.traffic.logs.calls import Call
+from outrider.traffic.logs.formats import FORMATS
+from outrider.traffic.logs.traces import read, write
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is a heron?"}], "max_tokens": 5}
 

@@ -10,8 +10,8 @@ from tiny import DRAFTER, randomise
 
 from outrider import drafters
 from outrider.config import build
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import LiveFeatures
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config

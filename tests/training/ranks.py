@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from outrider.data.features import LiveFeatures
+from outrider.data.features.live import LiveFeatures
 from outrider.processes import ALONE, Processes
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
-from outrider.training.distributed import joined
+from outrider.training.parallel.distributed import joined
 from outrider.training.trainer import train
 from training.bench import SETTINGS, TAPS, make_answers, make_model
 from training.long_text import gradients

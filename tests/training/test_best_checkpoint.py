@@ -13,8 +13,8 @@ from outrider.config import build
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training.checkpoints import BEST, FOLDER, chosen, keep, tokens_per_step
 from outrider.training.config import Config
+from outrider.training.progress.checkpoints import BEST, FOLDER, chosen, keep, tokens_per_step
 from training.bench import fit, make_model
 from training.test_trainer import same_training, stopped
 

@@ -21,9 +21,9 @@ from outrider.errors import CheckpointError, DataError
 from outrider.fast import values_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import calibrate
-from outrider.training.calibrate import MIN_DRAFTS
-from outrider.training.scaling import Outcomes, Scaling, ece, scaling
+from outrider.training.fitting import calibrate
+from outrider.training.fitting.calibrate import MIN_DRAFTS
+from outrider.training.fitting.scaling import Outcomes, Scaling, ece, scaling
 from training.bench import make_model
 
 PLANTED = Scaling(torch.tensor([1.6, 0.7, 2.2]).double(), torch.tensor([-0.5, 0.4, 0.0]).double())

@@ -10,7 +10,7 @@ import torch
 from outrider.errors import ConfigError, DataError
 from outrider.lab.judges.relay import relay
 from outrider.policies.sentences import Piece
-from outrider.training.cues import Trace, calibrate, margins, ranked
+from outrider.training.fitting.cues import Trace, calibrate, margins, ranked
 
 
 def trace(seed: int, sure: str, words=("So", "But", "Now", "Then")) -> Trace:

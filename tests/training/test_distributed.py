@@ -21,14 +21,14 @@ from torch.distributed import HashStore
 
 import outrider
 from outrider import checkpoint
-from outrider.data.features import LiveFeatures
+from outrider.data.features.live import LiveFeatures
 from outrider.errors import ConfigError, DataError, TrainingError
 from outrider.processes import Alone
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
-from outrider.training import alive
 from outrider.training.config import Config
-from outrider.training.distributed import _end
+from outrider.training.parallel import alive
+from outrider.training.parallel.distributed import _end
 from outrider.training.trainer import train
 from tests.runs.forks import together
 from training import ranks

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from outrider.data.answers import hash_number, hold_out
-from outrider.data.duplicates import content_hash
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import hash_number, hold_out
+from outrider.data.features.live import LiveFeatures
+from outrider.data.sources.duplicates import content_hash
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
-from outrider.training.held_out import acceptance
+from outrider.training.progress.held_out import acceptance
 from outrider.training.step import accumulate
 from training.bench import TAPS, make_answers, make_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.data.features import LiveFeatures
+from outrider.data.features.live import LiveFeatures
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training.config import Config
 from outrider.training.trainer import train

@@ -9,8 +9,8 @@ from outrider.generation import generate
 from outrider.lab.drafters.layer_skip import Config, LayerSkip, build
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip
-from outrider.training import sublayers
-from outrider.training.sublayers import search
+from outrider.training.fitting import sublayers
+from outrider.training.fitting.sublayers import search
 
 
 @pytest.fixture(scope="module")

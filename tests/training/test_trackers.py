@@ -9,8 +9,8 @@ import pytest
 from outrider.config import build
 from outrider.errors import ConfigError
 from outrider.targets.hf.transformers import TransformersTarget
-from outrider.training import trackers
 from outrider.training.config import Config
+from outrider.training.progress import trackers
 from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source
 from training.test_trainer import interrupt, metrics, same_training, stopper

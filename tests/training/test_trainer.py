@@ -26,8 +26,8 @@ from outrider.storage.lock import held
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.training import losses, trainer
 from outrider.training.config import Config
-from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers
+from outrider.training.progress.metrics import Metrics
 from outrider.training.step import Joined, rate
 from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source

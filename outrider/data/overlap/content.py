@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from outrider.data.ngram_hashes import is_dense, word_hash
+from outrider.data.overlap.ngram_hashes import is_dense, word_hash
 from outrider.data.overlap.vocabulary import CJK_STOP, COMMON, CONTRASTS, INSTRUCTION, NUMBERS, STOP, SYNONYMS
 
 FAINT, USUAL, SMALL_NUMBER, RARE = range(4)

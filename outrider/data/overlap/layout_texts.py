@@ -1,6 +1,6 @@
 """The texts that layouts of tasks put around a question.
 
-`measure.layouts` builds its prompts from them, and `units` leaves them out of what is compared.
+`measure.tasks.layouts` builds its prompts from them, and `units` leaves them out of what is compared.
 """
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from outrider.data.ngram_hashes import LETTERS, WORDS
 from outrider.data.overlap.near import ALIKE, ALIKE_BY_NUMBERS, CONTAINED, COVERED, NearIndex
+from outrider.data.overlap.ngram_hashes import LETTERS, WORDS
 from outrider.data.overlap.units import SPECIFIC, Units, placed_runs, statements_of, units
 
 COMMON = 10

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.data.ngram_hashes import LETTERS, Pieces, once, words_of
 from outrider.data.overlap.content import tokens, weight, word_weight
 from outrider.data.overlap.layout_texts import LAYOUTS
+from outrider.data.overlap.ngram_hashes import LETTERS, Pieces, once, words_of
 from outrider.data.overlap.plain import plain_text
 from outrider.data.overlap.vocabulary import INSTRUCTION, OPENERS, STOP, TRIGGERS
 

@@ -27,7 +27,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
 from outrider.drafters.gemma4_assistant.model import load_assistant, shared_layers
 from outrider.errors import DrafterError
-from outrider.nn import serving
+from outrider.nn.drafting import serving
 from outrider.nn.memory import LastStates, StateDrafter
 from outrider.targets.cache.attention_mask import additive
 from outrider.targets.cache.slots import SlotCache

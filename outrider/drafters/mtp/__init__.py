@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from outrider.drafters.mtp.heads import native_modules
 from outrider.method import Method
-from outrider.nn import serving
 from outrider.nn.blocks import MLP, Attend, Attention, DecoderLayer, RMSNorm, recomputable, rotary
-from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, Unrolled
+from outrider.nn.drafting import serving
+from outrider.nn.drafting.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.cache.attention_mask import Limit
 from outrider.targets.protocol import LayerSizes, Target

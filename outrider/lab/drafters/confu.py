@@ -38,7 +38,7 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.lab.probe_rows import rows_after
 from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, resolve_taps
-from outrider.nn.recurrent import Memory, RecurrentConfig, RecurrentDrafter, RecurrentModel
+from outrider.nn.drafting.recurrent import Memory, RecurrentConfig, RecurrentDrafter, RecurrentModel
 from outrider.targets.protocol import Target
 
 

@@ -40,9 +40,9 @@ from outrider.errors import ConfigError
 from outrider.fast.block import real
 from outrider.kernels import prepacked
 from outrider.lab.diffusion_lm import DiffusionLM
-from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
+from outrider.nn.drafting import serving
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target

@@ -41,7 +41,7 @@ from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters import Choice, Load, built
-from outrider.nn.ensemble import Ensemble, EnsembleMemory
+from outrider.nn.drafting.ensemble import Ensemble, EnsembleMemory
 from outrider.policies.merge import merged
 from outrider.policies.shares import Shares
 from outrider.targets.protocol import Target

@@ -31,7 +31,7 @@ from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted, judged_q
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import serving, trees
+from outrider.nn.drafting import serving, trees
 from outrider.nn.memory import RequestDrafter
 from outrider.retrieval.pool import Pool
 from outrider.sampling.judge import SamplingJudge

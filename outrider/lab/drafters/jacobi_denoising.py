@@ -38,7 +38,7 @@ from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.lab import target_model
 from outrider.lab.probe_rows import rows_after
-from outrider.nn import serving
+from outrider.nn.drafting import serving
 from outrider.targets.protocol import Target
 
 ROWS = 2048

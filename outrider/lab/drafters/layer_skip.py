@@ -3,7 +3,7 @@
 
 Drafts read the target's own keys and values, and write theirs after them, where the verifying pass writes next.  Which
 sublayers are left out is a setting, or the result of `outrider tune --draft layer_skip` on the user's own prompts
-(`training.sublayers`), or of a search while decoding (`search`, `lab.sublayer_search`); the simplest choice is to exit
+(`training.fitting`), or of a search while decoding (`search`, `lab.sublayer_search`); the simplest choice is to exit
 early, after some layers, with the target's norm and head.  Needs no training.
 
 Differs from LayerSkip: the verifying pass runs whole, and does not continue from the draft's states.
@@ -34,7 +34,7 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import CheckpointError, DrafterError
 from outrider.lab.sublayer_search import Search
 from outrider.method import Method
-from outrider.nn.serving import Sampler
+from outrider.nn.drafting.serving import Sampler
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 from outrider.targets.skip import able, every_second, listed, probability, refuse_failing, runs
 

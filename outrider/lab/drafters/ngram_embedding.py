@@ -29,11 +29,11 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.kernels import prepacked
 from outrider.lab.targets.ngram_embedding import NgramEmbedding, NgramHashes, shifted, stopped
-from outrider.nn import trees
 from outrider.nn.blocks import RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.drafting import trees
+from outrider.nn.drafting.serving import Branching, allowed
 from outrider.nn.language_model import TokenRows
-from outrider.nn.serving import Branching, allowed
 from outrider.targets.protocol import Target
 
 

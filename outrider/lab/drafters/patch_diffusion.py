@@ -33,8 +33,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.lab import byte_patches, stale, target_model
-from outrider.nn import serving
 from outrider.nn.draft_model import Batch, draw, trained_mask, with_mask
+from outrider.nn.drafting import serving
 from outrider.targets.cache.attention_mask import Tree
 from outrider.targets.hf import causal_lm
 from outrider.targets.protocol import Target

@@ -37,9 +37,9 @@ from outrider.lab.pipeline import PipelineDrafter
 from outrider.lab.stages import ranges
 from outrider.nn.blocks import Attend, PairLayer, RMSNorm, attending, attention, rotary
 from outrider.nn.draft_model import Batch, DraftModel, draw, resolve_taps
+from outrider.nn.drafting.serving import Sampler
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.serving import Sampler
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.protocol import Target
 

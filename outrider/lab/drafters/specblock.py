@@ -41,9 +41,9 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.lab.blocks_by_cost import BlocksByCost
 from outrider.lab.rank_tree import WIDTHS, Offers, Path, doubt, levels, likeliest, positions
 from outrider.method import Method
-from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, Shift, attending, rollout_mask, rotary
 from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
+from outrider.nn.drafting import serving, trees
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks

@@ -27,7 +27,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.lab import stale
-from outrider.nn import serving
+from outrider.nn.drafting import serving
 from outrider.targets.protocol import Target
 
 

@@ -2,7 +2,7 @@
 writes the rest.  LOSSY.
 
 RelayGen (arXiv 2602.06454): after some words of a chain of reasoning ("So", "Therefore") a small model is sure of what
-follows.  Which words these are is calibrated before, on the target's own answers: `training.cues` pools the small
+follows.  Which words these are is calibrated before, on the target's own answers: `training.fitting` pools the small
 model's margins p1 - p2 from each cue to the end of its sentence, and a cue is selected whose mean is above that of all
 other tokens.  The target hands over at a cue, at the earliest `min_tokens` tokens after it took over, so that it cannot
 loop on one.

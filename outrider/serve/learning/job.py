@@ -27,8 +27,8 @@ import torch
 
 from outrider import checkpoint
 from outrider.config import build
-from outrider.data.answers import Answer
-from outrider.data.features import LiveFeatures
+from outrider.data.answers.store import Answer
+from outrider.data.features.live import LiveFeatures
 from outrider.drafters import find
 from outrider.errors import DataError, OutriderError
 from outrider.fast import NotCompiled, compile_passes

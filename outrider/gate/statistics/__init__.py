@@ -1,0 +1,1 @@
+"""What two measurements say: pairs, equal scores, equal distributions, and the noise of speeds."""

@@ -1,0 +1,224 @@
+"""What a pass of a model reads and multiplies, from its config alone.
+
+Weights are counted on a model without values, so that biases, gates and shared experts need no formula.  A field that
+the model can't do without and that its config.json lacks is named: the library's own default for it would be a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+from transformers.utils import cached_file
+
+from outrider.errors import TargetError, first_line
+from outrider.hub import missing_path
+from outrider.plan.paper import weights as formats
+from outrider.targets import catalog
+from outrider.targets.sketch import Sketch, of_config, unreadable
+
+NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts",
+    "num_experts_per_tok", "kv_lora_rank", "qk_rope_head_dim",
+)  # fmt: skip
+"""Fields that must be in the file wherever the family has a size of its own for them."""
+NESTED = ("text_config", "llm_config")
+"""Where the config of a model of several parts has its language model."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+class Attention(NamedTuple):
+    """Layers that attend alike."""
+
+    layers: int
+    window: int | None
+    """Tokens that they look back; None for all."""
+    cache_bytes: float
+    """Of one token, in all of these layers."""
+    flops: float
+    """Of one row, for each token that it attends to, in all of these layers."""
+
+    def attended(self, context: float) -> float:
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model, as far as the time and the memory of its passes depend on it."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    context: int
+    parameters: int
+    read: int
+    """Weights of layers that every pass reads, experts aside."""
+    head: int
+    """Weights of the output layer."""
+    expert: int
+    """Weights of one expert, over all layers that have experts."""
+    experts: int
+    """Of a layer; 0 where the model is dense."""
+    experts_per_token: int
+    attention: tuple[Attention, ...]
+    weight: formats.Weight
+    """How its layers' matrices are stored."""
+    expert_weight: formats.Weight
+    head_bytes: float = 2.0
+    """Of a number of the output layer."""
+
+    @property
+    def active(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self.read + self.head + self.experts_per_token * self.expert
+
+    @property
+    def weight_bytes(self) -> float:
+        """Memory of all weights."""
+        others = self.parameters - self.read - self.expert * self.experts
+        layers = self.read * self.weight.bytes + self.expert * self.experts * self.expert_weight.bytes
+        return layers + others * self.head_bytes
+
+    def cache_bytes(self, context: float) -> float:
+        """Keys and values of one text of so many tokens."""
+        return sum(own.cache_bytes * own.attended(context) for own in self.attention)
+
+
+def anatomy(name: str, weight: str | None = None) -> Anatomy:
+    """The anatomy of `demo`, of a folder with config.json, or of a Hugging Face id.  Raises TargetError, ConfigError.
+
+    weight: how its matrices will be stored, such as int4; as its config says unless given.
+    """
+    return of_fields(read(name), name, weight)
+
+
+def read(name: str) -> dict[str, Any]:
+    """A config.json as it is written.  Raises TargetError where it can't be reached or read."""
+    path = catalog.checkpoint(name)
+    try:
+        if (problem := missing_path(path)) is not None:
+            raise OSError(problem)
+        found = cached_file(path, "config.json")
+        fields = json.loads(Path(found).read_text(encoding="utf-8")) if found else None
+    except (OSError, ValueError) as error:
+        raise unreadable(name, error) from None
+    if not isinstance(fields, dict):
+        raise TargetError(f"the config.json of {name} must be an object with the model's sizes; restore it")
+    return fields
+
+
+def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
+    """A model without values.  Raises TargetError, which names each field that is missing or is no size."""
+    kind, text = str(fields.get("model_type")), fields
+    if kind not in CONFIG_MAPPING:
+        what = (
+            "has no model_type"
+            if "model_type" not in fields
+            else f"has model_type {kind!r}, which this transformers lacks"
+        )
+        raise TargetError(f"the config.json of {name} {what}; name a model that transformers can build")
+    family: Any = CONFIG_MAPPING[kind]
+    nested = next((part for part in NESTED if isinstance(fields.get(part), Mapping)), None)
+    if nested is not None:
+        text = fields[nested]
+        inner = (getattr(family, "sub_configs", None) or {}).get(nested)
+        kind = text.get("model_type")
+        family = CONFIG_MAPPING[str(kind)] if kind in CONFIG_MAPPING else inner or family
+    _refuse_gaps(text, family, name)
+    try:
+        return of_config(family(**{key: value for key, value in text.items() if key != "quantization_config"}), name)
+    except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        # a check of sizes against each other says in its cause what is wrong
+        why = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise TargetError(f"the config.json of {name} describes no model: {first_line(why)}; correct it") from error
+
+
+def context_of(fields: Mapping[str, Any]) -> int | None:
+    """Tokens of a text that a config.json says its model reads; None where it does not say."""
+    for part in (fields, *(each for name in NESTED if isinstance(each := fields.get(name), Mapping))):
+        for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if _is_size(part.get(name)) and isinstance(part[name], int):
+                return int(part[name])
+    return None
+
+
+def _refuse_gaps(text: Mapping[str, Any], family: Any, name: str) -> None:
+    """Raises TargetError for fields that are missing, or are no size."""
+    other = {value: key for key, value in family.attribute_map.items()} | dict(family.attribute_map)
+    # what a family leaves open follows from other sizes; what it has a number for is one model's
+    needed = [field for field in NEEDED if isinstance(getattr(family, field, None), int)]
+    needed += [own for field, own in family.attribute_map.items() if field in NEEDED and not hasattr(family, field)]
+    missing = [field for field in needed if text.get(field, text.get(other.get(field, ""))) is None]
+    if missing:
+        raise TargetError(
+            f"the config.json of {name} lacks {', '.join(sorted(missing))}; the time of its passes depends on that, so "
+            "add what is missing"
+        )
+    wrong = [f"{field} {text[field]!r}" for field in needed if field in text and not _is_size(text[field])]
+    if wrong:
+        raise TargetError(f"the config.json of {name} has {', '.join(wrong)}; each must be a whole number above 0")
+
+
+def _is_size(value: Any) -> bool:
+    sizes = value if isinstance(value, list) else [value]
+    return all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+
+
+def of_fields(fields: Mapping[str, Any], name: str, weight: str | None = None) -> Anatomy:
+    """The anatomy of the model that these fields of a config.json describe.  Raises TargetError, ConfigError."""
+    return of_sketch(sketched(fields, name), formats.stored(fields, weight, name))
+
+
+def of_sketch(sketch: Sketch, stored: formats.Stored) -> Anatomy:
+    """The anatomy of a model without values."""
+    config, spec = sketch.config, sketch.spec
+    counts = sketch.weights()
+    of_experts = sum(size for name, size in counts.items() if ".experts." in name)
+    embedding = spec.vocabulary * spec.hidden
+    head = sum(size for name, size in counts.items() if name.endswith("lm_head.weight")) or embedding
+    total = sum(counts.values())
+    tables = sum(size for name, size in counts.items() if _is_table(name))
+    is_tied = not any(name.endswith("lm_head.weight") for name in counts)
+    experts = next((int(n) for field in EXPERTS if (n := getattr(config, field, None))), 0) if of_experts else 0
+    per_token = int(getattr(config, "num_experts_per_tok", 0) or 0) if experts else 0
+    if experts and not per_token:
+        raise TargetError(f"the config.json of {spec.name} lacks num_experts_per_tok; add it")
+    return Anatomy(
+        name=spec.name, layers=spec.layers, hidden=spec.hidden, vocabulary=spec.vocabulary, context=spec.context,
+        parameters=total, read=total - of_experts - tables - (0 if is_tied else head), head=head,
+        expert=of_experts // experts if experts else 0, experts=experts, experts_per_token=per_token,
+        attention=_attention(config), weight=stored.layers, expert_weight=stored.experts, head_bytes=stored.rest_bytes,
+    )  # fmt: skip
+
+
+def _is_table(name: str) -> bool:
+    return any(
+        part in name for part in ("embed_tokens", "wte.", "wpe.", "embed_in", "word_embeddings", "embed_positions")
+    )
+
+
+def _attention(config: Any) -> tuple[Attention, ...]:
+    """Layers by how far they look back; layers with a state in place of a cache have none."""
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    # numbers of a cache: keys and values in the type of the weights that are not quantised
+    size = 2 if "float32" not in str(config.dtype) else 4
+    heads = config.num_attention_heads
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent:
+        numbers, made = latent + config.qk_rope_head_dim, 2 * heads * (2 * latent + config.qk_rope_head_dim)
+    else:
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        numbers, made = 2 * shared * width, 4 * heads * width
+    found = []
+    for kind, window in (("full_attention", None), ("sliding_attention", getattr(config, "sliding_window", None))):
+        if count := kinds.count(kind):
+            found.append(Attention(count, window, count * numbers * size, count * made))
+    return tuple(found)

@@ -1,0 +1,137 @@
+"""What each method's draft takes on paper: passes, weights, cache, prompts; sizes are those of its own draft model.
+
+A kind with layers of its own is built without values beside its target, as its settings say, and its weights are
+counted.  `each` drafts a token a pass, `once` a block in one, `lookup` without a model.  No time is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.config import build
+from outrider.drafters import find, method, methods, trained
+from outrider.errors import ConfigError, DrafterError
+from outrider.method import Cost
+from outrider.nn.draft_model import DraftModel
+from outrider.plan.paper import weights as formats
+from outrider.plan.paper.anatomy import Anatomy, Attention
+from outrider.plan.paper.hardware import Place
+from outrider.plan.paper.roofline import pass_of, prefill_seconds
+from outrider.targets.sketch import Sketch
+
+SEQUENTIAL = ("markov_w2", "weight_hh", "weight_ih")
+"""Weights of a small head through which the tokens of a block pass one by one."""
+EMBEDDINGS = ("embed", "markov_w1")
+
+
+@dataclass(frozen=True)
+class DraftModelOnPaper:
+    """A method's draft model."""
+
+    kind: str
+    way: Cost
+    model: Anatomy | None
+    """None for what looks drafts up."""
+    sequential: int = 0
+    """Of its weights, those that are read once for every token of a block."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Memory that its own weights take; a head that it borrows is the target's."""
+        return 0.0 if self.model is None else self.model.parameters * self.model.weight.bytes
+
+    def cache_bytes(self, tokens: float) -> float:
+        return 0.0 if self.model is None else self.model.cache_bytes(tokens)
+
+    def seconds(self, place: Place, batch: float, depth: int, context: float) -> float:
+        """Of a draft of so many tokens for every text."""
+        if self.model is None or depth < 1:
+            return 0.0
+        # each pass ends in a head and a choice, which take what a layer takes beside its work
+        overhead = 2 * place.efficiency.layer_s
+        if self.way == "each":
+            return depth * (pass_of(self.model, place, batch, 1, context).seconds + overhead)
+        each = self.sequential * self.model.weight.bytes / place.bandwidth + place.efficiency.layer_s
+        sequential = depth * each if self.sequential else 0.0
+        return pass_of(self.model, place, batch, depth, context).seconds + overhead + sequential
+
+    def prompt_seconds(self, place: Place, tokens: float) -> float:
+        """Of reading a prompt, which the target read before."""
+        return 0.0 if self.model is None else prefill_seconds(self.model, place, tokens)
+
+
+def known() -> list[str]:
+    """Kinds whose drafts are known on paper; others must be timed."""
+    return sorted(kind for kind, own in methods().items() if own.cost is not None)
+
+
+def usual() -> tuple[str, ...]:
+    """Those that a plan compares unless others are named: with published acceptance, and fit for any target."""
+    return tuple(sorted((kind for kind, own in methods().items() if own.usual), key=lambda kind: method(kind).usual))
+
+
+def added() -> tuple[str, ...]:
+    """Those that it looks at beside them where it may measure."""
+    return tuple(sorted(kind for kind, own in methods().items() if own.is_added))
+
+
+def on_paper(kind: str, target: Sketch, model: Anatomy | None = None, **settings: Any) -> DraftModelOnPaper:
+    """A kind's draft model for this target.  Raises ConfigError for a kind whose cost is not known on paper.
+
+    model: the language model of small_model.  settings: of the kind, as in a run file.
+    """
+    find(kind)  # an unknown kind is refused with the nearest name
+    way = method(kind).cost
+    if way is None:
+        raise ConfigError(
+            f"what {kind} takes is not known on paper; take one of {', '.join(known())}, or time it with --measure"
+        )
+    if way == "lookup":
+        return DraftModelOnPaper(kind, way, None)
+    if trained(kind) is None or method(kind).is_model:
+        if model is None:
+            raise ConfigError(f"{kind} drafts with another language model; name it with --draft-model")
+        return DraftModelOnPaper(kind, way, model)
+    return _counted(kind, way, target, settings)
+
+
+def _counted(kind: str, way: Cost, target: Sketch, settings: Mapping[str, Any]) -> DraftModelOnPaper:
+    module: Any = find(kind)
+    config = build(module.Config, {"kind": kind, **settings}, "drafter")
+    try:
+        with torch.device("meta"):
+            model: DraftModel = module.Model(config, target)
+    except DrafterError as error:
+        raise ConfigError(f"{kind} does not fit {target.spec.name}: {error}") from None
+    counts = {name: weight.numel() for name, weight in model.named_parameters()}
+    total = sum(counts.values())
+    size_of = lambda *parts: sum(size for name, size in counts.items() if any(part in name for part in parts))
+    sequential, tables = size_of(*SEQUENTIAL), size_of(*EMBEDDINGS)
+    trunk: Any = getattr(model, "backbone", model)
+    spec, layers = target.spec, len(getattr(trunk, "layers", ()))
+    vocabulary = getattr(config, "vocabulary", None) or spec.vocabulary
+    own_head = size_of("head.lm_head")
+    head = own_head or vocabulary * spec.hidden
+    weight = formats.NAMED[formats.DTYPES.get(spec.dtype, "bf16")]
+    own = Anatomy(
+        name=kind, layers=max(layers, 1), hidden=spec.hidden, vocabulary=vocabulary, context=spec.context,
+        parameters=total, read=total - tables - own_head - sequential, head=head,
+        expert=0, experts=0, experts_per_token=0, attention=_attention(config, spec, layers, weight.bytes),
+        weight=weight, expert_weight=weight, head_bytes=weight.bytes,
+    )  # fmt: skip
+    return DraftModelOnPaper(kind, way, own, sequential)
+
+
+def _attention(config: Any, spec: Any, layers: int, size: float) -> tuple[Attention, ...]:
+    heads, shared, width = (
+        getattr(config, name, None) or getattr(spec.sizes, name, None) or 0
+        for name in ("heads", "kv_heads", "head_dim")
+    )
+    if not layers or not heads * shared * width:
+        return ()
+    numbers, made = 2 * shared * width, 4 * heads * width
+    return (Attention(layers, None, layers * numbers * size, layers * made),)

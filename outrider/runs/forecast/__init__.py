@@ -1,0 +1,1 @@
+"""What a run will take, and what is wrong with it, before its target loads."""

@@ -1,0 +1,157 @@
+"""What a run will do, as far as its files and its target's config tell: counts, tokens, steps, memory, disk, time."""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Literal, NamedTuple
+
+import torch
+
+from outrider import checkpoint
+from outrider.data.answers import regenerate
+from outrider.data.answers.store import ANSWERS, StoredAnswers
+from outrider.data.sources.choosing import NOT_CHOSEN
+from outrider.measure.config import Config as EvaluateConfig
+from outrider.runs.file import RunConfig
+from outrider.runs.forecast import cost
+from outrider.runs.forecast.checks import Inputs
+from outrider.runs.forecast.weights import why_weights
+from outrider.targets.load import default_device
+
+
+class Line(NamedTuple):
+    """One fact of a stage."""
+
+    stage: str
+    what: str
+    value: int | float | str
+    unit: Literal["", "bytes", "minutes"] = ""
+
+
+def preview(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> list[Line]:
+    """What these stages will do.  Writes nothing and reads no weights."""
+    found = [*_target(settings, stages, inputs)]
+    for stage, lines in (("prepare", _prepare), ("train", _train), ("evaluate", _evaluate)):
+        if stage in stages:
+            found += lines(settings, inputs)
+            if (minutes := settings.usual_minutes.get(stage)) is not None:  # type: ignore[call-overload]
+                found.append(Line(stage, "time where the file was tried", minutes, "minutes"))
+    return found
+
+
+def _target(settings: RunConfig, stages: Collection[str], inputs: Inputs) -> Iterator[Line]:
+    yield Line("target", "name", settings.target.name)
+    if inputs.target is None:
+        yield Line("target", "sizes", "unknown: its config can't be reached")
+        return
+    asked, spec = settings.target.dtype, inputs.target.spec
+    is_cpu = default_device(settings.target.device).type == "cpu"
+    dtype = asked if asked not in (None, "auto") else "float32" if is_cpu and asked is None else spec.dtype
+    count = inputs.target.parameters
+    size_bytes = 1 if settings.target.quantize else getattr(torch, dtype).itemsize
+    yield Line("target", "parameters", count)
+    if why_weights(settings, stages) is None:
+        yield Line("target", "weights", "not loaded here: servers have them")
+        return
+    yield Line("target", f"memory of its weights in {settings.target.quantize or dtype}", count * size_bytes, "bytes")
+
+
+def answers_bytes(settings: RunConfig, inputs: Inputs) -> int:
+    """Bytes that the answers take on disk, about."""
+    given = min(inputs.asked.characters // cost.CHARACTERS, len(inputs.asked) * settings.prepare.length)
+    return cost.ID_BYTES * (given + (inputs.asked.most_tokens if settings.prepare.regenerate else 0))
+
+
+def written_bytes(settings: RunConfig, inputs: Inputs) -> int:
+    """Bytes that `prepare` writes, about: answers, and features where they are stored."""
+    if settings.prepare.features == "live" or inputs.target is None:
+        return answers_bytes(settings, inputs)
+    each = cost.bytes_per_token(settings, inputs, settings.prepare.feature_encoding)
+    return int(answers_bytes(settings, inputs) * (1 + each / cost.ID_BYTES))
+
+
+def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
+    config, used, there = settings.prepare, len(inputs.asked), inputs.asked.available
+    of = "" if there is None or there == used else f" of {there:,}"
+    done = regenerate.answered(settings.answers, inputs.asked.prompt_hashes)
+    tokens = inputs.asked.most_tokens if done < used else 0
+    yield Line("prepare", f"from {config.label}", f"{used:,}{of} prompts")
+    for reason, count in inputs.asked.left_out.items():
+        if reason != NOT_CHOSEN:
+            yield Line("prepare", f"not used: {reason}", count)
+    if inputs.skipped.reasons:
+        yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")
+    if config.servers:
+        yield Line("prepare", "answered by", ", ".join(config.servers))
+    yield Line("prepare", "answered before", done)
+    yield Line("prepare", "tokens to write, at most", tokens)
+    yield Line("prepare", f"disk, about, in {settings.answers}", answers_bytes(settings, inputs), "bytes")
+    if config.features != "live" and inputs.target is not None:
+        each = cost.bytes_per_token(settings, inputs, config.feature_encoding)
+        yield Line("prepare", "disk of a token's features, about", round(each), "bytes")
+    if inputs.target is not None and done < used and not config.servers:
+        hours = cost.writing_hours(settings, inputs, cost.Tokens(0, tokens))
+        yield from _hours("prepare", "time to write them, at most", hours)
+
+
+def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:
+    """What the features cost in each way, and which is chosen."""
+    if inputs.target is None or not len(inputs.asked):
+        return
+    tokens, taps = cost.tokens_of(settings, inputs), cost.num_taps(settings, inputs)
+    each = ", ".join(f"{cost.bytes_per_token(settings, inputs, kind):,.0f} {kind}" for kind in cost.KINDS)
+    yield Line("train", "tokens to read, at most", tokens.all)
+    yield Line("train", f"bytes a token, {taps} taps and the final state", each)
+    found = cost.ways(settings, inputs, tokens, passes)
+    for way in found:
+        yield Line("train", f"features {way.name}: disk, at most", way.disk_bytes, "bytes")
+        yield from _hours("train", f"features {way.name}: time of the target", way.hours)
+    name, why = cost.choice(found, settings, inputs, passes)
+    yield Line("train", "best here", f"{name}: {why}")
+
+
+def _hours(stage: str, what: str, hours: float | None) -> Iterator[Line]:
+    if hours is not None:
+        yield Line(stage, what, 60 * hours, "minutes")
+
+
+def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
+    assert settings.train is not None
+    config, path = settings.train, settings.answers / ANSWERS
+    answers = len(inputs.chosen(StoredAnswers.read(path), settings)) if path.exists() else 0
+    texts = max(len(inputs.asked), 1) if answers < len(inputs.asked) else answers
+    each = config.batch * config.accumulate
+    per_pass = math.ceil(texts / each)
+    steps = config.steps or math.ceil((config.epochs or 0) * per_pass)
+    place = settings.folder / "checkpoint"
+    if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+        yield Line("train", "goes on from step", checkpoint.manifest_of(place)["training"].get("step", 0))
+    passes = steps / per_pass
+    whole = f"{passes:.1f} passes over {texts:,} texts"
+    yield Line("train", "length", f"{steps:,} steps of {each} texts, {whole}")
+    yield from _features(settings, inputs, passes)
+    if inputs.paper.parameters is not None:
+        yield Line("train", f"parameters of {settings.drafter['kind']}", inputs.paper.parameters)
+        yield Line(
+            "train", "memory of weights, gradients and moments", inputs.paper.sizes["sizes.training_bytes"], "bytes"
+        )
+        yield Line("train", f"disk, in {place}", 12 * inputs.paper.parameters, "bytes")
+
+
+def _evaluate(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
+    config = settings.evaluate
+    assert config is not None
+    names = [choice if isinstance(choice, str) else choice["kind"] for choice in (*config.baselines, settings.drafter)]
+    yield Line("evaluate", "drafters", ", ".join(names))
+    for task, drawn in inputs.drawn.items():
+        of = "" if drawn.count is None else f" of {drawn.count:,}"
+        yield Line("evaluate", f"prompts of {task}", f"{min(config.prompts, len(drawn.prompts)):,}{of}")
+    yield Line("evaluate", "tokens to write, about", evaluation_tokens(config, len(names)))
+
+
+def evaluation_tokens(config: EvaluateConfig, drafters: int) -> int:
+    """Tokens that an evaluation of so many drafters writes at most, the target's own texts included."""
+    of_baselines = config.temperatures if config.baseline_temperatures is None else config.baseline_temperatures
+    entries = len(config.temperatures) + (drafters - 1) * len(of_baselines)
+    timed = config.prompts * (1 + len(config.temperatures) + entries)
+    traced = min(config.traced_prompts, config.prompts) * entries
+    return len(config.tasks) * (timed + traced) * config.max_new_tokens

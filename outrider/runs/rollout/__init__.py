@@ -1,0 +1,1 @@
+"""The roll-out of a run's drafter, step by step."""

@@ -1,0 +1,232 @@
+"""Answers as OpenAI's clients read them: whole, or as server-sent events.
+
+The hot path is a chunk of a stream that holds text alone: all of it but the text is made once a choice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from json.encoder import encode_basestring_ascii
+from typing import Any
+from uuid import uuid4
+
+from outrider.sampling.logprobs import TokenLogprob
+from outrider.serve.bodies.refusals import Refusal
+from outrider.serve.bodies.schema import ChatRequest, TextRequest
+from outrider.serve.calls import Call, Ending, Output
+from outrider.serve.pieces import Pieces
+
+LOWEST = -9999.0
+"""Stands for a log probability of minus infinity, which JSON does not have."""
+REASONS: dict[Ending, str] = {"stop": "stop", "length": "length", "context": "length"}
+"""Endings of a whole text, in OpenAI's words."""
+DONE = b"data: [DONE]\n\n"
+
+Name = Callable[[int], str]
+"""A token's text."""
+
+
+class Choice:
+    """One answer while it is written."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.drafted: list[bool] = []
+        self.steps = self.accepted = 0
+        self.reason: Ending | None = None
+        self.error = ""
+
+    def add(self, output: Output) -> None:
+        self.tokens += output.tokens
+        self.texts.append(output.text)
+        self.logprobs += output.logprobs
+        self.drafted += [i < output.drafted for i in range(len(output.tokens))]
+        self.steps += bool(output.tokens)
+        self.accepted += output.drafted
+        if output.finish_reason is not None:
+            self.reason, self.error = output.finish_reason, output.error
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Answer:
+    """The form of one request's answer."""
+
+    def __init__(self, body: TextRequest, model: str, name_of: Name, text_of: Name):
+        """name_of: a token by itself.  text_of: the same, but nothing for what is not part of a text."""
+        self.body, self.model, self.name_of, self.text_of = body, model, name_of, text_of
+        self.is_chat = isinstance(body, ChatRequest)
+        self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex
+        self.created = int(time.time())
+        self.counts_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._is_plain = not (body.include_drafts or body.return_token_ids or body.logprobs not in (None, False))
+        """Chunks hold text alone."""
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._lengths: dict[int, int] = {}
+        """Characters of each choice's tokens so far, for text_offset."""
+        self._pieces: dict[int, Pieces] = {}
+
+    # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def whole(self, choices: Sequence[Choice], calls: Sequence[Call]) -> dict[str, Any]:
+        found = self._head("chat.completion" if self.is_chat else "text_completion")
+        found["choices"] = [self._choice(choice) for choice in choices]
+        found["usage"] = usage(calls)
+        if self.body.include_drafts:
+            own = [self._drafts(choice.index, choice.tokens, choice.drafted, choice.text) for choice in choices]
+            joined = {name: [one for each in own for one in each[name]] for name in own[0]}
+            found["outrider"] = counts(choices, calls) | joined
+        return found
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": choice.index}
+        if self.is_chat:
+            found["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            found["text"] = choice.text
+        found["logprobs"] = self._logprobs(choice.index, choice.logprobs)
+        found["finish_reason"] = REASONS[choice.reason or "stop"]
+        if self.body.return_token_ids:
+            found["token_ids"] = choice.tokens
+        return found
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    # ── in chunks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """What a stream begins with."""
+        if not self.is_chat:
+            return b""
+        return b"".join(
+            self._event({"index": choice.index, "delta": {"role": "assistant", "content": ""}}) for choice in choices
+        )
+
+    def joined(self, found: Sequence[tuple[int, Output]]) -> Sequence[tuple[int, Output]]:
+        """Several steps' outputs as one for each choice, where chunks hold text alone."""
+        if len(found) < 2 or not self._is_plain:
+            return found
+        texts: dict[int, list[str]] = {}
+        for index, output in found:
+            texts.setdefault(index, []).append(output.text)
+        last = dict(found)
+        return [(index, replace(last[index], text="".join(own))) for index, own in texts.items()]
+
+    def chunk(self, choice: Choice, output: Output, call: Call) -> bytes:
+        """The event of one step's output; empty where it says nothing."""
+        if self._is_plain and output.finish_reason is None:
+            if not output.text:
+                return b""
+            before, after = self._frames.get(choice.index) or self._frame(choice.index)
+            return before + encode_basestring_ascii(output.text).encode() + after
+        own: dict[str, Any] = {"index": choice.index}
+        own |= {"delta": {"content": output.text}} if self.is_chat else {"text": output.text}
+        own["logprobs"] = self._logprobs(choice.index, output.logprobs)
+        own["finish_reason"] = None if output.finish_reason is None else REASONS[output.finish_reason]
+        if self.body.return_token_ids:
+            own["token_ids"] = output.tokens
+        more = {}
+        if self.body.include_drafts:
+            drafted = [i < output.drafted for i in range(len(output.tokens))]
+            more["outrider"] = counts([choice], [call]) | self._drafts(
+                choice.index, output.tokens, drafted, output.text
+            )
+        return self._event(own, **more)
+
+    def closing(self, calls: Sequence[Call]) -> bytes:
+        """What a stream ends with."""
+        if not self.counts_usage:
+            return DONE
+        last = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        return event(last | {"choices": [], "usage": usage(calls)}) + DONE
+
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
+        choice.setdefault("logprobs", None)
+        choice.setdefault("finish_reason", None)
+        found = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
+        if self.counts_usage:
+            found["usage"] = None
+        return event(found | more)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text of a plain chunk."""
+        mark = "\0text\0"
+        own: dict[str, Any] = {"delta": {"content": mark}} if self.is_chat else {"text": mark}
+        before, _, after = self._event({"index": index} | own).partition(json.dumps(mark).encode())
+        return self._frames.setdefault(index, (before, after))
+
+    def _drafts(self, index: int, tokens: Sequence[int], drafted: Sequence[bool], text: str) -> dict[str, list[Any]]:
+        """Of tokens that were written and the text that was given out with them."""
+        pieces = self._pieces.setdefault(index, Pieces())
+        shown = zip(map(self.text_of, tokens), drafted, strict=True)
+        return {"drafted_tokens": list(drafted), "pieces": pieces.push(shown, text)}
+
+    # ── log probabilities ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        asked = self.body.logprobs
+        if asked is None or asked is False:
+            return None
+        if self.is_chat:
+            return {"content": [self._described(one) for one in found], "refusal": None}
+        names = [self.name_of(one.token) for one in found]
+        offsets, at = [], self._lengths.get(index, 0)
+        for name in names:
+            offsets.append(at)
+            at += len(name)
+        self._lengths[index] = at
+        top = [
+            {self.name_of(token): _finite(value) for token, value in (*one.top, (one.token, one.logprob))}
+            for one in found
+        ]
+        values = [_finite(one.logprob) for one in found]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _described(self, one: TokenLogprob) -> dict[str, Any]:
+        top = [self._one(token, value) for token, value in one.top]
+        return self._one(one.token, one.logprob) | {"top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self.name_of(token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(name.encode())}
+
+
+def usage(calls: Sequence[Call]) -> dict[str, Any]:
+    """Tokens of a request; a prompt counts once, whatever the number of its answers."""
+    prompts = {id(call.request.prompt): call for call in calls}.values()
+    read, written = sum(len(call.request.prompt) for call in prompts), sum(call.written for call in calls)
+    return {
+        "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(call.cached for call in prompts)},
+    }  # fmt: skip
+
+
+def counts(choices: Iterable[Choice], calls: Iterable[Call]) -> dict[str, int]:
+    """Steps, drafted and accepted tokens so far, of these choices together."""
+    return {
+        "steps": sum(choice.steps for choice in choices),
+        "drafted": sum(call.drafted for call in calls),
+        "accepted": sum(choice.accepted for choice in choices),
+    }
+
+
+def event(values: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(values, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(refusal: Refusal) -> bytes:
+    """What a stream that fails ends with."""
+    return event(refusal.body) + DONE
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,252 @@
+"""From bodies to the engine's requests: prompts encoded, settings read, all of it within the server's limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from outrider import generation
+from outrider.config import nearest
+from outrider.decoding.state import Request
+from outrider.errors import ConfigError, DataError
+from outrider.sampling.grammar import Grammar
+from outrider.sampling.settings import Sampling
+from outrider.serve.bodies import chat
+from outrider.serve.bodies.refusals import Refusal, invalid
+from outrider.serve.bodies.schema import (
+    MIN_TEMPERATURE,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SchemaFormat,
+    Speculative,
+    TextFormat,
+    TextRequest,
+    TokenizeChat,
+    TokenizeText,
+)
+from outrider.serve.config import Config
+from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.prompts import encoded
+
+COMPLETION_TOKENS = 16
+"""Tokens of a completion that asks for no number, as OpenAI has it."""
+LARGEST_SCHEMA = 100_000
+"""Characters: the time to compile one grows with the square of its properties."""
+DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings whose defaults are those of the model's generation_config, as in vLLM."""
+
+
+class Reader:
+    """Makes requests of bodies.  Slow for long prompts, so called in a thread; every method raises Refusal."""
+
+    def __init__(self, target: TransformersTarget, config: Config, name: str, length: int, drafters: Sequence[str]):
+        """length: tokens of a slot.  drafters: names that a request may ask for; empty where nothing drafts."""
+        self.target, self.config, self.name, self.length, self.drafters = target, config, name, length, tuple(drafters)
+        self.defaults = defaults_of(target)
+
+    def requests(self, body: TextRequest, owner: str) -> list[list[Request]]:
+        """By prompt: a request for each of its answers."""
+        self.check_model(body.model)
+        n = body.n or 1
+        self._check_number(1 if isinstance(body, ChatRequest) else len(_listed(body.prompt)), n)
+        prompts = self._prompts(body)
+        with _reported():
+            settings = self._sampling(body)
+            stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+            found = []
+            for tokens in prompts:
+                most = self._most(body, len(tokens))
+                own = replace(settings, min_new_tokens=self._fewest(body, most))
+                [request] = generation.requests(
+                    self.target, [tokens], most, own, stops, streamed=bool(body.stream),
+                    continues=not isinstance(body, ChatRequest),
+                )  # fmt: skip
+                request = replace(request, tenant=owner, **self._drafts(body))
+                found.append([_seeded(request, i) for i in range(n)])
+        return found
+
+    def tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
+        """What /tokenize answers."""
+        self.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            return chat.tokens_of(body.messages, body.tools, body.chat_template_kwargs, self.target.tokenizer)
+        return self._encoded(body.prompt, body.add_special_tokens is not False)
+
+    def text(self, body: DetokenizeRequest) -> str:
+        """What /detokenize answers."""
+        self.check_model(body.model)
+        self._tokenizer()
+        if wrong := [token for token in body.tokens if token >= self.target.spec.vocabulary]:
+            most = self.target.spec.vocabulary - 1
+            raise invalid(f"token id {wrong[0]} lies outside the model's vocabulary; ids go to {most}", "tokens")
+        return str(self.target.tokenizer.decode(body.tokens))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"there is no model {name[:80]!r} here{nearest(name[:80], [self.name])}"
+            raise Refusal(404, message, "model", "model_not_found")
+
+    # ── prompts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prompts(self, body: TextRequest) -> list[list[int]]:
+        if isinstance(body, ChatRequest):
+            tools = body.tools if body.tool_choice != "none" else None
+            found = [chat.tokens_of(body.messages, tools, body.chat_template_kwargs, self.target.tokenizer)]
+        else:
+            found = [self._known(prompt) for prompt in _listed(body.prompt)]
+        if not found:
+            raise invalid("prompt is an empty list; give at least one text, or token ids", "prompt")
+        for tokens in found:
+            self._check_length(len(tokens))
+        return found
+
+    def _known(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encoded(prompt)
+        with _reported("prompt"):
+            return self.target.encode(prompt)
+
+    def _encoded(self, text: str, with_special: bool = True) -> list[int]:
+        try:
+            tokenizer = self._tokenizer()
+            return encoded(text, tokenizer) if with_special else list(tokenizer.encode(text, add_special_tokens=False))
+        except (TypeError, ValueError) as error:
+            raise invalid(f"the tokenizer can't read the text: {error}", "prompt") from None
+
+    def _tokenizer(self) -> Any:
+        if self.target.tokenizer is None:
+            raise invalid("this model has no tokenizer; give prompts as token ids to /v1/completions")
+        return self.target.tokenizer
+
+    def _check_length(self, count: int) -> None:
+        most = min(self.config.prompt_tokens or self.length, self.length - 1)
+        if count > most:
+            raise invalid(
+                f"the prompt has {count} tokens, and this server takes at most {most}; shorten it",
+                "prompt", "context_length_exceeded",
+            )  # fmt: skip
+        if not count:
+            raise invalid("the prompt is empty; give at least one token", "prompt")
+
+    def _check_number(self, prompts: int, n: int) -> None:
+        if n > self.config.n:
+            raise invalid(f"n must be at most {self.config.n}, got {n}", "n")
+        if prompts * n > self.config.texts:
+            raise invalid(
+                f"{prompts} prompts with {n} answers each are {prompts * n} texts, and a request may have "
+                f"{self.config.texts}; send several requests",
+                "prompt",
+            )
+
+    # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _most(self, body: TextRequest, prompt: int) -> int:
+        """Most tokens of an answer to a prompt of so many."""
+        room, limit = self.length - prompt, self.config.max_tokens
+        asked, name = body.max_tokens, "max_tokens"
+        if isinstance(body, ChatRequest):
+            if body.max_completion_tokens is not None:
+                asked, name = body.max_completion_tokens, "max_completion_tokens"
+        elif asked is None:
+            asked = min(COMPLETION_TOKENS, room, limit or room)
+        if asked is None:
+            return min(room, limit or room)
+        if asked > room:
+            raise invalid(
+                f"{name} is {asked}, and after a prompt of {prompt} tokens there is room for {room}; ask for fewer",
+                name, "context_length_exceeded",
+            )  # fmt: skip
+        if limit is not None and asked > limit:
+            raise invalid(f"{name} must be at most {limit}, got {asked}", name)
+        return asked
+
+    def _fewest(self, body: TextRequest, most: int) -> int:
+        fewest = most if body.ignore_eos else body.min_tokens or 0
+        if fewest > most:
+            raise invalid(f"min_tokens {fewest} is more than the {most} tokens of the answer; lower it", "min_tokens")
+        return fewest
+
+    def _sampling(self, body: TextRequest) -> Sampling:
+        given = {name: getattr(body, name) for name in DRAWN}
+        drawn = self.defaults | {name: value for name, value in given.items() if value is not None}
+        if 0 < drawn["temperature"] < MIN_TEMPERATURE:
+            raise invalid(
+                f"temperature must be 0 or at least {MIN_TEMPERATURE}, got {drawn['temperature']}", "temperature"
+            )
+        return Sampling(
+            drawn["temperature"], max(0, int(drawn["top_k"])), drawn["top_p"], body.seed, drawn["min_p"],
+            repetition_penalty=drawn["repetition_penalty"], presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias={int(token): value for token, value in (body.logit_bias or {}).items()},
+            logprobs=_logprobs(body), grammar=_grammar(body),
+        )  # fmt: skip
+
+    def _drafts(self, body: TextRequest) -> dict[str, Any]:
+        """What a request says about drafts, as settings of `Request`."""
+        asked, found = body.speculative, dict[str, Any]()
+        if isinstance(asked, Speculative) and not self.drafters:
+            raise invalid("speculative has no effect: this server has no drafter; leave it out", "speculative")
+        if asked is False:
+            found["max_draft"] = 0
+        elif isinstance(asked, Speculative):
+            if asked.drafter is not None and asked.drafter not in self.drafters:
+                near = nearest(asked.drafter[:80], self.drafters)
+                raise invalid(f"there is no drafter {asked.drafter[:80]!r} here{near}", "speculative.drafter")
+            found |= {"max_draft": asked.depth, "drafter": asked.drafter or ""}
+        if body.prediction is not None:
+            text = chat.text_of(body.prediction.content)
+            found["prediction"] = self._encoded(text, with_special=False)[: self.length]
+        return found
+
+
+def defaults_of(target: TransformersTarget) -> dict[str, Any]:
+    """How tokens are drawn unless a request says so: plainly, or as the model's generation_config has it."""
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    config = target.generation_config
+    own = {} if config is None else {name: value for name, value in vars(config).items() if name in DRAWN}
+    return plain | {name: value for name, value in own.items() if value is not None}
+
+
+def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    return [prompt] if is_one else list(prompt)
+
+
+def _seeded(request: Request, i: int) -> Request:
+    """The i-th answer's request."""
+    seed = request.sampling.seed
+    if i == 0 or seed is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + i + 2**63) % 2**64 - 2**63))
+
+
+def _logprobs(body: TextRequest) -> int | None:
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs has no effect without logprobs; add logprobs: true", "top_logprobs")
+    return body.top_logprobs or 0 if body.logprobs else None
+
+
+def _grammar(body: TextRequest) -> Grammar | None:
+    form = body.response_format
+    if form is None or isinstance(form, TextFormat):
+        return None
+    schema = json.dumps(form.json_schema.schema_) if isinstance(form, SchemaFormat) else '{"type": "object"}'
+    if len(schema) > LARGEST_SCHEMA:
+        raise invalid(f"the schema has {len(schema)} characters, the most are {LARGEST_SCHEMA}", "response_format")
+    with _reported("response_format"):
+        return Grammar.json(schema)
+
+
+@contextmanager
+def _reported(param: str | None = None) -> Iterator[None]:
+    """Our errors from inside are told to the client."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise invalid(str(error), param) from None

@@ -1,0 +1,177 @@
+"""Bodies read and checked: what is wrong is refused by name, with what was given and what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from outrider.config import nearest
+from outrider.serve.bodies.refusals import Refusal, invalid
+from outrider.serve.bodies.schema import MAX_BIASES, MAX_STOPS, MIN_TEMPERATURE, MOST_KEYS
+
+REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
+    "audio": ((), "targets write text alone; leave it out"),
+    "modalities": ((["text"],), "targets write text alone; leave it out"),
+    "suffix": (("",), "no text is written between two others; leave it out"),
+    "echo": ((False,), "the prompt is not part of the answer; leave it out, and put the prompt before it yourself"),
+    "best_of": ((1,), "answers are not ranked; use n"),
+    "use_beam_search": ((False,), "texts are drawn one by one; leave it out"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tools and tool_choice"),
+    "chat_template": ((), "only the tokenizer's own template is rendered; leave it out"),
+    "guided_json": ((), "use response_format"),
+    "guided_regex": ((), "use response_format with a JSON schema that has a pattern"),
+    "guided_choice": ((), "use response_format with a JSON schema that has an enum"),
+    "guided_grammar": ((), "use response_format"),
+    "structured_outputs": ((), "use response_format"),
+    "stop_token_ids": (([],), "use stop"),
+    "bad_words": (([],), "use logit_bias"),
+    "prompt_logprobs": ((0,), "only tokens of the answer have log probabilities; leave it out"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
+    "web_search_options": ((), "nothing is fetched for a request; leave it out"),
+    "reasoning_effort": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "length_penalty": ((1, 1.0), "there is no beam search; leave it out"),
+    "include_stop_str_in_output": ((False,), "a text ends before its stop string; leave it out"),
+    "skip_special_tokens": ((True,), "special tokens are never part of a text; leave it out"),
+    "spaces_between_special_tokens": ((True,), "special tokens are never part of a text; leave it out"),
+    "add_generation_prompt": ((True,), "the answer is a new message; leave it out"),
+    "continue_final_message": ((False,), "the answer is a new message; leave it out"),
+    "priority": ((0,), "requests are served by turns; leave it out"),
+    "moderation": ((), "answers are not judged; leave it out"),
+}  # fmt: skip
+"""Known fields that would change the answer: values that do not, besides null, and what to do instead."""
+
+WANTED: Mapping[str, str] = {
+    "prompt": "a text, token ids, or a list of texts or of token ids",
+    "stop": f"a text, or up to {MAX_STOPS} texts, each of 1 to 256 characters",
+    "tool_choice": "none or auto: what the model writes is returned as text, so no tool can be forced",
+    "speculative": "true, false, or an object with depth or drafter",
+    "temperature": f"0 or a number from {MIN_TEMPERATURE} to 2",
+    "chat_template_kwargs": "an object of texts, numbers, and true or false",
+    "logit_bias": f"an object of at most {MAX_BIASES} token ids and numbers from -100 to 100",
+    "content": "a text, or a list of parts of type text",
+}
+"""What a field of several types may be, in words."""
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def read(text: bytes, what: str = "the body") -> Any:
+    """The JSON of a body.  Raises Refusal where it is none, is nested too deeply, or holds NaN or half a surrogate."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"{what} is not JSON: {error}; send one JSON object in UTF-8", code="invalid_json") from None
+
+
+def parse(schema: type[B], values: Any) -> B:
+    """A body, checked.  Raises Refusal, which names the field, what was given, and what is wanted."""
+    if not isinstance(values, dict):
+        raise invalid(f"the body is {_shown(values)}; send one JSON object")
+    given = _few_fields(schema, values)
+    for name in [name for name in given if name in REFUSED and name not in schema.model_fields]:
+        neutral, advice = REFUSED[name]
+        value = given.pop(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            raise invalid(f"{name} is not supported: {advice}", name, "unsupported_field")
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(schema, given, error) from None
+
+
+def _few_fields(schema: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    if len(values) > MOST_KEYS + len(REFUSED):
+        raise invalid(f"the body has {len(values)} fields, more than there are; leave out all but {_known(schema)}")
+    return dict(values)
+
+
+def _known(schema: type[BaseModel]) -> str:
+    return ", ".join(sorted(schema.model_fields))
+
+
+def _refusal(schema: type[BaseModel], given: dict[str, Any], error: ValidationError) -> Refusal:
+    problems = error.errors(include_url=False)
+    problem = max(problems, key=lambda one: (one["type"] == "extra_forbidden", len(_path(one, given))))
+    path = _path(problem, given)
+    name = ".".join(map(str, path))
+    if problem["type"] == "extra_forbidden":
+        key = str(problem["loc"][-1])
+        if len(path) == 1:
+            known = [field.alias or name for name, field in schema.model_fields.items()]
+            return invalid(f"unknown field {_shown(key)}{nearest(key, known)}", key, "unknown_field")
+        if _is_medium(problem, given):
+            return _no_media(name)
+        return invalid(f"unknown field {_shown(name)}; leave it out", name, "unknown_field")
+    if problem["type"] == "missing":
+        return invalid(f"{name} is missing; add it", name, "missing_field")
+    if _is_medium(problem, given):
+        return _no_media(name)
+    field = next((n for n in reversed(range(len(path))) if path[n] in WANTED), None)
+    if field is not None:
+        name, reason = ".".join(map(str, path[: field + 1])), f"must be {WANTED[str(path[field])]}"
+    else:
+        reason = _reason(problem)
+    return invalid(f"{name} {reason} (given: {_shown(problem['input'])})", name or None, "invalid_value")
+
+
+def _reason(problem: Any) -> str:
+    context = problem.get("ctx") or {}
+    match problem["type"]:
+        case "union_tag_invalid" | "union_tag_not_found":
+            tags = context.get("expected_tags", "")
+            return f"must have a {context['discriminator']}" + (f" of {tags}" if tags else "")
+        case "too_short":
+            return f"must have at least {context['min_length']} item"
+    return str(problem["msg"]).replace("Input should", "must", 1)
+
+
+def _path(problem: Any, given: Any) -> list[str | int]:
+    """Where in the body a problem is: pydantic's place without its names of types."""
+    path: list[str | int] = []
+    for part in problem["loc"]:
+        if _has(given, part):
+            given = given[part]
+            path.append(part)
+    if problem["type"] == "missing":
+        path.append(problem["loc"][-1])
+    return path
+
+
+def _has(given: Any, part: str | int) -> bool:
+    if isinstance(given, list):
+        return isinstance(part, int) and part < len(given)
+    return isinstance(given, dict) and part in given
+
+
+def _is_medium(problem: Any, given: Any) -> bool:
+    """Whether the problem lies in a part of a message that is no text."""
+    for before, part in pairwise(["", *_path(problem, given)]):
+        if not _has(given, part):
+            return False
+        given = given[part]
+        if before == "content" and isinstance(given, dict):
+            return isinstance(given.get("type"), str) and given["type"] != "text"
+    return False
+
+
+def _no_media(name: str) -> Refusal:
+    return invalid(
+        f"{name} is no text, and targets read text alone; nothing is fetched for a request: give parts of type text",
+        name, "unsupported_content",
+    )  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    """A value as a client sent it, in one line at most."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a number of many digits"
+    if isinstance(value, dict | list):
+        return f"a JSON {'object' if isinstance(value, dict) else 'list'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

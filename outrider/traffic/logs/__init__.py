@@ -1,0 +1,1 @@
+"""Recorded requests, read from several formats."""

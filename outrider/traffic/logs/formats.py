@@ -1,0 +1,173 @@
+"""The formats of logs: for each, a function from a row to its calls.  No torch.
+
+Logs with lengths and no text (Mooncake, BurstGPT, Bailian, timed traces) get generated words of about that many tokens.
+Equal hash ids become equal text, so shared prefixes stay shared.  Acceptance on such text does not tell acceptance on
+real text; these calls are marked `synthetic`.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from outrider.errors import DataError
+from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthesised
+from outrider.traffic.logs.redaction import shown_again
+
+Parse = Callable[[Any, str], list[Call]]
+"""(row, id to use where it has none) -> its calls, with the times of the row."""
+UNREADABLE = (csv.Error, DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Raised by a row that is not in its format."""
+
+
+def format_of(row: Mapping[str, Any]) -> str | None:
+    """The format of a log, by one of its rows; None where it is unknown."""
+    if "hash_ids" in row or "input_length" in row:
+        if "chat_id" in row:
+            return "bailian"
+        try:
+            return "mooncake" if not row.get("hash_ids") or _is_block(row, 512) else "timed"
+        except UNREADABLE:  # the first reading names the row
+            return "mooncake"
+    if isinstance(row.get("request"), dict) or ("body" in row and "response" in row):
+        return "gateway"
+    if "body" in row:
+        return "openai-batch" if "url" in row or "custom_id" in row else "outrider"
+    if "conversations" in row:
+        return "sharegpt"
+    if "messages" in row:
+        return "raw"
+    if "prompt" in row:
+        return "raw" if "model" in row and "output_tokens" not in row else "vllm-custom"
+    return None
+
+
+def _is_block(row: Mapping[str, Any], size: int) -> bool:
+    return math.ceil(length_of(row["input_length"]) / size) == len(row["hash_ids"])
+
+
+def _time(row: Mapping[str, Any]) -> float | None:
+    return seconds_of(next((row[key] for key in TIMES if key in row), None))
+
+
+def _session(row: Mapping[str, Any], key: str = "session_id") -> str | None:
+    value = row.get(key)
+    return None if value is None else str(value)
+
+
+def _own(row: Any, name: str) -> list[Call]:
+    meta = row.get("meta") or {}
+    body, hidden = shown_again(row["body"])
+    expected = row.get("expected_output_tokens")
+    return [
+        Call(
+            checked_body(body), str(meta.get("id", name)), seconds_of(row.get("t")), _session(row, "session"),
+            None if expected is None else length_of(expected), hidden or bool(meta.get("synthetic")),
+            meta.get("answer"),
+        )
+    ]  # fmt: skip
+
+
+def _batch(row: Any, name: str) -> list[Call]:
+    return [Call(checked_body(row["body"]), str(row.get("custom_id", name)), _time(row), _session(row))]
+
+
+def _raw(row: Any, name: str) -> list[Call]:
+    body = {key: value for key, value in row.items() if key not in OURS}
+    return [Call(checked_body(body), str(row.get("id", name)), _time(row), _session(row))]
+
+
+def _gateway(row: Any, name: str) -> list[Call]:
+    """Logs of proxies: the request, the answer and a time."""
+    asked = row.get("request", row.get("body"))
+    body = asked.get("body", asked)
+    answered = row.get("response") or {}
+    answered = answered.get("body", answered) if isinstance(answered, dict) else {}
+    choice = (answered.get("choices") or [{}])[0]
+    answer = (choice.get("message") or {}).get("content", choice.get("text"))
+    tokens = (answered.get("usage") or {}).get("completion_tokens")
+    named = str(row.get("id", row.get("request_id", name)))
+    return [Call(checked_body(body), named, _time(row), _session(row), tokens, answer=answer)]
+
+
+def _lengths(row: Any, name: str, block: int, per_second: float) -> list[Call]:
+    """Mooncake and similar: a length, and for every block of tokens a hash of it and of all before it."""
+    return [synthesised(row, name, row["timestamp"] / per_second, _session(row), block)]
+
+
+def _timed(row: Any, name: str) -> list[Call]:
+    block = next((size for size in (16, 64, 512) if not row.get("hash_ids") or _is_block(row, size)), None)
+    if block is None:
+        raise ValueError(f"{len(row['hash_ids'])} hash_ids don't fit an input_length of {row['input_length']}")
+    return _lengths(row, name, block, 1.0)
+
+
+def _bailian(row: Any, name: str, roots: dict[int, int]) -> list[Call]:
+    chat, parent = int(row["chat_id"]), int(row.get("parent_chat_id", -1))
+    roots[chat] = roots.get(parent, parent) if parent >= 0 else chat
+    return [synthesised(row, str(chat), float(row["timestamp"]), str(roots[chat]), 16)]
+
+
+def _burstgpt(row: Any, name: str) -> list[Call]:
+    """Lengths in CSV; nothing is known of shared prefixes."""
+    lengths = {"input_length": int(row["Request tokens"]), "output_length": int(row["Response tokens"])}
+    session = _session(row, "Session ID") or None  # an empty cell
+    return [synthesised(lengths | {"salt": name}, name, float(row["Timestamp"]), session, 512)]
+
+
+def _sharegpt(row: Any, name: str) -> list[Call]:
+    """A call for each turn of the user, with the log's own answers before it."""
+    calls: list[Call] = []
+    messages: list[dict[str, str]] = []
+    session = str(row.get("id", name))
+    for turn in row["conversations"]:
+        role = ROLES.get(str(turn.get("from", turn.get("role"))))
+        text = turn.get("value", turn.get("content"))
+        if role is None or not isinstance(text, str):
+            raise ValueError(
+                f"a turn must be from human, gpt or system and have a text, got one from {turn.get('from')!r}"
+            )
+        if role == "assistant" and calls and messages[-1]["role"] == "user":
+            calls[-1] = replace(calls[-1], answer=text)
+        messages.append({"role": role, "content": text})
+        if role == "user":
+            calls.append(Call({"messages": list(messages)}, f"{session}-{len(calls)}", None, session))
+    return calls
+
+
+def _custom(row: Any, name: str) -> list[Call]:
+    """vLLM's own: a prompt that is put through the chat template."""
+    tokens = row.get("output_tokens")
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": row["prompt"]}]}
+    if tokens is not None:
+        body["max_tokens"] = length_of(tokens)
+    return [
+        Call(checked_body(body), str(row.get("id", name)), seconds_of(row.get("timestamp")), expected_tokens=tokens)
+    ]
+
+
+FORMATS: dict[str, Callable[[], Parse]] = {
+    "outrider": lambda: _own,
+    "openai-batch": lambda: _batch,
+    "raw": lambda: _raw,
+    "gateway": lambda: _gateway,
+    "mooncake": lambda: functools.partial(_lengths, block=512, per_second=1000.0),
+    "timed": lambda: _timed,
+    "bailian": lambda: functools.partial(_bailian, roots={}),
+    "burstgpt": lambda: _burstgpt,
+    "sharegpt": lambda: _sharegpt,
+    "vllm-custom": lambda: _custom,
+}
+"""docs/traffic-logs.md says what each holds."""
+TIMES = ("timestamp", "t", "time", "created_at", "created")
+OURS = {*TIMES, "session_id", "id", "delay"}
+"""Keys next to a raw request body that are not sent."""
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant", "system": "system",
+}  # fmt: skip

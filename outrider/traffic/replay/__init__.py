@@ -1,0 +1,1 @@
+"""Recorded requests, sent again to running servers."""

@@ -1,0 +1,153 @@
+"""How the calls of a log are sent: when each is due, and the body that a server gets.  No torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.traffic.logs.calls import Call
+from outrider.traffic.logs.traces import Trace
+from outrider.traffic.replay.servers import Server
+
+LIMITS = ("ttft", "tpot", "e2e")
+OPTIONS = {
+    "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls",
+    "max_tokens": "--max-tokens",
+    "timeout_s": "--timeout",
+}  # fmt: skip
+"""Numbers of a plan that must be above 0, and their options on the command line."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the calls are sent."""
+
+    speed: float = 1.0
+    """Times of the log are divided by it."""
+    rate: float | None = None
+    """Calls per second, at random times (Poisson), instead of the log's times."""
+    concurrency: int | None = None
+    """Callers that each send a call when the one before is answered, instead of the log's times."""
+    split: bool = False
+    """Each session goes to one server instead of to all."""
+    limit: int | None = None
+    """Calls; all of the log where None."""
+    warmup: int = 0
+    """First calls that are sent and counted but not timed."""
+    model: str | None = None
+    """Instead of the log's; without it a model that a server does not have is replaced by the first that it has."""
+    max_tokens: int | None = None
+    """The most tokens of an answer; a call that wants fewer keeps its own."""
+    greedy: bool = False
+    """Every call at temperature 0, so that answers can be compared."""
+    ignore_eos: bool = False
+    """Synthetic calls get answers of full length; what comes after the end of a text is not real output."""
+    completions: bool = False
+    """Messages are joined and sent to /v1/completions, for targets without a chat template."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Limits in seconds for ttft, tpot, e2e."""
+    retries: int = 3
+    timeout_s: float = 120.0
+    """The longest silence."""
+    seed: int = 0
+    redact: bool = False
+    """Write a keyed hash and a length instead of answers."""
+
+    def check(self, trace: Trace | None = None) -> None:
+        """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{option} must be above 0, got {value}")
+        if self.warmup < 0 or self.retries < 0:
+            raise ConfigError(f"--warmup and --retries must be at least 0, got {self.warmup} and {self.retries}")
+        if self.rate is not None and self.concurrency is not None:
+            raise ConfigError("--rate and --concurrency were both given; choose one")
+        if self.speed != 1 and (self.rate is not None or self.concurrency is not None):
+            raise ConfigError(
+                "--speed has no effect with --rate or --concurrency, which do not use the log's times; choose one"
+            )
+        for name, limit in self.slo.items():
+            if name not in LIMITS:
+                raise ConfigError(f"--slo has no limit {name!r}; choose from {', '.join(LIMITS)}")
+            if not 0 < limit < math.inf:
+                raise ConfigError(f"--slo {name} must be above 0 ms, got {limit * 1e3:g}")
+        if trace is not None and self.rate is None and self.concurrency is None and not trace.has_times:
+            raise ConfigError(f"{trace.path} has no times ({trace.format}); give --rate or --concurrency")
+
+    @property
+    def mode(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g} calls a second, Poisson, seed {self.seed}"
+        if self.concurrency is not None:
+            return f"{self.concurrency} callers"
+        return "the log's times" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
+
+    def count(self, trace: Trace) -> int:
+        """Calls of `trace` that are sent."""
+        return min(trace.size, self.limit or trace.size)
+
+    def seconds(self, trace: Trace) -> float | None:
+        """About how long sending takes; None where it depends on the servers, or on which calls are taken."""
+        if self.rate is not None:
+            return self.count(trace) / self.rate
+        return trace.span_s / self.speed if self.concurrency is None and self.count(trace) == trace.size else None
+
+
+def limits(text: str | None) -> dict[str, float]:
+    """`ttft=500,tpot=50` in ms, to seconds by name.  ConfigError for another form."""
+    found = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        name, _, value = part.partition("=")
+        try:
+            found[name] = float(value.removesuffix("ms")) / 1000
+        except ValueError:
+            raise ConfigError(f"--slo {part!r} is not name=milliseconds; write it as ttft=500,tpot=50") from None
+    return found
+
+
+def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
+    """(path, body) as the server gets it."""
+    body = dict(call.body)
+    if plan.completions and "messages" in body:
+        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in body["messages"])
+        for name in ("messages", "tools", "tool_choice", "response_format", "parallel_tool_calls"):
+            body.pop(name, None)
+    model = plan.model or server.model_for(body.get("model"))
+    if model is not None:
+        body["model"] = model
+    if plan.greedy:
+        body["temperature"] = 0
+    if plan.max_tokens is not None:
+        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        body[name] = min(plan.max_tokens, body.get(name) or plan.max_tokens)
+    if plan.ignore_eos and call.synthetic:
+        body["ignore_eos"] = True
+    if server.before is not None and server.before.server == "SGLang":
+        body["return_spec_tokens_details"] = True
+    body["stream"] = True
+    body["stream_options"] = {"include_usage": True}
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
+
+
+def _plain_text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
+    """Every call and when it is due, in seconds after the start."""
+    noise, at_s = random.Random(plan.seed), 0.0
+    for call in itertools.islice(trace.calls(), plan.limit):
+        if plan.rate is None:
+            yield call, (call.at_s or 0.0) / plan.speed
+        else:
+            yield call, at_s
+            at_s += noise.expovariate(plan.rate)

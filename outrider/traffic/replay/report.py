@@ -1,0 +1,67 @@
+"""What a replay measured.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from outrider.report.bootstrap import Interval
+from outrider.traffic.replay.compared import Compared
+from outrider.traffic.replay.latencies import Endpoint, Spread
+
+
+@dataclass(frozen=True)
+class ServerComparison:
+    """A further server, compared with the first one."""
+
+    url: str
+    ratios: Mapping[str, Interval]
+    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
+    answers: Compared | None
+    """Over the calls that both answered."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a replay."""
+
+    log: str
+    format: str
+    mode: str
+    measured: str
+    calls: int
+    """Planned, sent or not."""
+    not_sent: int
+    """Calls not sent because the replay was stopped; 0 for a whole run."""
+    left_out: Mapping[str, int]
+    """Rows of the log that are not calls, by reason."""
+    synthetic: int
+    """Calls with generated text: their acceptance means nothing."""
+    is_whole: bool
+    seconds: float
+    schedule_error_s: Spread | None
+    """sent - due of all calls; None in a closed loop."""
+    endpoints: tuple[Endpoint, ...]
+    comparisons: tuple[ServerComparison, ...]
+    """Every further server, compared with the first."""
+    log_answers: Mapping[str, Compared]
+    """By server: its answers compared with those of the log."""
+    slo: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """The result as values for JSON."""
+        return {"outrider_replay": 1} | _plain(self)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spread | Interval):
+        value = value._asdict()
+    elif isinstance(value, Endpoint):
+        value = value.json()
+    elif is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value

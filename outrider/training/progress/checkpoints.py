@@ -1,0 +1,106 @@
+"""What a training is measured by while it runs, and the checkpoints that stay beside the newest.
+
+runs/NAME/checkpoint/            the newest
+runs/NAME/checkpoints/step-N/    the last few before it, each whole: a training can go on from them
+runs/NAME/checkpoints/best/      the one that brought most tokens per step, without what a resume needs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import checkpoint
+from outrider.nn.draft_model import DraftModel
+from outrider.processes import Processes
+from outrider.training.config import FREE, Config
+from outrider.training.progress.metrics import Metrics, Unwritten
+
+FOLDER, BEST = "checkpoints", "best"
+Probe = Callable[[DraftModel], Mapping[str, Any]]
+
+
+def keep(folder: Path, step: int, most: int) -> None:
+    """Keep the run's newest checkpoint as that of this step, and the last `most` of them."""
+    if not most:
+        return
+    place = folder / FOLDER
+    checkpoint.copy(folder / "checkpoint", place / f"step-{step}")
+    by_step = {int(path.name[5:]): path for path in place.glob("step-*") if path.name[5:].isdigit()}
+    for old in sorted(by_step)[:-most]:
+        checkpoint.discard(by_step[old])
+
+
+def chosen(folder: Path) -> Path:
+    """The checkpoint of a run that is to be used: the best of this training where one was found, else the newest."""
+    best, newest = folder / FOLDER / BEST, folder / "checkpoint"
+    if not all(map(checkpoint.is_there, (best, newest))):
+        return newest
+    theirs, mine = (checkpoint.manifest_of(place)["training"] for place in (best, newest))
+    is_same = _learnt_by(theirs) == _learnt_by(mine) and theirs["step"] <= mine["step"]
+    return best if is_same else newest  # of an earlier training in this folder
+
+
+def _learnt_by(training: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings on which weights depend."""
+    return {key: value for key, value in (training.get("config") or {}).items() if key not in FREE}
+
+
+def tokens_per_step(row: Mapping[str, Any]) -> float | None:
+    """What a probe found: expected on held-out answers, over thousands of places, or else decoded on a few prompts."""
+    held_out = row.get("held_out")
+    if held_out and held_out["agreement"]:
+        shares = held_out["agreement"]
+        return 1 + sum(math.prod(shares[: k + 1]) for k in range(len(shares)))
+    found = row.get("probe_tokens_per_step")
+    return None if found is None else float(found)
+
+
+class Probes:
+    """Measures a model while it trains, keeps the best, and says when it gets no better."""
+
+    def __init__(
+        self, probe: Probe | None, config: Config, folder: Path, metrics: Metrics | Unwritten, processes: Processes
+    ):  # fmt: skip
+        self.probe, self.config, self.folder, self.metrics = probe, config, folder, metrics
+        self.processes = processes
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model is measured after this step, and so has its checkpoint written."""
+        every = self.config.probe_every
+        return self.probe is not None and every > 0 and step > 0 and step % every == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last `patience` probes were all no better than one before them."""
+        found = self._found()
+        best = max(found, key=lambda step: found[step], default=0)
+        return 0 < self.config.patience <= sum(step > best for step in found)
+
+    def look(self, model: DraftModel, step: int) -> None:
+        """Measure the model, whose checkpoint is the newest.  The random state stays, so that training is the same.
+
+        The first process measures, and all know what it found.
+        """
+        if self.probe is None or step in self.metrics.probes:
+            return
+        state = torch.get_rng_state()
+        with self.processes.weights.whole(model) as whole:
+            found = self.processes.same({} if whole is None else dict(self.probe(whole.eval())))
+        torch.clear_autocast_cache()  # it holds weights cast without a gradient
+        model.train()
+        torch.set_rng_state(state)
+        value = tokens_per_step(found)
+        is_best = value is not None and value > max(self._found().values(), default=0.0)
+        if self.config.probe_every and is_best and self.processes.is_first:
+            checkpoint.copy(self.folder / "checkpoint", self.folder / FOLDER / BEST, without=(checkpoint.TRAINING,))
+        self.metrics.write({"step": step, **found})
+
+    def _found(self) -> dict[int, float]:
+        """Tokens per step of all probes, by step."""
+        values = {step: tokens_per_step(row) for step, row in self.metrics.probes.items()}
+        return {step: value for step, value in values.items() if value is not None}
