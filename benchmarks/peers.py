@@ -52,8 +52,8 @@ from benchmarks.engines import gguf_files, install, install_openvino, llama_cpp,
 from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
-from outrider.export import gguf  # noqa: E402
 from outrider.fast.runner import using  # noqa: E402
+from outrider.formats.gguf import layouts as gguf  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 Answers = Callable[[list[list[int]], int, int], list[list[int]]]

@@ -41,7 +41,7 @@ from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from benchmarks.peers import Answers  # noqa: E402
 from benchmarks.same_text import Verdicts, read  # noqa: E402
 from outrider import load_drafter, machine  # noqa: E402
-from outrider.export import gguf  # noqa: E402
+from outrider.formats.gguf import layouts  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
@@ -100,7 +100,7 @@ def llama_ways(
         print(f"left out: llama.cpp: no {binary}; run benchmarks/engines/build_llama.py", file=sys.stderr)
         return
     sixteen, lm = place / "sixteen.gguf", target.model
-    gguf.write_file(sixteen, gguf.header(lm, target.tokenizer, "f16"), weights_of(lm), lm, "f16")
+    layouts.write_file(sixteen, layouts.header(lm, target.tokenizer, "f16"), weights_of(lm), lm, "f16")
     samples = [own[0] for own in prompts.values()]
     for name, model in {"llama.cpp, 16 bits": sixteen, "llama.cpp, the file": file}.items():
         if model is not None:

@@ -37,8 +37,8 @@ from benchmarks.batch_time import CHECKPOINTS, promise, write  # noqa: E402
 from benchmarks.engines.build_llama import server as llama_server  # noqa: E402
 from benchmarks.engines.server_process import Server, running  # noqa: E402
 from outrider import generate, load_drafter, machine  # noqa: E402
-from outrider.export import gguf  # noqa: E402
 from outrider.fast import compile_passes  # noqa: E402
+from outrider.formats.gguf import layouts  # noqa: E402
 from outrider.report.bootstrap import ratio_of_totals  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
@@ -140,7 +140,7 @@ def their_model(target: Any, place: Path) -> list[object] | None:
         print(f"left out: llama.cpp: no {binary}; run benchmarks/engines/build_llama.py", file=sys.stderr)
         return None
     model, lm = place / "bf16.gguf", target.model
-    gguf.write_file(model, gguf.header(lm, target.tokenizer, "bf16"), weights_of(lm), lm, "bf16")
+    layouts.write_file(model, layouts.header(lm, target.tokenizer, "bf16"), weights_of(lm), lm, "bf16")
     return [binary, "-m", model]
 
 

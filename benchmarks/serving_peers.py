@@ -32,7 +32,7 @@ from benchmarks.serving_turns import (
     with_body,
 )
 from outrider import demo
-from outrider.export import gguf
+from outrider.formats.gguf import layouts
 from outrider.weights import weights_of
 
 OURS, OTHERS = "outrider: ", {"transformers serve": 2.0, "vLLM": 1.0, "llama.cpp": 1.0}
@@ -167,5 +167,5 @@ def gguf_of(target: Any, place: Path, kind: str) -> Path:
     """The target as llama.cpp's file, written once."""
     path, lm = place / f"target-{kind}.gguf", target.model
     if not path.exists():
-        gguf.write_file(path, gguf.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)
+        layouts.write_file(path, layouts.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)
     return path

@@ -16,10 +16,11 @@ from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds, trained
 from outrider.errors import CheckpointError, ConfigError, DrafterError, first_line
 from outrider.export import formats, reading
-from outrider.export.folder import has_config
-from outrider.export.gguf_file import FILE
-from outrider.export.manifest import CONFIG, MANIFEST, read_config, read_manifest, target_of
+from outrider.export.manifest import read_config, read_manifest
 from outrider.fast import Compiled
+from outrider.formats.folder import has_config
+from outrider.formats.gguf.file import FILE
+from outrider.formats.keys import CONFIG, MANIFEST, target_of
 from outrider.hub import missing_path
 from outrider.kernels import prepacked
 from outrider.nn.draft_model import DraftModel

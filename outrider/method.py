@@ -43,6 +43,14 @@ class Method:
     """By format: the key of config.json, or of a GGUF file, that names the target's layers, and their layer number less
     ours."""
 
+    read_only: tuple[str, ...] = ()
+    """Formats of others that engines read and `outrider export` does not write."""
+    guessed: tuple[str, ...] = ()
+    """Formats whose folders need not name the layers: engines guess them right."""
+    in_anchor: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    """Of a block drafter, by format: the key that says whether it drafts in the anchor's slot too, and what holds
+    without it.  An empty format is any other; an empty key is never there."""
+
     @property
     def is_fixed(self) -> bool:
         """It was trained to draft so many at most."""

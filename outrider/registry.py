@@ -73,17 +73,51 @@ def literals(module: str, constant: str) -> dict[str, Any]:
 
     The module is read and not imported.  Raises ConfigError for one that can't be read so.
     """
+    made = _assigned(module, _file(module), constant)
     try:
-        spec = find_spec(module)
-        text = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-        made = [
-            node.value for node in ast.parse(text).body
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]
-        ]  # fmt: skip
         keywords = [given for call in made if isinstance(call, ast.Call) for given in call.keywords]
         return {str(given.arg): ast.literal_eval(given.value) for given in keywords}
-    except (ImportError, OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"{constant} of {module} can't be read ({type(error).__name__}: {error}); write it of literals alone, such "
-            "as 3, 'text' and {'key': 'value'}"
-        ) from error
+    except ValueError as error:
+        raise _unreadable(module, constant, error) from error
+
+
+def keys(module: str, constant: str, beside: str) -> tuple[str, ...]:
+    """The keys, all texts, of a mapping that a module makes: in the file `beside` of its folder where there is one,
+    else in its own.  Empty where it makes none.
+
+    The module is read and not imported.  Raises ConfigError for one that can't be read so.
+    """
+    own = _file(module)
+    path = own.with_name(f"{beside}.py") if own is not None and own.name == "__init__.py" else own
+    made = _assigned(module, path if path is not None and path.exists() else own, constant)
+    found = [
+        key.value for one in made if isinstance(one, ast.Dict) for key in one.keys if isinstance(key, ast.Constant)
+    ]
+    return tuple(key for key in found if isinstance(key, str))
+
+
+def _file(module: str) -> Path | None:
+    """Raises ConfigError for a module that is not there."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{module} can't be found ({error}); correct its entry point, or uninstall it") from error
+    return None if spec is None or not spec.origin else Path(spec.origin)
+
+
+def _assigned(module: str, path: Path | None, constant: str) -> list[ast.expr]:
+    """What a file assigns to this name at its top."""
+    try:
+        body = ast.parse("" if path is None else path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _unreadable(module, constant, error) from error
+    named = [(node, node.targets) if isinstance(node, ast.Assign) else (node, [node.target])
+             for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]  # fmt: skip
+    return [node.value for node, targets in named if node.value and [ast.unparse(one) for one in targets] == [constant]]
+
+
+def _unreadable(module: str, constant: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{constant} of {module} can't be read ({type(error).__name__}: {error}); write it of literals alone, such "
+        "as 3, 'text' and {'key': 'value'}"
+    )

@@ -64,7 +64,7 @@ def sizes(kind: str, settings: dict[str, Any], target: TransformersTarget, place
 
 
 def _size(place: Path, format: str, kind: str, target: TransformersTarget, precision: str | None) -> str:
-    layout = find_format(format).layouts.get(kind)
+    layout = find_format(format).get(kind)
     if layout is None or layout.config is None:
         return "–"
     try:

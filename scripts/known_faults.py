@@ -909,7 +909,7 @@ FAULTS = [
     ),
     fault(
         "an engine is told to draft one token more than the block has",
-        ("length", "return int(size) - (not anchor_predicts(kind, format, config))", "return int(size)"),
+        ("length", "return int(size) - (not anchor_predicts(method, format, config))", "return int(size)"),
     ),
     fault(
         "weights that an imported folder lacks stay random without a message",
@@ -950,7 +950,7 @@ FAULTS = [
     # methods
     fault(
         "what a new method says of its length does not reach the readers of its folders",
-        ("length", "setting = method(kind).length", 'setting = "length"'),
+        ("length", "own = settings.get(method.length)", 'own = settings.get("length")'),
     ),
     fault(
         "an engine that is another's backend runs none of its methods",

@@ -14,9 +14,9 @@ from outrider import load_target
 from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
-from outrider.export import gguf_file, gguf_read
-from outrider.export.gguf_tokenizer import QWEN2
 from outrider.export.writing import export_folder
+from outrider.formats.gguf import file, reading
+from outrider.formats.gguf.tokenizer import QWEN2
 
 SPECIALS = ("<|end|>", "<|user|>")
 PADDED = 3
@@ -108,8 +108,8 @@ def rewritten(
     **keys: Any,
 ) -> Path:  # fmt: skip
     """A file without our keys, and with other tensors or keys (`dflash__block_size` is dflash.block_size)."""
-    said = {name: value for name, value in gguf_read.read_header(ours).keys.items() if not name.startswith("outrider.")}
-    found = gguf_read.read_tensors(ours)
+    said = {name: value for name, value in reading.read_header(ours).keys.items() if not name.startswith("outrider.")}
+    found = reading.read_tensors(ours)
     tensors(found)
-    gguf_file.write(theirs, said | {name.replace("__", "."): value for name, value in keys.items()}, found, precision)
+    file.write(theirs, said | {name.replace("__", "."): value for name, value in keys.items()}, found, precision)
     return theirs

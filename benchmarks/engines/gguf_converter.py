@@ -97,12 +97,12 @@ def main() -> int:
 def compared_case(name: str, case: Case, source: Path, types: list[str], place: Path) -> list[dict[str, Any]]:
     """A row for each type of number."""
     from outrider import demo, load_target
-    from outrider.export import gguf
-    from outrider.export.gguf_target import export_target
+    from outrider.export.target import export_target
     from outrider.export.writing import export_folder
+    from outrider.formats.gguf import layouts
 
     target = load_target("demo", dtype="float32", compile=False)
-    split = gguf.header(target.model, target.tokenizer, "f32")["tokenizer.ggml.pre"]
+    split = layouts.header(target.model, target.tokenizer, "f32")["tokenizer.ggml.pre"]
     own = place / name.replace(", ", "-").replace(" ", "-").replace("'", "")
     folder = demo.TARGET
     if case.kind != "target":
@@ -115,7 +115,7 @@ def compared_case(name: str, case: Case, source: Path, types: list[str], place: 
         ours = export_target(target, out, kind) if is_target else export_folder(own, "gguf", out, target, kind)
         theirs = converted(folder, source, split, kind, out.with_name(f"{out.name}-theirs.gguf"))
         rows.append(
-            {"case": name, "layout": case.layout, "type": kind, **compared(ours / gguf.FILE, theirs, case.kind)}
+            {"case": name, "layout": case.layout, "type": kind, **compared(ours / layouts.FILE, theirs, case.kind)}
         )
     return rows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outrider.export import gguf
 from outrider.export.writing import export_folder
+from outrider.formats.gguf import layouts
 
 
 def drafter(checkpoint: Path, target: Any, place: Path, kind: str) -> Path:
@@ -17,4 +17,4 @@ def drafter(checkpoint: Path, target: Any, place: Path, kind: str) -> Path:
     if not checkpoint.exists():
         raise FileNotFoundError(f"no {checkpoint}: run `make demo`")
     folder = place / f"{checkpoint.parent.name}-{kind}"
-    return (folder if folder.exists() else export_folder(checkpoint, "gguf", folder, target, kind)) / gguf.FILE
+    return (folder if folder.exists() else export_folder(checkpoint, "gguf", folder, target, kind)) / layouts.FILE

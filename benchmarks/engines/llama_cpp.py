@@ -41,8 +41,8 @@ from outrider import demo, generate, load_drafter, load_target  # noqa: E402
 from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
-from outrider.export import gguf  # noqa: E402
 from outrider.export.writing import export_folder  # noqa: E402
+from outrider.formats.gguf import layouts  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 LENGTH = 4
@@ -136,11 +136,11 @@ def written(target: Any, place: Path) -> tuple[dict[str, Path], Path]:
     settings = build(module.Config, {"kind": "small_model", "length": LENGTH}, "drafter")
     save(place / "checkpoint", module.Model(settings, target))
     files = {
-        name: export_folder(place / "checkpoint", "gguf", place / name, target, name) / gguf.FILE
+        name: export_folder(place / "checkpoint", "gguf", place / name, target, name) / layouts.FILE
         for name in ("f32", "f16")
     }
     lm = target.model
-    gguf.write_file(place / "target.gguf", gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
+    layouts.write_file(place / "target.gguf", layouts.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
     return {"target": place / "target.gguf", **files}, place / "checkpoint"
 
 
@@ -159,7 +159,7 @@ def llama(
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=target.tokenizer.eos_token_id,
     )  # fmt: skip
     lm = LlamaForCausalLM(shape).eval()
-    gguf.write_file(place / "llama.gguf", gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
+    layouts.write_file(place / "llama.gguf", layouts.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
     other = load_target(lm)
     plain = [one.tokens for one in generate(other, prompts, max_new_tokens=new)]
     with serving(binary, place / "llama.gguf", 2048, threads, SAME) as client:

@@ -14,7 +14,7 @@ from outrider.engines import export as exporting
 from outrider.engines.engine import engine_name
 from outrider.errors import ConfigError
 from outrider.export import reading
-from outrider.export.gguf_target import export_target
+from outrider.export.target import export_target
 from outrider.loading import describe, find_folder
 from outrider.targets import catalog
 from outrider.targets.load import load_target

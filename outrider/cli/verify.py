@@ -14,7 +14,7 @@ from outrider.engines import card
 from outrider.engines.engine import engine_name
 from outrider.engines.verify import comparison, parity
 from outrider.engines.verify.parity import Parity
-from outrider.export.manifest import MANIFEST
+from outrider.formats.keys import MANIFEST
 from outrider.loading import find_folder
 
 

@@ -3,14 +3,18 @@ among entry points of others.
 
 A drafter file offers `Config` (its `kind` is a Literal of the file's name) and `build(config, target) -> Drafter`.  One
 that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`; one whose weights are the target's,
-trained further, offers `TargetModel` instead, whose `save_target(folder)` writes the target that it drafts for.
+trained further, offers `TargetModel` instead, whose `save_target(folder)` writes the target that it drafts for.  What
+export, engines and plans must know of it is its `METHOD`; how other programs store it are its `FORMATS`, in its file or
+in `formats.py` of its folder.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -21,10 +25,11 @@ from outrider import config as configs
 from outrider.config import Config
 from outrider.errors import ConfigError
 from outrider.method import Method
-from outrider.registry import Registry, literals
+from outrider.registry import Registry, keys, literals
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
+    from outrider.formats.layout import Layout
     from outrider.targets.protocol import Target
 
 REGISTRY = Registry("drafter", ("outrider.drafters", "outrider.lab.drafters"), "outrider.drafters")
@@ -74,6 +79,24 @@ def _said(module: str) -> Method:
         return Method(**literals(module, "METHOD"))
     except TypeError as error:
         raise ConfigError(f"METHOD of {module} is none: {error}; see outrider.method.Method") from error
+
+
+@functools.cache
+def formats(kind: str) -> tuple[str, ...]:
+    """The formats of others that a kind can be stored in; none of one that is not known here.  No drafter is imported.
+
+    Raises ConfigError for a file that can't be read.
+    """
+    module = kinds().get(kind)
+    return () if module is None else keys(module, "FORMATS", "formats")
+
+
+def layouts(kind: str) -> Mapping[str, Layout]:
+    """How a kind is stored, by format."""
+    module = find(kind)
+    beside = f"{module.__name__}.formats"
+    own = importlib.import_module(beside) if hasattr(module, "__path__") and find_spec(beside) else module
+    return vars(own).get("FORMATS", {})
 
 
 def trained(kind: str) -> Any:

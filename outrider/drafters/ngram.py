@@ -26,11 +26,20 @@ from outrider.targets.protocol import Target
 METHOD = Method(
     cost="lookup", usual=1, is_untrained=True, tokens=5,
     engines={
-        "vllm": {"name": "ngram", "varies": True},
+        "vllm": {
+            "name": "ngram", "varies": True,
+            "takes": {"prompt_lookup_max": ("longest", 5), "prompt_lookup_min": ("shortest", 2)},
+        },
         "sglang": {"name": "NGRAM", "flag": "speculative-num-draft-tokens"},
-        "trtllm": {"name": "NGram", "facts": ("max_matching_ngram_size",), "varies": True},
-        "llamacpp": {"name": "ngram-simple"},
-        "transformers": {"name": "prompt_lookup_num_tokens"},
+        "trtllm": {"name": "NGram", "takes": {"max_matching_ngram_size": ("longest", None)}, "varies": True},
+        "llamacpp": {
+            "name": "ngram-simple",
+            "takes": {"spec-ngram-simple-size-n": ("longest", 4), "spec-ngram-simple-size-m": ("tokens", None)},
+        },
+        "transformers": {
+            "name": "prompt_lookup_num_tokens",
+            "takes": {"prompt_lookup_num_tokens": ("tokens", None), "max_matching_ngram_size": ("longest", 2)},
+        },
     },
 )  # fmt: skip
 

@@ -18,7 +18,8 @@ from outrider.engines import commands
 from outrider.engines.engine import ENGINES, Draft
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError, ExportError
-from outrider.export.manifest import MANIFEST, read_manifest
+from outrider.export.manifest import read_manifest
+from outrider.formats.keys import MANIFEST
 from outrider.hub import is_local
 from outrider.storage.atomic import replacing
 from outrider.targets import catalog

@@ -32,13 +32,12 @@ from outrider.engines.engine import (
 )
 from outrider.engines.tuning import tune
 from outrider.errors import ConfigError, ExportError
-from outrider.export import manifest as folders
-from outrider.export.manifest import CONFIG, IDS, MANIFEST
+from outrider.export.manifest import read_config, read_manifest
+from outrider.formats import keys
+from outrider.formats.keys import CONFIG, MANIFEST
 from outrider.hub import is_local
 from outrider.targets import catalog
 
-READ_ONLY = ("eagle", "zlab")
-"""Formats of others that engines read and `outrider export` does not write."""
 ASKS_S = 60.0
 Config = Mapping[str, Any]
 
@@ -98,10 +97,10 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
         from outrider.loading import find_folder  # loads torch, which a folder here does not need
 
         hub_id, folder = name, find_folder(name)
-    manifest = folders.read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest and "format" not in manifest:
         raise ConfigError(f"{name} is a checkpoint, which engines don't read; {_export_first(name, manifest['kind'])}")
-    config = folders.read_config(folder)
+    config = read_config(folder)
     if manifest:
         kind, format = manifest["kind"], manifest["format"]
     elif kind is None or format is None:
@@ -112,9 +111,9 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
             "--format"
         )
     settings, about = manifest.get("config") or {}, manifest.get("target") or {}
-    taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
-    length = folders.length(kind, format, settings, config)
-    target = _target(target, about or {"name": folders.target_of(config)}, name)
+    taps = tuple(manifest.get("taps") or keys.layers(of_kind(kind), format, config))
+    length = keys.length(of_kind(kind), format, settings, config)
+    target = _target(target, about or {"name": keys.target_of(config)}, name)
     return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"), hub_id)
 
 
@@ -122,8 +121,8 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
     """(kind, format) of a folder from elsewhere, each None where it is not recognised: an engine may read what we
     can't."""
     # loads torch, which an export of ours does not need
-    from outrider.export.folder import read_names
     from outrider.export.formats import candidates
+    from outrider.formats.folder import read_names
 
     names: frozenset[str] = frozenset()
     with suppress(ExportError):  # pickles, which an engine may open
@@ -137,7 +136,8 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
 def _export_first(folder: str, kind: str) -> str:
     methods = {name: engine.methods[kind] for name, engine in ENGINES.items() if kind in engine.methods}
     written = {
-        name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()
+        name: [format for format in method.formats if format not in of_kind(kind).read_only]
+        for name, method in methods.items()
     }
     choices = [(name, theirs[0]) for name, theirs in written.items() if theirs]
     if not choices:
@@ -215,20 +215,23 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
         )
     if draft.folder is None or draft.format in method.formats:
         return method
-    if kind == "mtp" and not method.formats:
-        own = f"{title} runs the target's own module with `outrider deploy mtp --to {name}`"
-        alone = "only llama.cpp loads an MTP module from a folder (export it --to gguf)"
-        raise ConfigError(f"{alone}; {own}, and `outrider decode` runs this one")
     if not method.formats:
-        raise ConfigError(f"{title} needs no folder for {kind}; use `outrider deploy {kind} --to {name}`")
-    why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
+        loads = {one.title: one.methods[kind].formats for one in ENGINES.values() if kind in one.methods}
+        able = [f"{other} loads {kind} from a folder (export it --to {one[0]})" for other, one in loads.items() if one]
+        own = f"use `outrider deploy {kind} --to {name}`, or `outrider decode` for this one"
+        raise ConfigError("; ".join([f"{title} needs no folder for {kind}", *able, own]))
+    why = _shifted(kind, str(draft.format), method.formats[0])
     reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
     raise ConfigError(f"{draft.place} is in format {draft.format}, but {reads}")
 
 
-SHIFTED = (
-    " (both have eagle_aux_hidden_state_layer_ids, counted from 0 in SGLang and from 1 in vLLM: it would draft badly)"
-)
+def _shifted(kind: str, format: str, other: str) -> str:
+    """Why a folder in a format would be read as one in another, and wrongly; empty where it would not."""
+    (key, own), (name, theirs) = (of_kind(kind).layers.get(each, (each, 0)) for each in (format, other))
+    same = key.rpartition(".")[2]
+    if same != name.rpartition(".")[2] or own == theirs:
+        return ""
+    return f" (both have {same}, counted from {own} in {format} and from {theirs} in {other}: it would draft badly)"
 
 
 def _tokens(draft: Draft, wish: Wish) -> int:
@@ -241,7 +244,6 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
     """Raises ConfigError for what the draft or this engine's method can't do."""
     kind, most = draft.kind, draft.length
     asks_more = most is not None and tokens > most
-    markov = draft.settings.get("markov") or draft.config.get("markov_head_type", "vanilla")
     able = lambda has: ", ".join(
         f"{other} ({each})" for other, one in ENGINES.items() for each, method in one.methods.items() if has(method)
     )
@@ -251,10 +253,12 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         has_heads = of_kind(kind).length == "heads"
         limit = f"this {kind} has {most} heads" if has_heads else f"this {kind} drafts one block of {most} tokens"
         raise ConfigError(f"--tokens {tokens} is too many: {limit}; give at most {most}")
-    if kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
-        raise ConfigError(
-            f"vLLM runs DSpark only with markov: vanilla, but this draft has {markov}; train one with markov: vanilla"
-        )
+    for setting, key, value in method.needs:
+        if (own := draft.settings.get(setting) or draft.config.get(key, value)) != value:
+            raise ConfigError(
+                f"{engine_of(name).title} runs {kind} only with {setting}: {value}, but this draft has {own}; train "
+                f"one with {setting}: {value}"
+            )
     if wish.schedule and not method.varies:
         raise ConfigError(
             f"{name} can't change the draft length of {kind} by load; engines (and kinds) that can: "
@@ -268,10 +272,10 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         raise ConfigError(
             "--width and --schedule exclude each other: no engine drafts a tree by load; leave out one of them"
         )
-    if wish.cutoff and kind == "dspark" and draft.settings.get("confidence") is False:
+    if wish.cutoff and draft.settings.get("confidence") is False:
         raise ConfigError(
-            "this dspark has no confidence head, so it can't stop by confidence; leave out --cutoff, or train one with "
-            "confidence: yes"
+            f"this {kind} has no confidence head, so it can't stop by confidence; leave out --cutoff, or train one "
+            "with confidence: yes"
         )
     if wish.cutoff is not None and not method.cuts:
         raise ConfigError(
@@ -282,14 +286,15 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
     """Known problems of this draft on this engine, one sentence each."""
     found = []
-    says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
-    # the authors' own folders have none, and engines guess theirs right
-    if draft.kind in ("eagle3", "peagle") and draft.format != "eagle" and draft.config and not says_taps:
+    method = of_kind(draft.kind)
+    key, _ = method.layers.get(str(draft.format), ("", 0))
+    if key and draft.format not in method.guessed and draft.config and not keys.at(draft.config, key):
         found.append(
-            f"config.json names no {IDS}: engines guess the layers, and drafts are mostly wrong; export it again"
+            f"config.json names no {key.rpartition('.')[2]}: engines guess the layers, and drafts are mostly wrong; "
+            "export it again"
         )
     place = Path(draft.target) / CONFIG
-    target = folders.read_json(place) if place.exists() else {}
+    target = keys.read_json(place) if place.exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
         found.append(
             f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one"

@@ -81,6 +81,15 @@ class Method:
     """Settings that always go with it."""
     facts: tuple[str, ...] = ()
     """Of the draft, which its settings name."""
+    takes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Their settings that say the same as ours: the name of ours and its value unless given; `tokens` is how many are
+    drafted a step.  Of a draft without a folder, these are all that say what is drafted."""
+    needs: tuple[tuple[str, str, Any], ...] = ()
+    """Settings that a draft must have: ours, its key in config.json, the value."""
+    in_anchor: str | None = None
+    """What the engine calls it where it drafts in the anchor's slot too, if otherwise."""
+    in_target: bool = False
+    """The exported file holds the target too."""
     flag: str | None = None
     """Says how many tokens are drafted, where that is a flag of its own."""
     since: Version = ()
@@ -92,6 +101,11 @@ class Method:
     cuts: bool = False
     """Has a cut-off by confidence."""
     notes: tuple[str, ...] = ()
+
+    def taken(self, settings: Mapping[str, Any], tokens: int) -> Settings:
+        """Their settings for ours, where a value is known."""
+        found = {name: {"tokens": tokens, **settings}.get(ours, other) for name, (ours, other) in self.takes.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from outrider.config import nearest
 from outrider.engines.engine import ENGINES, engine_name, engine_of, method_of
 from outrider.errors import ConfigError
-from outrider.export.formats import find, formats, matrix
+from outrider.export import names as formats
+from outrider.export.formats import find, matrix
 
 
 class Chosen(NamedTuple):
@@ -78,7 +79,7 @@ def _engines() -> dict[str, str]:
 
 def _written(format: str) -> list[str]:
     """Kinds that can be written in a format."""
-    return [kind for kind, layout in find(format).layouts.items() if layout.config is not None]
+    return [kind for kind, layout in find(format).items() if layout.config is not None]
 
 
 def _readers(format: str, kind: str) -> list[str]:

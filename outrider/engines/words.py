@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from outrider import drafters
+from outrider.drafters import method as of_kind
 from outrider.engines.engine import Draft, Method, Settings, Wish, method_of
 from outrider.engines.template import rendered
 from outrider.engines.tuning import tune
 from outrider.errors import ConfigError
-from outrider.export.manifest import CONFIG
+from outrider.formats.keys import CONFIG
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
@@ -52,10 +52,7 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     if draft.folder is not None:
         found["model"] = draft.place
     found["num_speculative_tokens"] = tokens
-    if method.name == "ngram":
-        found["prompt_lookup_max"] = draft.settings.get("longest", 5)
-        found["prompt_lookup_min"] = draft.settings.get("shortest", 2)
-    found |= method.more
+    found |= {**method.taken(draft.settings, tokens), **method.more}
     return found | ({"num_speculative_tokens_per_batch_size": tune.for_vllm(wish.schedule)} if wish.schedule else {})
 
 
@@ -104,15 +101,16 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     own = draft.config.get("dflash_config") or draft.config
     known = {
         "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
-        "mask_token_id": own.get("mask_token_id"), "max_matching_ngram_size": draft.settings.get("longest"),
+        "mask_token_id": own.get("mask_token_id"),
     }  # fmt: skip
     # of the authors' own EAGLE-3, which names no layers, it guesses them right
-    if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
-        key = drafters.method(draft.kind).layers[str(draft.format)][0]
+    if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format not in of_kind(draft.kind).guessed:
+        key = of_kind(draft.kind).layers[str(draft.format)][0]
         raise ConfigError(
             f"{draft.place} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )
     found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
+    found |= method.taken(draft.settings, tokens)
     if wish.width > 1:
         most = min(4 * wish.width, candidates(tokens, wish.width))
         found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
@@ -132,11 +130,8 @@ def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     found: Settings = {"spec-type": spec_type(draft.kind, draft.settings)}
-    if method.name == "ngram-simple":
-        return found | {
-            "spec-ngram-simple-size-n": draft.settings.get("longest", 4),
-            "spec-ngram-simple-size-m": tokens,
-        }
+    if method.takes:
+        return found | method.taken(draft.settings, tokens)
     if draft.folder is not None and not in_target(draft):
         found["spec-draft-model"] = str(downloaded(draft) / GGUF_FILE)
     found["spec-draft-n-max"] = tokens
@@ -145,13 +140,13 @@ def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings
 
 def spec_type(kind: str, settings: Mapping[str, Any]) -> str:
     """What llama.cpp calls a drafter.  settings: ours.  Raises ConfigError for a kind that it does not run."""
-    # its draft-dflash reads no anchor's slot; such a file has a Markov head of zeros
-    return method_of("llamacpp", "dspark" if kind == "dflash" and settings.get("anchor_predicts") else kind).name
+    method = method_of("llamacpp", kind)
+    return (method.in_anchor if settings.get("anchor_predicts") else None) or method.name
 
 
 def in_target(draft: Draft) -> bool:
     """Whether llama.cpp reads target and draft from one file, the draft's."""
-    return draft.kind == "mtp" and draft.folder is not None
+    return draft.folder is not None and method_of("llamacpp", draft.kind).in_target
 
 
 def downloaded(draft: Draft) -> Path:
@@ -188,10 +183,8 @@ def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 
 
 def _transformers(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    if draft.kind == "ngram":
-        return {method.name: tokens, "max_matching_ngram_size": draft.settings.get("longest", 2)}
-    if draft.kind == "mtp":
-        return {method.name: True}
+    if draft.folder is None:
+        return {**method.taken(draft.settings, tokens), **method.more}
     return {
         method.name: draft.place, "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
         # transformers' own default is 0.4, at which drafts are shorter than what was asked for

@@ -1,17 +1,12 @@
-"""The formats of others, each in its file, and which of them a folder is in.
+"""The formats of others: which there are, and which of them a folder is in.
 
-A format has, for each method that it knows, the names of our weights and the form of the settings: a `Layout`.  What a
-format has no key for (how many siblings, how it was calibrated, how it was trained) is written next to it into
+What a format has no key for (how many siblings, how it was calibrated, how it was trained) is written next to it into
 `outrider.json`, which engines don't read and imports do: a manifest like a checkpoint's, and small weights that have no
 name elsewhere.
-
-Layer numbers: ours count decoder layers from 0 and mean what comes out of them; a layout's `shift` is what is added
-there.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -22,29 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider import export as package
+from outrider import drafters
 from outrider.checkpoint import is_there, manifest_of
 from outrider.config import nearest
 from outrider.errors import ConfigError, ExportError
-from outrider.export import folder as folders
-from outrider.export.layout import Config, Format, Layout
-from outrider.export.manifest import CONFIG, read_manifest
+from outrider.export import names
+from outrider.export.manifest import read_manifest
+from outrider.formats import folder as folders
+from outrider.formats.keys import CONFIG
+from outrider.formats.layout import Config, Layout
 from outrider.targets.hf.transformers import TransformersTarget
 
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""
 
 
-def formats() -> list[str]:
-    """The names of all formats."""
-    return package.names()
+def find(format: str) -> dict[str, Layout]:
+    """The layouts of a format, by kind.  Raises ConfigError with the nearest name for an unknown one."""
+    if format not in names():
+        raise ConfigError(f"unknown format {format!r}{nearest(format, names())}; known: {', '.join(names())}")
+    return {kind: drafters.layouts(kind)[format] for kind in drafters.kinds() if format in _formats_of(kind)}
 
 
-def find(name: str) -> Format:
-    """A format by its name.  Raises ConfigError with the nearest name for an unknown one."""
-    if name not in formats():
-        raise ConfigError(f"unknown format {name!r}{nearest(name, formats())}; known: {', '.join(formats())}")
-    return importlib.import_module(f"{package.__name__}.{name}").FORMAT
+def _formats_of(kind: str) -> Collection[str]:
+    with suppress(ConfigError):  # what others' code does wrong stops nobody else
+        return drafters.formats(kind)
+    return ()
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -55,14 +53,14 @@ def matrix() -> list[dict[str, Any]]:
             "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
             "shift": layout.shift,
         }
-        for name in formats() for kind, layout in sorted(find(name).layouts.items())
+        for name in names() for kind, layout in sorted(find(name).items())
     ]  # fmt: skip
 
 
 def layout_of(format: str, kind: str, writes: bool) -> Layout:
     """Raises ExportError for a method that this format does not know, or knows the other way only."""
     able = {
-        name: one for name, one in find(format).layouts.items() if (one.config if writes else one.settings) is not None
+        name: one for name, one in find(format).items() if (one.config if writes else one.settings) is not None
     }  # fmt: skip
     if kind not in able:
         way = "written as" if writes else "read from"
@@ -86,8 +84,10 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
     """
     if is_checkpoint(folder):
         raise ExportError(f"{folder} is a checkpoint already; use it as it is")
-    format = format or read_manifest(folder).get("format")
-    if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
+    manifest = read_manifest(folder)
+    if format in (None, manifest.get("format")):
+        format, kind = manifest.get("format"), kind or manifest.get("kind")
+    if format is not None and all(layout.settings is None for layout in find(format).values()):
         raise ExportError(
             f"{folder} is in format {format}, which Outrider writes but can't read; use the checkpoint that it was "
             "made from"
@@ -102,9 +102,7 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
         return found[0]
     given = _named(config)
     guesses = ", ".join(f"{name} ({known})" for name, known in found)
-    readable = [
-        name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())
-    ]
+    readable = [name for name in names() if any(layout.settings is not None for layout in find(name).values())]
     which = f"may be {guesses}" if found else f"matches no drafter of {format or ', '.join(readable)}"
     raise ExportError(f"{folder} {given}, and {which}; name its format and kind with --format and --kind")
 
@@ -122,10 +120,10 @@ def candidates(
 ) -> list[tuple[str, str]]:
     """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of its weights."""
     found = []
-    for name in formats() if format is None else [format]:
-        with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
-            known = kind or find(name).kind_of(config, weights)
-            found += [] if known is None else [(name, known)]
+    for name in names() if format is None else [format]:
+        for own, layout in [(kind, None)] if kind else sorted(find(name).items()):
+            with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
+                found += [(name, own)] if layout is None or layout.is_of(config, weights) else []
     return found
 
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.config import read_object
-from outrider.drafters import method, methods
+from outrider.drafters import methods
 from outrider.errors import ExportError
+from outrider.formats.keys import CONFIG, MANIFEST, at, read_json
 
-MANIFEST, CONFIG = "outrider.json", "config.json"
 VERSION = 1
 """Of manifests; `checkpoint.VERSION`, which would bring torch along."""
 WANTED = {
@@ -65,15 +64,6 @@ def read_config(folder: Path) -> Found:
     return found
 
 
-def read_json(path: Path) -> Found:
-    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which
-    counts."""
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
-
-
 def _check_types(path: Path, found: Found) -> None:
     for key, wanted in TYPES[path.name].items():
         value = at(found, key)
@@ -89,55 +79,3 @@ def _check_types(path: Path, found: Found) -> None:
 def _shown(value: Any) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else text[:60] + "…"
-
-
-def at(found: Mapping[str, Any], key: str) -> Any:
-    """The value under a key such as dflash_config.block, or GGUF's dflash.block_size; None where there is none."""
-    if key in found:
-        return found[key]
-    outer, _, inner = key.rpartition(".")
-    return ((found.get(outer) or {}) if outer else found).get(inner)
-
-
-def layers(kind: str, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers of the target whose output the draft reads, counted from 0; () where config.json does not name them."""
-    key, shift = method(kind).layers.get(format, ("", 0))
-    return tuple(layer - shift for layer in at(config, key) or ())
-
-
-def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
-    setting = method(kind).length
-    own = settings.get(setting)
-    if type(own) is int:
-        return own
-    size = config.get("dflash.block_size" if format == "gguf" else "block_size")
-    if setting == "block" and size is not None:
-        return int(size) - (not anchor_predicts(kind, format, config))
-    if setting == "heads":
-        return config.get("num_heads", config.get("medusa_num_heads"))
-    methods = (config.get("speculators_config") or {}).get("proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
-    count = first.get("speculative_tokens")
-    return count if type(count) is int else None
-
-
-def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
-    """Whether a block drafts in the anchor's slot too: one token more."""
-    if format == "gguf":  # of the files of DFlash only ours do
-        default = kind == "dspark"
-        is_known = default or "outrider.kind" in config
-        return is_known and bool(config.get("dflash.sample_from_anchor", default))
-    if format == "speculators":
-        return bool(config.get("sample_from_anchor", kind == "dspark"))
-    if kind == "domino":
-        return bool((config.get("dflash_config") or {}).get("shift_label"))
-    return kind == "dspark" or format == "deepspec"
-
-
-def target_of(config: Mapping[str, Any]) -> str | None:
-    """The target that the config.json of others names; None where it names none."""
-    own = at(config, "speculators_config.verifier") or {}
-    name = own.get("name_or_path") if isinstance(own, Mapping) else None
-    name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None

@@ -15,11 +15,11 @@ from outrider.checkpoint import MEASURED, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError, first_line
-from outrider.export import folder as folders
 from outrider.export.formats import borrowed, borrowed_kind, identify, layout_of, renamed
-from outrider.export.formats import find as find_format
-from outrider.export.layout import Config, Layout
-from outrider.export.manifest import MANIFEST, read_manifest
+from outrider.export.manifest import read_manifest
+from outrider.formats import folder as folders
+from outrider.formats.keys import MANIFEST
+from outrider.formats.layout import Config, Layout
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
@@ -66,7 +66,7 @@ def imported(
     format, kind = identify(folder, format, kind)
     layout, module = layout_of(format, kind, writes=False), find_drafter(kind)
     _check_target(folder, manifest, target)
-    weights = find_format(format).reads(folder)
+    weights = layout.reads(folder)
     settings = settings_of(folder, target, format, kind)
     with _readable(folder, format, kind):
         wanted = build(module.Config, settings, f"{folder} as {format}")

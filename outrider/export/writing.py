@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider.checkpoint import load_model, manifest_for, manifest_of
 from outrider.errors import ConfigError, ExportError
-from outrider.export.formats import borrowed, find, identify, is_checkpoint, layout_of, renamed
-from outrider.export.layout import Layout, Source, first
-from outrider.export.manifest import MANIFEST
+from outrider.export.formats import borrowed, identify, is_checkpoint, layout_of, renamed
 from outrider.export.reading import described, imported
+from outrider.formats.keys import MANIFEST
+from outrider.formats.layout import Layout, Source, first
 from outrider.nn.draft_model import DraftModel
 from outrider.storage.atomic import new_folder
 from outrider.targets.hf.transformers import TransformersTarget
@@ -36,9 +36,9 @@ def export_folder(
     """
     folder = Path(folder)
     kind = manifest_of(folder)["kind"] if is_checkpoint(folder) else identify(folder)[1]
-    format, layout = find(to), layout_of(to, kind, writes=True)
-    if precision is not None and precision not in format.precisions:
-        choice = f"choose one of {', '.join(format.precisions)}" if format.precisions else "leave the precision out"
+    layout = layout_of(to, kind, writes=True)
+    if precision is not None and precision not in layout.precisions:
+        choice = f"choose one of {', '.join(layout.precisions)}" if layout.precisions else "leave the precision out"
         raise ConfigError(f"{to} can't be written in {precision!r}; {choice}")
     model, about = _opened(folder, target)
     source = Source(model, target, precision, about.get("report") or {})
@@ -51,7 +51,7 @@ def export_folder(
     unmapped = {name: weight.tolist() for name, weight in own.items() if name not in names}
     assert layout.config is not None
     with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
-        format.writes(part, layout.config(source), weights, source)
+        layout.writes(part, layout.config(source), weights, source)
         layout.files(source, part)
         manifest = {**about, "format": to, "tap_shift": layout.shift, "unmapped": unmapped}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -79,12 +79,12 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
 
 def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, source: Source) -> None:
     """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
-    format, names = find(to), renamed(own, layout.names)
-    meant = {ours: format.rounded(theirs, own[ours], source).to(own[ours].dtype) for ours, theirs in names.items()}
+    names = renamed(own, layout.names)
+    meant = {ours: layout.rounded(theirs, own[ours], source).to(own[ours].dtype) for ours, theirs in names.items()}
     if layout.settings is not None:
         back, meant = weights_of(imported(written, source.target, to)), dict(own) | meant
     else:
-        found = format.reads(written)
+        found = layout.reads(written)
         back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(

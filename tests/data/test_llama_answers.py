@@ -16,7 +16,7 @@ from outrider.data.answers.store import Answer, read_answers
 from outrider.data.config import Config
 from outrider.data.sources.conversations import Conversation
 from outrider.engines import llama_server
-from outrider.export.gguf_target import export_target
+from outrider.export.target import export_target
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.remote.served import load_served

@@ -10,13 +10,17 @@ from outrider import drafters
 from outrider.drafters import find, kinds, method, own
 from outrider.engines import engine
 from outrider.errors import ConfigError
-from outrider.export.manifest import layers, length
+from outrider.formats.keys import layers, length
 from outrider.method import Method
 from outrider.plan.paper.drafts import known, usual
 
 ROOT = Path(drafters.__file__).resolve().parent.parent
-NAMED_NOWHERE = ("plan",)
+NAMED_NOWHERE = ("plan", "export", "engines")
 """Packages that know no kind by its name."""
+APART = {f"engines/verify/{name}.py" for name in ("readers", "gguf_reader", "chains", "causes")} | {"engines/flags.py"}
+"""What reads and drafts exported folders a second time, without our exporter, and flags of older articles."""
+FORMATS = {"eagle", "medusa"}
+"""Formats that are named like the method they are of."""
 THEIRS = """
 from typing import Literal
 
@@ -51,7 +55,8 @@ def test_no_package_names_a_kind() -> None:
     for package in NAMED_NOWHERE:
         for file in sorted((ROOT / package).rglob("*.py")):
             texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
-            assert not {text for text in texts if isinstance(text, str)} & names, file
+            found = {text for text in texts if isinstance(text, str)} & names - FORMATS
+            assert not found or file.relative_to(ROOT).as_posix() in APART, (file, found)
 
 
 def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +68,8 @@ def test_a_method_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert engines["vllm"].methods["theirs"].formats == ("speculators",)
     assert engines["triton"].methods["theirs"].name == "theirs"
     assert engines["sglang"].instead["theirs"] == "use vllm"
-    assert layers("theirs", "speculators", {"their_layers": [2, 5]}) == (2, 5)
-    assert length("theirs", "speculators", {"block": 6}, {}) == 6
+    assert layers(method("theirs"), "speculators", {"their_layers": [2, 5]}) == (2, 5)
+    assert length(method("theirs"), "speculators", {"block": 6}, {}) == 6
     assert "theirs" not in sys.modules and "outrider.drafters.theirs" not in sys.modules
 
 

@@ -222,8 +222,8 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(home: Path, tmp_pa
     for name in ("vllm", "triton"):
         # what comes before it is said of every draft
         assert not made(name, found).notes[len((*ENGINES[name].notes, *ENGINES[name].methods["dflash"].notes)) :]
-    for name in set(formats.formats()) & ENGINES.keys():
-        for kind, layout in formats.find(name).layouts.items():
+    for name in set(formats.names()) & ENGINES.keys():
+        for kind, layout in formats.find(name).items():
             if layout.config is not None:
                 assert name in ENGINES[name].methods[kind].formats, (name, kind)
 

@@ -16,8 +16,8 @@ from outrider.decoding.protocols import Drafter
 from outrider.drafters import find as find_drafter
 from outrider.engines.verify import causes, chains, gguf_reader, parity, readers
 from outrider.errors import ExportError
-from outrider.export.gguf import FILE
 from outrider.export.writing import export_folder
+from outrider.formats.gguf.layouts import FILE
 from tests.engines.test_verify import BLOCK, DSPARK, LAYER, PROMPTS, run, told
 
 pytest.importorskip("gguf")

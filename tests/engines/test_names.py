@@ -6,7 +6,8 @@ from verbs import outrider_with
 from outrider.engines import names
 from outrider.engines.engine import ENGINES, engine_name
 from outrider.errors import ConfigError
-from outrider.export.formats import find, formats
+from outrider.export import names as formats
+from outrider.export.formats import find
 
 CHOICES = [
     ("vllm", "dflash", "speculators"), ("vLLM", "small_model", "transformers"), ("vllm", "medusa", "medusa"),

@@ -18,9 +18,10 @@ from transformers import LlamaConfig, Qwen3Config
 from outrider import generate, load_target
 from outrider.checkpoint import load_model, manifest_of
 from outrider.errors import ExportError
-from outrider.export import formats, released
+from outrider.export import formats
 from outrider.export.reading import import_folder
 from outrider.export.writing import export_folder
+from outrider.formats import released
 from outrider.loading import load_drafter
 from outrider.weights import weights_of
 
@@ -215,7 +216,7 @@ def test_a_folder_for_vllm_that_looks_like_the_authors_is_read_by_its_own_number
 def test_every_pair_that_goes_both_ways_is_tested():
     """Catches a new pair without its round trip."""
     # GGUF needs a tokenizer that llama.cpp can read: its pairs are in test_gguf_drafters.py
-    both = {(name, kind) for name in formats.formats() for kind, layout in formats.find(name).layouts.items()
+    both = {(name, kind) for name in formats.names() for kind, layout in formats.find(name).items()
             if name != "gguf" and layout.config is not None and layout.settings is not None}  # fmt: skip
     assert both == set(SETTINGS)
 
@@ -223,8 +224,8 @@ def test_every_pair_that_goes_both_ways_is_tested():
 def test_a_pair_that_there_is_not_is_refused_by_name(target, tmp_path):
     """Catches a pair that ends in a KeyError, or in a folder that no engine reads."""
     (tmp_path / "mine").mkdir()
-    for format in formats.formats():
-        written = {kind for kind, layout in formats.find(format).layouts.items() if layout.config}
+    for format in formats.names():
+        written = {kind for kind, layout in formats.find(format).items() if layout.config}
         for kind in {*(kind for _, kind in SETTINGS), "eagle", "ngram"} - written:
             checkpoint = {"version": 1, "kind": kind, "config": {}, "target": {}, "taps": []}
             (tmp_path / "mine" / "outrider.json").write_text(json.dumps(checkpoint))

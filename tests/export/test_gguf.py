@@ -14,8 +14,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.checkpoint import load_model, save
 from outrider.errors import ConfigError, ExportError
-from outrider.export import gguf, gguf_tokenizer, reading
+from outrider.export import reading
+from outrider.export.formats import find
 from outrider.export.writing import export_folder
+from outrider.formats.gguf import layouts
+from outrider.formats.gguf import tokenizer as gguf_tokenizer
 from outrider.weights import weights_of
 
 library = pytest.importorskip("gguf")
@@ -63,7 +66,7 @@ def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, bpe, c
     found = {one.name: one for one in library.GGUFReader(tmp_path / "there" / "model.gguf").tensors}
     types = {name: "F32" if "norm" in name else matrices for name in WHERE.values()}
     assert {name: one.tensor_type.name for name, one in found.items()} == types
-    own, back = weights_of(load_model(checkpoint, bpe)), gguf.read(tmp_path / "there")
+    own, back = weights_of(load_model(checkpoint, bpe)), find("gguf")["small_model"].reads(tmp_path / "there")
     assert {f"lm.{name}" for name in back} == own.keys()
     for name, weight in back.items():
         assert torch.equal(weight, own[f"lm.{name}"].to(weight.dtype)), name
@@ -78,7 +81,7 @@ def test_what_a_file_says_of_the_shape(bpe, checkpoint, tmp_path):
     """Catches a key under a wrong name, which llama.cpp would replace by a default of its own, such as rotation by
     10000; a special token that it would spell out letter by letter, and a head with more rows than tokens."""
     export_folder(checkpoint, "gguf", tmp_path / "there", bpe, "f16")
-    said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
+    said, _ = layouts.read_file(tmp_path / "there" / "model.gguf")
     known, end = len(bpe.tokenizer), bpe.tokenizer.eos_token_id
     shape = {
         "block_count": 1, "context_length": 256, "embedding_length": 16, "feed_forward_length": 24,
@@ -147,8 +150,8 @@ def test_a_llama_attends_under_llama_cpps_rotation_as_under_transformers(rotatio
     stretched."""
     words = tokenizer()
     model = llama(len(words), ROTATIONS[rotation])
-    keys = gguf.header(model, words, "f32")
-    gguf.write_file(tmp_path / "model.gguf", keys, weights_of(model), model, "f32")
+    keys = layouts.header(model, words, "f32")
+    layouts.write_file(tmp_path / "model.gguf", keys, weights_of(model), model, "f32")
     stored = {
         one.name: torch.from_numpy(one.data.copy()) for one in library.GGUFReader(tmp_path / "model.gguf").tensors
     }
@@ -160,7 +163,7 @@ def test_a_llama_attends_under_llama_cpps_rotation_as_under_transformers(rotatio
     assert not torch.allclose(
         _scores(model, unturned, factors), theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())
     )
-    back = gguf.read_file(tmp_path / "model.gguf")[1]
+    back = layouts.read_file(tmp_path / "model.gguf")[1]
     assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
     assert "lm_head.weight" not in back, "a tied head is one matrix"
 
@@ -199,13 +202,13 @@ def test_shapes_that_llama_cpp_would_compute_otherwise_are_refused():
     """Catches settings that GGUF has no key for and that would be left out in silence."""
     words = tokenizer()
     model = llama(len(words), ROTATIONS["default"])
-    assert gguf.refused(model, words) is None
+    assert layouts.refused(model, words) is None
     changes = {"attention_bias": True, "hidden_act": "gelu", "model_type": "gemma",
                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}  # fmt: skip
     for name, value in changes.items():
         changed = llama(len(words), ROTATIONS["default"])
         setattr(changed.config, name, value) if name != "model_type" else changed.config.__dict__.update({name: value})
-        assert gguf.refused(changed, words) is not None, name
+        assert layouts.refused(changed, words) is not None, name
 
 
 def test_a_weight_that_f16_cant_hold_is_refused_and_nothing_is_left(bpe, tmp_path):

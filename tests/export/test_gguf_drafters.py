@@ -11,7 +11,7 @@ from gguf_targets import BLOCK, LAYER, SETTINGS, fresh, rewritten
 
 from outrider.checkpoint import load_model, manifest_of, save
 from outrider.errors import ExportError
-from outrider.export import gguf
+from outrider.export.formats import find
 from outrider.export.reading import import_folder
 from outrider.export.writing import export_folder
 from outrider.loading import load_drafter
@@ -182,6 +182,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(bpe, tmp_path):
 
 
 def test_every_kind_goes_both_ways():
-    assert {kind for kind, layout in gguf.FORMAT.layouts.items() if layout.config and layout.settings} == {
+    assert {kind for kind, layout in find("gguf").items() if layout.config and layout.settings} == {
         "small_model", "dflash", "dspark", "eagle3", "mtp",
     }  # fmt: skip

@@ -10,9 +10,9 @@ import torch
 from gguf_targets import rewritten
 
 from outrider.errors import ExportError
-from outrider.export import gguf_read
 from outrider.export.reading import import_folder
 from outrider.export.writing import export_folder
+from outrider.formats.gguf import reading
 from outrider.loading import load_drafter
 
 library = pytest.importorskip("gguf")
@@ -57,7 +57,7 @@ def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(bpe, made, 
     """Catches four-bit numbers that are read as eight."""
     export_folder(made.checkpoint("dspark"), "gguf", tmp_path / "there", bpe, "q8_0")
     path = tmp_path / "there" / "model.gguf"
-    header = gguf_read.read_header(path)
+    header = reading.read_header(path)
     name = next(name for name, info in header.tensors.items() if info.type == 8)
     raw = path.read_bytes()
     at = raw.index(name.encode()) + len(name) + 4 + 8 * len(header.tensors[name].shape)
@@ -93,10 +93,10 @@ def test_our_reader_reads_what_llama_cpps_library_reads(bpe, made, tmp_path):
     """The fast reader beside the library's: equal keys, names, shapes and numbers."""
     export_folder(made.checkpoint("eagle3, 40 tokens"), "gguf", tmp_path / "there", bpe, "q8_0")
     path = tmp_path / "there" / "model.gguf"
-    reader, header = library.GGUFReader(path), gguf_read.read_header(path)
+    reader, header = library.GGUFReader(path), reading.read_header(path)
     theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert header.keys == theirs
-    ours = gguf_read.read_tensors(path)
+    ours = reading.read_tensors(path)
     assert ours.keys() == {one.name for one in reader.tensors}
     file = llama_graphs.File(path)
     assert all(torch.equal(ours[name].to(weight.dtype), weight) for name, weight in file.tensors.items())

@@ -10,8 +10,8 @@ from verbs import outrider_with
 
 from outrider import load_target
 from outrider.errors import ConfigError, ExportError
-from outrider.export import gguf_model
-from outrider.export.gguf_target import export_target
+from outrider.export.target import export_target
+from outrider.formats.gguf import model
 
 library = pytest.importorskip("gguf")
 
@@ -38,7 +38,7 @@ def test_what_reads_back_differently_is_not_kept(bpe, tmp_path, monkeypatch):
         return torch.ones_like(weight) if name.endswith("input_layernorm.weight") and not back else weight
 
     monkeypatch.setattr(bpe.model.model.layers[1].input_layernorm.weight, "data", torch.full((32,), 2.0))
-    monkeypatch.setattr(gguf_model, "reordered", careless)
+    monkeypatch.setattr(model, "reordered", careless)
     with pytest.raises(ExportError, match=r"reads back with other weights: model.layers.1.input_layernorm"):
         export_target(bpe, tmp_path / "there")
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import Wish
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folder
+from outrider.formats import keys
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 SGLANG = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [3, 5, 9]}}
@@ -183,16 +184,16 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
 
     target: Any = SimpleNamespace(spec=SimpleNamespace(hidden=16, vocabulary=64, layers=6, name="T"))
     held = 0
-    for name in formats.formats():
-        for kind, layout in formats.find(name).layouts.items():
+    for name in formats.names():
+        for kind, layout in formats.find(name).items():
             if layout.settings is None or kind == "small_model":  # which reads no layers and says no length
                 continue
             config = everything(kind, **more)
             ours = layout.settings(config, target)
-            assert folder.layers(kind, name, config) == tuple(ours.get("taps", ())), (name, kind)
+            assert keys.layers(method(kind), name, config) == tuple(ours.get("taps", ())), (name, kind)
             key = method(kind).length
             if key in ours:
-                assert folder.length(kind, name, {}, config) == ours[key], (name, kind)
+                assert keys.length(method(kind), name, {}, config) == ours[key], (name, kind)
                 held += 1
     assert held > 8
     assert all(method(kind).layers["trtllm"] == method(kind).layers["sglang"] for kind in ("eagle3", "dflash"))

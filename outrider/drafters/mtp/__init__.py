@@ -45,8 +45,8 @@ METHOD = Method(
         "vllm": {"name": "mtp", "varies": True},
         "sglang": {"name": "NEXTN"},
         "trtllm": {"name": "MTP", "varies": True},
-        "llamacpp": {"name": "draft-mtp", "formats": ("gguf",), "cuts": True},
-        "transformers": {"name": "use_mtp", "since": (5, 23)},
+        "llamacpp": {"name": "draft-mtp", "formats": ("gguf",), "cuts": True, "in_target": True},
+        "transformers": {"name": "use_mtp", "since": (5, 23), "more": {"use_mtp": True}},
     },
 )  # fmt: skip
 

@@ -13,9 +13,9 @@ from outrider.engines.engine import ENGINES, engine_of
 from outrider.engines.verify import causes, chains, gguf_reader, llamacpp, parity, readers, transformers
 from outrider.engines.verify.parity import Parity, Side
 from outrider.errors import ConfigError
-from outrider.export import gguf
 from outrider.export.formats import is_checkpoint
 from outrider.export.manifest import read_manifest
+from outrider.formats.gguf import layouts
 from outrider.loading import describe, draft_model
 from outrider.measure.tasks.names import prompts
 from outrider.measure.tasks.prompts import as_tokens
@@ -75,9 +75,11 @@ def sides(
 
 def _kinds(engine: str) -> tuple[str, ...]:
     """Kinds of which folders can be compared; () where the engine itself refuses others."""
-    if engine == "llamacpp":
-        return tuple(kind for kind, method in ENGINES[engine].methods.items() if method.formats)
-    return parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
+    if engine == "vllm":
+        return ()
+    known = ENGINES[engine].methods.items()
+    own = () if engine in parity.RUN else (engine,)  # where it is not run, folders of its own format are read
+    return tuple(kind for kind, method in known if set(own or method.formats) & set(method.formats))
 
 
 def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[list[int]]:
@@ -166,7 +168,7 @@ class _Export:
     def read(self) -> readers.Draft:
         """The folder as its engine reads it.  Raises ExportError where it can't be read."""
         if self.engine == "llamacpp":
-            return gguf_reader.of_file(self.place / gguf.FILE)
+            return gguf_reader.of_file(self.place / layouts.FILE)
         return readers.of_folder(self.place, self.engine)
 
     def explained(self, found: Parity, known: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:

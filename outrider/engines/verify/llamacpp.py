@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from outrider.engines import commands, llama_server
+from outrider.engines.engine import method_of
 from outrider.errors import DataError
-from outrider.export import gguf
-from outrider.export.gguf import FILE
+from outrider.formats.gguf import layouts
+from outrider.formats.gguf.layouts import FILE
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
 
@@ -60,8 +61,8 @@ def answer(
 
 
 def models(folder: Path, kind: str, target: TransformersTarget, place: Path) -> list[object]:
-    """Arguments that name the target, which is written into `place`, and the draft; of an mtp both are one file."""
-    if kind == "mtp":
+    """Arguments that name the target, which is written into `place`, and the draft; some files hold both."""
+    if method_of("llamacpp", kind).in_target:
         return ["-m", folder / FILE]
     return ["-m", write_target(target, place / "target.gguf"), "-md", folder / FILE]
 
@@ -69,7 +70,7 @@ def models(folder: Path, kind: str, target: TransformersTarget, place: Path) -> 
 def write_target(target: TransformersTarget, path: Path) -> Path:
     """The target as GGUF in float32.  Raises ExportError for one that can't be written so."""
     lm = target.model
-    gguf.write_file(path, gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
+    layouts.write_file(path, layouts.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
     return path
 
 

@@ -42,8 +42,6 @@ COMPARED = ("vllm", "sglang", "transformers", "llamacpp")
 """Engines whose folders can be compared."""
 RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0, "llamacpp": 1}
 """Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
-READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
-"""Kinds whose folders are read in an engine's convention where it is not run."""
 TIE = 1e-3
 """Nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
 SAME = 0.98

@@ -1,0 +1,44 @@
+"""A target as a GGUF file, for llama.cpp to verify with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from outrider.errors import ConfigError, ExportError
+from outrider.formats.gguf import file, model
+from outrider.formats.gguf.file import DEFAULT, FILE, PRECISIONS
+from outrider.formats.keys import MANIFEST
+from outrider.storage.atomic import new_folder
+from outrider.targets.hf.transformers import TransformersTarget
+from outrider.weights import weights_of
+
+
+def export_target(target: TransformersTarget, out: str | Path, precision: str | None = None) -> Path:
+    """Write a target as GGUF, whole or not at all, read it back and compare every weight.  Returns the new folder.
+
+    precision: type of number to round to; the target's unless given.  Raises ExportError for a target that llama.cpp
+    would compute or tokenise differently, and where `out` is there already; ConfigError for an unknown precision.
+    """
+    spec, kind = target.spec, precision or DEFAULT.get(target.spec.dtype, "f32")
+    if kind not in PRECISIONS:
+        raise ConfigError(f"gguf can't be written in {kind!r}; choose one of {', '.join(PRECISIONS)}")
+    if spec.quantised is not None:
+        raise ExportError(f"{spec.name} is quantised to {spec.quantised} here; load it without, and give --precision")
+    weights, lm = {name: one.detach().cpu() for name, one in weights_of(target.model).items()}, target.model
+    keys = model.header(lm, target.tokenizer, kind)
+    about = {
+        "format": "gguf", "precision": kind,
+        "target": {"name": spec.name, "revision": spec.revision, "tokenizer_hash": spec.tokenizer_hash,
+                   "weights_hash": spec.weights_hash},
+    }  # fmt: skip
+    with new_folder(Path(out), ExportError) as part:
+        file.write(part / FILE, keys, model.tensors(weights, keys, lm), kind)
+        (part / MANIFEST).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        back = model.read_file(part / FILE)[1]
+        meant = {name: file.rounded(name, weight, kind) for name, weight in weights.items()}
+        if wrong := [name for name in meant if name not in back or not torch.equal(back[name], meant[name])]:
+            raise ExportError(f"{spec.name} as gguf reads back with other weights: {', '.join(wrong[:4])}; try again")
+    return Path(out)

@@ -1,0 +1,155 @@
+"""Drafters as GGUF: dflash and dspark in llama.cpp's architecture `dflash`, eagle3 in `eagle3`.
+
+Embedding and head are the target's, which llama.cpp takes from the target's file.  Layers are counted there as what
+goes into them: tap k is `target_layers` k + 1, and what comes out of the last layer of a Qwen3 or Llama is not given
+out.  A dflash that drafts in the anchor's slot is written as a DSpark whose Markov head is zero, since only a DSpark
+reads that slot.  EAGLE-3's queries and keys are interleaved, as a llama's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ExportError
+from outrider.formats import keys, released
+from outrider.formats.gguf import file, model, reading, tokenizer
+from outrider.formats.gguf.settings import check, layer
+from outrider.formats.keys import OURS as KIND
+from outrider.formats.layout import Config, Source
+from outrider.method import Method
+from outrider.targets.hf.transformers import TransformersTarget
+
+SHIFT = 1
+PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+"""Parts of a decoder layer, ours and llama.cpp's."""
+BLOCK = [
+    *((f"backbone.layers.*.{ours}.weight", f"blk.*.{theirs}.weight") for ours, theirs in PARTS.items()),
+    ("backbone.fc.weight", "fc.weight"), ("backbone.hidden_norm.weight", "enc.output_norm.weight"),
+    ("backbone.norm.weight", "output_norm.weight"),
+]  # fmt: skip
+MARKOV = ("markov_w1.weight", "markov_w2.weight")
+BLOCK_SIZE = 16
+"""Slots of a block whose file does not say."""
+INTERLEAVED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
+"""Weights of an EAGLE-3 whose rows are interleaved, and the key of their number of heads."""
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
+    """The keys that every drafter's file has."""
+    spec = source.target.spec
+    own = {
+        "block_count": layers, "context_length": spec.context, "embedding_length": spec.hidden,
+        "vocab_size": spec.vocabulary, **model.layer(source.sizes),
+        "target_layers": [tap + SHIFT for tap in source.model.taps],
+    }  # fmt: skip
+    return {
+        **file.general(architecture, file.precision_of(source)), KIND: source.settings.kind,
+        **{f"{architecture}.{key}": value for key, value in own.items()}, **model.stretch(source.sizes),
+        **tokenizer.keys(source.target.tokenizer, spec.vocabulary, source.target.model),
+    }  # fmt: skip
+
+
+def block(source: Source, confidence: bool | None = None) -> dict[str, Any]:
+    """A drafter of blocks.  confidence: whether it has a confidence head; None for one without a Markov head."""
+    backbone: Any = source.model.backbone
+    found = common(source, "dflash", source.settings.layers)
+    found |= {"dflash.block_size": backbone.width, "tokenizer.ggml.mask_token_id": source.mask_token}
+    if confidence is None and not source.settings.anchor_predicts:
+        return found
+    return found | {
+        "dflash.sample_from_anchor": source.settings.anchor_predicts,
+        "dflash.has_confidence_head": bool(confidence),
+    }
+
+
+def read_block(config: Config, target: TransformersTarget, method: Method) -> dict[str, Any]:
+    """The settings of a drafter of blocks, but for its heads."""
+    check(config, target)
+    if "d2t" in config[reading.SHAPES]:
+        raise ExportError("it has d2t, but Outrider drafts blocks from the whole vocabulary; use a draft without")
+    return {
+        **layer(config), "layers": config["dflash.block_count"],
+        "anchor_predicts": keys.anchor_predicts(method, "gguf", config),
+        "block": keys.length(method, "gguf", {}, {"dflash.block_size": BLOCK_SIZE, **config}),
+        "taps": released.taps(config, "gguf", method), "init_from_layers": None,
+        "mask_token": released.mask(config, "tokenizer.ggml.mask_token_id", target),
+    }  # fmt: skip
+
+
+def is_block(kind: str, markov: bool) -> Callable[[Config, Collection[str]], bool]:
+    """Whether a file is of this drafter of blocks: it says so, or has a Markov head or none.
+
+    Raises ExportError for a drafter of such a file that is not known here.
+    """
+
+    def fits(config: Config, names: Collection[str]) -> bool:
+        if config.get("general.architecture") != "dflash":
+            return False
+        if "selector_hidden.weight" in names or config.get("dflash.hyper_connection.count"):
+            own = "a DFlash 2" if "selector_hidden.weight" in names else "a DSpark of DeepSeek-V4's layers"
+            raise ExportError(f"it is {own}, which Outrider has no drafter for; use a DFlash or DSpark of plain layers")
+        return config[KIND] == kind if KIND in config else (MARKOV[0] in names) is markov
+
+    return fits
+
+
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensors(weights: Mapping[str, Tensor], keys: Config, source: Source) -> dict[str, Tensor]:
+    """A drafter's weights by the names of its layout, as the file has them."""
+    theirs = {name: file_name for file_name, name in reading.HEADS.items()}
+    # which tokens a draft may hold follows from d2t and is not stored
+    found = {theirs.get(name, name): weight for name, weight in weights.items() if name != "t2d"}
+    if keys["general.architecture"] == "eagle3":
+        for name, count in INTERLEAVED.items():
+            found[name] = model.interleaved(found[name], keys[f"eagle3.attention.{count}"])
+    if "d2t" in found:  # the file has the target's own ids
+        found["d2t"] = found["d2t"] + torch.arange(len(found["d2t"]), device=found["d2t"].device)
+    if "dflash.sample_from_anchor" in keys and MARKOV[0] not in found:  # only a DSpark reads the anchor's slot
+        found |= {name: torch.zeros(source.target.spec.vocabulary, 1) for name in MARKOV}
+    return found | model.factors(source.sizes)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The weights of a drafter's file by the names of its layout."""
+    keys, found = reading.read_header(path).keys, reading.read_tensors(path)
+    found.pop(model.FACTORS, None)  # the settings have what they were made from
+    if keys["general.architecture"] == "eagle3":
+        _restore_rows(found, keys)
+    if "d2t" in found:
+        _set_map(found, len(keys["tokenizer.ggml.tokens"]))
+    return {reading.HEADS.get(name, name): weight for name, weight in found.items()}
+
+
+def _restore_rows(found: dict[str, Tensor], keys: Config) -> None:
+    for name, count in INTERLEAVED.items():
+        heads = keys.get(f"eagle3.attention.{count}", keys["eagle3.attention.head_count"])
+        if name not in found or found[name].dim() != 2 or found[name].shape[0] % (2 * heads):
+            raise ExportError(f"{name} is missing, or its rows are not those of {heads} heads; copy the file again")
+        found[name] = model.interleaved(found[name], heads, back=True)
+
+
+def _set_map(found: dict[str, Tensor], vocabulary: int) -> None:
+    """The map of a reduced vocabulary as it is here: the target's ids less the draft's own, and which can be drafted.
+
+    Raises ExportError for ids outside the vocabulary.
+    """
+    ids = found["d2t"].flatten().long()
+    if not len(ids) or not bool(((ids >= 0) & (ids < vocabulary)).all()):
+        raise ExportError(f"d2t names tokens outside the {vocabulary} of the file's tokenizer; copy the file again")
+    found["d2t"] = ids - torch.arange(len(ids))
+    found["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)

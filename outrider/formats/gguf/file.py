@@ -1,0 +1,101 @@
+"""GGUF, llama.cpp's one file of keys and tensors: written by llama.cpp's own library (`pip install gguf`).
+
+Vectors and the router of experts stay in 32 bits, as llama.cpp wants them.  In q8_0, 32 numbers of a row share a scale;
+matrices whose rows can't be cut into 32s are stored in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ExportError
+from outrider.formats.gguf.reading import BLOCK, widened
+from outrider.formats.layout import Config, Source
+
+FILE = "model.gguf"
+PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
+"""How matrices are stored, and llama.cpp's number for a file of it."""
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
+DEFAULT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+FULL = ("ffn_gate_inp.",)
+"""Parts of the names of matrices that stay in 32 bits."""
+QUANTIZATION_VERSION = 2
+"""Of the layouts of rounded numbers."""
+
+
+def precision_of(source: Source) -> str:
+    """The precision that was asked for, else the target's."""
+    return source.precision or DEFAULT.get(source.target.spec.dtype, "f32")
+
+
+def general(architecture: str, precision: str) -> dict[str, Any]:
+    """The keys that every file of ours begins with."""
+    return {
+        "general.architecture": architecture, "general.type": "model", "general.file_type": PRECISIONS[precision],
+        "general.quantization_version": QUANTIZATION_VERSION,
+    }  # fmt: skip
+
+
+def stored_as(name: str, weight: Tensor, precision: str) -> str:
+    """How a tensor is stored in a file of this precision: one of `PRECISIONS`, or i64."""
+    if not weight.is_floating_point():
+        return "i64"
+    if weight.dim() < 2 or any(part in name for part in FULL):
+        return "f32"
+    return "f16" if precision == "q8_0" and weight.shape[-1] % BLOCK else precision
+
+
+def rounded(name: str, weight: Tensor, precision: str) -> Tensor:
+    """A weight as it reads back from a file of this precision; on the CPU."""
+    kind, weight = stored_as(name, weight, precision), weight.detach().cpu()
+    if kind == "q8_0":
+        return widened(torch.from_numpy(_blocks(weight)).flatten(), kind, weight.shape)
+    return weight.to(DTYPES[kind])
+
+
+def write(path: Path, keys: Config, tensors: Mapping[str, Tensor], precision: str) -> None:
+    """A GGUF file of these keys and tensors by llama.cpp's names; whole numbers are unsigned there.
+
+    Raises ExportError for values that the precision can't hold.
+    """
+    writer = library().GGUFWriter(path, keys["general.architecture"])
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in keys.items():
+        if key != "general.architecture":  # its writer begins with it
+            adds.get(type(value), writer.add_array)(key, value)
+    for name, weight in tensors.items():
+        _add(writer, name, weight.detach().cpu().contiguous(), precision)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: Any, name: str, weight: Tensor, precision: str) -> None:
+    kind = stored_as(name, weight, precision)
+    if kind != "i64" and not rounded(name, weight, precision).isfinite().all():
+        raise ExportError(f"{name} has values that {kind} can't hold; choose bf16 or f32")
+    types = library().GGMLQuantizationType
+    if kind == "q8_0":
+        writer.add_tensor(name, _blocks(weight), raw_dtype=types.Q8_0)
+    elif kind == "bf16":  # numpy has no such number
+        writer.add_tensor(name, weight.to(torch.bfloat16).view(torch.uint8).numpy(), raw_dtype=types.BF16)
+    else:
+        writer.add_tensor(name, weight.to(DTYPES[kind]).numpy())
+
+
+def _blocks(weight: Tensor) -> Any:
+    """The bytes of a matrix in q8_0."""
+    return library().quants.quantize(weight.float().contiguous().numpy(), library().GGMLQuantizationType.Q8_0)
+
+
+def library() -> Any:
+    """llama.cpp's own, which takes a moment to load."""
+    import gguf
+
+    return gguf

@@ -1,0 +1,71 @@
+"""What the settings of a draft folder say, by their keys: layers of the target, tokens a step.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.config import read_object
+from outrider.errors import ExportError
+from outrider.method import Method
+
+MANIFEST, CONFIG = "outrider.json", "config.json"
+OURS = "outrider.kind"
+"""A key of GGUF files that we wrote: the kind of drafter, where the architecture alone does not tell."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which
+    counts."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
+
+
+def at(found: Mapping[str, Any], key: str) -> Any:
+    """The value under a key such as dflash_config.block, or GGUF's dflash.block_size; None where there is none."""
+    if key in found:
+        return found[key]
+    outer, _, inner = key.rpartition(".")
+    return ((found.get(outer) or {}) if outer else found).get(inner)
+
+
+def layers(method: Method, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers of the target whose output the draft reads, counted from 0; () where config.json does not name them."""
+    key, shift = method.layers.get(format, ("", 0))
+    return tuple(layer - shift for layer in at(config, key) or ())
+
+
+def length(method: Method, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
+    own = settings.get(method.length)
+    if type(own) is int:
+        return own
+    size = config.get("dflash.block_size" if format == "gguf" else "block_size")
+    if method.length == "block" and size is not None:
+        return int(size) - (not anchor_predicts(method, format, config))
+    if method.length == "heads":
+        return config.get("num_heads", config.get("medusa_num_heads"))
+    methods = (config.get("speculators_config") or {}).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    count = first.get("speculative_tokens")
+    return count if type(count) is int else None
+
+
+def anchor_predicts(method: Method, format: str, config: Mapping[str, Any]) -> bool:
+    """Whether a block drafts in the anchor's slot too: one token more."""
+    key, unless_given = method.in_anchor.get(format) or method.in_anchor.get("", ("", False))
+    if format == "gguf" and not unless_given and OURS not in config:  # only our files say so of such a method
+        return False
+    value = at(config, key) if key else None
+    return unless_given if value is None else bool(value)
+
+
+def target_of(config: Mapping[str, Any]) -> str | None:
+    """The target that the config.json of others names; None where it names none."""
+    own = at(config, "speculators_config.verifier") or {}
+    name = own.get("name_or_path") if isinstance(own, Mapping) else None
+    name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None

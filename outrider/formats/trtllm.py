@@ -1,0 +1,34 @@
+"""TensorRT-LLM's PyTorch backend: the folders it takes as a draft model, which are only written.
+
+EAGLE-3's layer is called `midlayer` and the layers it reads are in `llm_api.yaml`, counted from 0, as here; DFlash's
+are in `dflash_config`.  Embedding and head are taken from the target, but for EAGLE-3's head.  `llm_api.yaml` is what
+`trtllm-serve TARGET --config` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.formats.layout import Source
+
+SETTINGS = "llm_api.yaml"
+
+
+def files(
+    speculation: Callable[[Source], Mapping[str, Any]], more: Mapping[str, Any] = {}  # noqa: B006: never written to
+) -> Callable[[Source, Path], None]:  # fmt: skip
+    """Writes llm_api.yaml, which names the folder by its final path.  speculation: the settings of a drafter there.
+    more: settings beside them."""
+
+    def write(source: Source, folder: Path) -> None:
+        place = folder.with_name(folder.name.removesuffix(".part")).absolute()
+        own = {**more, "speculative_config": {**speculation(source), "speculative_model": str(place)}}
+        head = "# trtllm-serve TARGET --config llm_api.yaml; where this folder is moved, change speculative_model\n"
+        text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
+        (folder / SETTINGS).write_text(head + text, encoding="utf-8")
+
+    return write
