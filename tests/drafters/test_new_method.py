@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serve.running import running
 from tiny import folder, talker, write_run_file
 from verbs import outrider_with
 
@@ -16,7 +17,6 @@ from outrider.engines import engine
 from outrider.loading import load_drafter
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
-from serve.running import running
 
 __all__ = ["folder", "talker"]
 
