@@ -126,7 +126,7 @@ def test_a_command_has_only_flags_that_its_engine_has(name: str, tmp_path: Path)
     ("name", "kind", "format", "said"),
     [
         ("vllm", "medusa", "medusa", "only in versions before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
-        ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"),
+        ("vllm", "eagle3", "sglang", "counted from 0 in sglang and from 1 in speculators"),
         ("sglang", "suffix", None, "use ngram"), ("sglang", "medusa", "medusa", "EAGLE-3"),
         ("trtllm", "peagle", "speculators", "vllm"),
         ("transformers", "eagle3", "speculators", "vllm, sglang, trtllm, llamacpp, triton can"),
