@@ -277,7 +277,7 @@ def test_a_folder_of_mtp_is_refused_by_every_engine_but_one_and_the_sentence_say
     given = replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf")
     for name in ENGINES:
         reads = "llama.cpp reads gguf for mtp; export it --to gguf"
-        other = rf"only llama.cpp loads an MTP module .*deploy mtp --to {name}"
+        other = rf"llama.cpp loads mtp from a folder .*deploy mtp --to {name}"
         with pytest.raises(ConfigError, match=reads if name == "llamacpp" else other):
             command(name, given)
     found = command("llamacpp", replace(given, format="gguf"))
