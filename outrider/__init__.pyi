@@ -69,7 +69,20 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 16,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0, prefixes: float = 0.0,
+) -> Drafter: ...
+
+@overload
+def load_drafter(
+    kind_or_path: Literal["dflash2"], target: Target, *, device: str | torch.device | None = None,
+    quantize: str | None = None, heads: int | None = None, kv_heads: int | None = None, head_dim: int | None = None,
+    intermediate: int | None = None, rms_norm_eps: float | None = None, rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 7,
+    anchor_predicts: bool = False, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
+    init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 4.0, prefixes: float = 0.0, candidates: int = 16,
+    rank: int = 256, conv_taps: int = 2, conv_group: int = 16, window: int | None = None, nodes: int = 0,
+    selector_loss: Literal['kl', 'ce'] = 'kl', selector_start: float = 0.0, selector_gradient: bool = False,
 ) -> Drafter: ...
 
 @overload
@@ -80,8 +93,8 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 16,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0, gru: int = 1024, rank: int = 256,
-    pure_prefix: int = 1, curriculum: float = 0.5,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 7.0, prefixes: float = 0.0, gru: int = 1024,
+    rank: int = 256, pure_prefix: int = 1, curriculum: float = 0.5,
 ) -> Drafter: ...
 
 @overload
@@ -92,7 +105,7 @@ def load_drafter(
     rope_scaling: Mapping[str, Any] | None = None, partial_rotary_factor: float | None = None, block: int = 7,
     anchor_predicts: bool = True, siblings: Sequence[int] = (), layers: int = 5, taps: Sequence[int] | None = None,
     init_from_layers: Sequence[int] | None = None, mask_token: int | Literal['learnt'] | None = None,
-    anchors: int = 512, vocabulary: int | None = None, decay: float = 4.0,
+    anchors: int = 512, vocabulary: int | None = None, decay: float = 4.0, prefixes: float = 0.0,
     markov: Literal['vanilla', 'gated', 'rnn'] = 'vanilla', rank: int = 256, confidence: bool = True,
 ) -> Drafter: ...
 

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,7 +33,9 @@ from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.nn.shape import FORMER, LayerConfig
 from outrider.storage.atomic import replacing, sync
+from outrider.storage.trusted import regular
 from outrider.targets.protocol import Target
+from outrider.targets.quantised import is_of_blocks
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
@@ -44,7 +46,7 @@ MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES, PROVENANCE = (
     "training.grams",
     "provenance.json",
 )
-MEASURED = ("calibration", "report")
+MEASURED = ("calibration", "report", "held_out")
 """Keys of a manifest about finished weights; further training drops them, export and import copy them."""
 SHAPE: Mapping[str, type] = {
     "version": int, "kind": str, "config": dict, "target": dict, "taps": list, "facts": dict, "training": dict,
@@ -144,7 +146,7 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
         with _disk_errors(folder), replacing(source / MANIFEST) as part:
             part.write_text(json.dumps(manifest, indent=2))
         return
-    stored = load_file(source / WEIGHTS)
+    stored = load_file(regular(source / WEIGHTS))
     with _instead_of(folder) as part:
         shutil.copytree(source, part, dirs_exist_ok=True)
         save_file(stored | {name: w.detach().contiguous().cpu() for name, w in weights.items()}, part / WEIGHTS)
@@ -253,7 +255,8 @@ def is_there(folder: str | Path) -> bool:
 def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path, quantised: bool = False) -> None:
     """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name.
 
-    quantised: these weights, and those that they were quantised from or to, are one target.
+    quantised: these weights, and those that they were quantised from or to, are one target.  A GGUF file does not say
+    from which it was: one of another precision is taken for the same model.
     """
     mine, theirs, spec = binding(target), manifest["target"], target.spec
     free = set()
@@ -263,6 +266,8 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
         free.add("weights_hash")
     if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
         free.add("weights_hash")
+    if quantised and _differ_in_blocks(trained_on(manifest, target), spec.precision):
+        free.add("weights_hash")
     if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:
         differences = ", ".join(f"{key} was {theirs.get(key)}, is {mine[key]}" for key in wrong)
         came_so = " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
@@ -270,6 +275,11 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
         remedy += came_so * (spec.quantised is not None and not spec.base_hash)
         own = f"target {theirs.get('name')!r}, not for {spec.name!r}"
         raise CheckpointError(f"{folder} was trained for {own}: {differences}; {remedy}")
+
+
+def _differ_in_blocks(trained: str | None, served: str) -> bool:
+    """Whether one of two precisions is of a GGUF file, and the other is another."""
+    return trained is not None and trained != served and (is_of_blocks(trained) or is_of_blocks(served))
 
 
 def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
@@ -311,7 +321,7 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     """
     path = whole(folder) / WEIGHTS
     try:
-        weights = load_file(path)
+        weights = load_file(regular(path))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
     expected = weights_of(model)
@@ -341,8 +351,8 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
     """What a resume needs, or None where the checkpoint holds weights only."""
     path = whole(folder) / TRAINING
     try:
-        return load_file(path) if path.exists() else None
-    except SafetensorError as error:
+        return load_file(regular(path)) if path.exists() else None
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}; delete it to start training again from these weights"
         ) from None
@@ -362,6 +372,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             "folder"
         )
     settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
+    check_shapes(folder, settings, lambda: module.Model(settings, target))
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
     load_weights(folder, model)
@@ -375,6 +386,29 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             "float32"
         )
     return model
+
+
+def check_shapes(folder: str | Path, settings: Any, build: Callable[[], nn.Module]) -> None:
+    """Refuse a manifest whose model is not the one of the weights, by the head of their file, before memory is taken
+    for either.  A method whose model can't be built without memory is left to `load_weights`."""
+    path = whole(folder) / WEIGHTS
+    try:
+        with safe_open(regular(path), framework="pt") as file:
+            stored = {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
+    layers = getattr(settings, "layers", 0)
+    if isinstance(layers, int) and layers > max(1, len(stored)):
+        raise CheckpointError(f"{path} has {len(stored)} weights, and the manifest {layers} layers; copy it again")
+    try:
+        with torch.device("meta"):
+            expected = weights_of(build())
+    except Exception:  # of a method, which may compute with what it makes
+        return
+    if wrong := [name for name in expected.keys() & stored.keys() if expected[name].shape != stored[name].shape]:
+        raise CheckpointError(
+            f"{path} has wrongly shaped weights: {', '.join(sorted(wrong)[:4])}; copy or train it again"
+        )
 
 
 def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:
@@ -392,7 +426,7 @@ def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -
 
 def _has_own_mask(path: Path) -> bool:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular(path), framework="pt") as file:
             return any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import itertools
 import json
 import re
 import types
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, first_line
 
 T = TypeVar("T", bound="Config")
 
@@ -144,16 +145,23 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
             path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
             message = problem["msg"].removeprefix("Value error, ")
             is_section = "unknown key" in message or isinstance(problem["input"], Mapping)
-            given = "" if is_section or problem["type"] == "missing" else f" (given: {problem['input']!r})"
+            given = "" if is_section or problem["type"] == "missing" else f" (given: {_shown(problem['input'])})"
             lines.append(f"{path + ': ' if path else ''}{message}{given}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def _shown(value: Any) -> str:
+    """A value as an error gives it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:396]} ..."
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.  Raises ConfigError, with the line, for what is not YAML and for a key in it
     twice."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)  # a device would be read for ever
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read run file {path}: {error}; give a readable file in UTF-8") from None
     values = _parsed(text, str(path))
@@ -174,9 +182,22 @@ def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = dict(_keys(yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)))
+        lines = _lines(path)
         given = [item.partition("=")[0] for item in overrides]
         raise ConfigError("\n".join(_located(part, path, lines, given) for part in str(error).splitlines())) from None
+
+
+def _lines(path: str | Path) -> dict[str, int]:
+    """The line of every key of a YAML file; none where it can't be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if len(text) > LONGEST or _brackets(text) > 4 * DEEPEST:
+            return {}
+        node = yaml.compose(text, yaml.SafeLoader)
+        _size(node, {})
+    except (OSError, RecursionError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(_keys(node))
 
 
 def _located(message: str, path: str | Path, lines: Mapping[str, int], overrides: Iterable[str]) -> str:
@@ -219,14 +240,48 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
     return merged
 
 
+LONGEST, MOST_NODES, DEEPEST = 2**19, 50_000, 50
+"""Characters of a YAML text; values in it, those that aliases repeat counted each time; and how deep they nest."""
+
+
 def _parsed(text: str, what: str) -> Any:
-    """YAML as values.  Raises ConfigError, which begins with `what`."""
+    """YAML as values.  Raises ConfigError, which begins with `what`, for what is none, or more than any run needs."""
+    if len(text) > LONGEST:
+        raise ConfigError(f"{what[:80]} has {len(text)} characters, the most are {LONGEST}; name files in it instead")
+    if _brackets(text) > 4 * DEEPEST:  # before it is scanned, in a time that grows with the square of this
+        raise ConfigError(f"{what[:80]} is nested too deeply; correct it")
+    loader = yaml.SafeLoader(text)
     try:
-        return yaml.safe_load(text)
+        node = loader.get_single_node()
+        _size(node, {})
+        return None if node is None else loader.construct_document(node)
+    except (RecursionError, ValueError) as error:  # of a date or a number that is none, too
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        raise ConfigError(f"{what[:200]} can't be read: {reason}; correct it") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}," if mark and "\n" in text else ""
         raise ConfigError(f"{what}{place} is not YAML: {problem or str(error).splitlines()[0]}") from None
+
+
+def _brackets(text: str) -> int:
+    """How many brackets are open at once, at most."""
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _size(node: Any, sizes: dict[int, int], depth: int = 0) -> int:
+    """Values of a YAML node, aliases counted each time.  Raises ValueError for too many, or one that holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MOST_NODES  # while it is counted: found again inside, it holds itself
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested deeper than {DEEPEST}")
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        both = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
+        sizes[id(node)] = 1 + sum(_size(part, sizes, depth + 1) for part in both)
+    if sizes[id(node)] > MOST_NODES:
+        raise ValueError(f"it has more than {MOST_NODES} values, or one that holds itself")
+    return sizes[id(node)]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -246,7 +301,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a pipe would be read for ever
         raise ValueError("it is not a file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
@@ -254,7 +309,8 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for `json.loads`.  Raises ValueError for a key that is there twice."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -6,12 +6,16 @@ from pathlib import Path
 
 ID = re.compile(r"(?!-|\.)[\w.-]{1,96}(?<!-|\.)(/(?!-|\.)[\w.-]{1,96}(?<!-|\.))?", re.ASCII)
 """A repository: NAME, or OWNER/NAME."""
+HUB_FILE = re.compile(rf"(?P<repo>{ID.pattern}):(?P<file>[\w.-][\w./-]*\.gguf)", re.ASCII)
+"""A GGUF file of a repository: OWNER/NAME:FILE."""
 FILES = (".json", ".jsonl", ".txt", ".yaml", ".yml", ".safetensors", ".gguf", ".parquet", ".csv")
 
 
 def is_local(name: str) -> bool:
     """Whether a name means a file or folder here, present or missing: `runs/x` does, also where only `runs` exists."""
     path = Path(name).expanduser()
+    if HUB_FILE.fullmatch(name):
+        return path.exists()
     owner = path.parts[0] if path.parts else ""
     return (
         path.exists() or not ID.fullmatch(name) or name.endswith(FILES) or owner == "runs"

@@ -13,7 +13,7 @@ import torch
 from outrider import checkpoint
 from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
-from outrider.drafters import find, kinds, trained
+from outrider.drafters import find, kinds, method, trained
 from outrider.errors import CheckpointError, ConfigError, DrafterError, first_line
 from outrider.export import formats, reading
 from outrider.export.manifest import read_config, read_manifest
@@ -57,7 +57,8 @@ def load_drafter(
     id.
 
     A folder is a checkpoint, or a draft model as its authors publish it: speculators, EAGLE, EAGLE-3, DFlash, DSpark,
-    Medusa and the others of `outrider formats`; a GGUF file is named itself.  A trainable kind by its name alone has
+    Medusa and the others of `outrider formats`; a GGUF file is named itself.  Of a trained drafter only settings on
+    which its weights do not depend can be given, such as a dflash2's nodes.  A trainable kind by its name alone has
     new, random weights.  device: where it runs, if not where its config says, which is the target's own device unless
     given.  quantize: `int8` rounds the linear layers of the draft model, whatever the target's are; what it borrows of
     the target stays.  A checkpoint trained with the weights that a target was quantised from fits it, and the log
@@ -80,8 +81,10 @@ def load_drafter(
         return _placed(lambda target: module.build(settings, target, **opens), target, place)
     source = describe(name)
     _refuse_without_layers(name, source.kind, target)
-    if config:
-        raise ConfigError(f"{name} is a trained drafter with settings of its own; leave out {', '.join(config)}")
+    free = method(source.kind).free
+    if fixed := sorted(config.keys() - {*free}):
+        others = f"; {' and '.join(free)} can be set" if free else ""
+        raise ConfigError(f"{name} is a trained drafter with settings of its own; leave out {', '.join(fixed)}{others}")
     own = source.manifest.get("config") or {}
     quantize = quantize or own.get("quantize")
     if quantize is not None:
@@ -92,6 +95,8 @@ def load_drafter(
 
     def filled(target: Target) -> Drafter:
         model = draft_model(source, target)
+        if config:
+            model = with_settings(model, config, name)
         if quantize is not None:
             quantise(model, quantize)
         else:
@@ -110,6 +115,25 @@ def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
     if source.format is None:
         return checkpoint.load_model(source.folder, target)
     return reading.imported(source.folder, target, source.format, source.kind)
+
+
+def with_settings(model: DraftModel, changes: Mapping[str, Any], name: str) -> DraftModel:
+    """A loaded model with other values of settings on which its weights do not depend; see `Method.free`.
+
+    Raises ConfigError for a value that is none, and for a longer draft than it was trained for.
+    """
+    own = model.config
+    config = build(type(own), {**own.model_dump(), **changes}, "drafter")
+    length = method(own.kind).length
+    if getattr(config, length) > getattr(own, length):
+        raise ConfigError(
+            f"{length} {getattr(config, length)} is more than the {getattr(own, length)} that {name} was trained for; "
+            "set it lower, or leave it out"
+        )
+    kind: Any = type(model)
+    changed: DraftModel = kind(config, model.target)
+    changed.to(model.target.device, model.dtype).load_state_dict(model.state_dict())
+    return changed.eval().requires_grad_(False)
 
 
 def describe(name: str | Path, format: str | None = None, kind: str | None = None) -> Source:

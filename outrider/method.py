@@ -34,6 +34,9 @@ class Method:
     """The setting that says how many it drafts: length, block or heads."""
     chain: Mapping[str, Any] = field(default_factory=dict)
     """Settings that make its tree the chain that engines draft."""
+    free: tuple[str, ...] = ()
+    """Settings on which its weights do not depend: a trained drafter can be loaded with others.  That of its length can
+    only be lowered."""
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By engine that runs it: the fields of `engines.engine.Method`, and `bad`, versions that draft it wrongly, with
     those of `engines.engine.Bad`."""

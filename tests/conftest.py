@@ -38,6 +38,8 @@ from outrider.fast.packages import build
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.policies import named
 from outrider.policies.fixed import Fixed
+from outrider.storage import cache
+from outrider.targets import catalog
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import LayerSizes, Target
@@ -64,6 +66,7 @@ SMALL_OF = {
     "jacobi_denoising": {"window": 3}, "ngram_embedding": {"order": 6},
     "mtp": {"ttt": 4, "modules": 2, "anchors": None},
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
+    "dflash2": {"candidates": 3, "conv_group": 4, "selector_loss": "ce"},
     "patch_diffusion": {"block": 4, "steps": 2, "mask_token": 63},
 }  # fmt: skip
 """Where a kind must be larger, or has a field whose name others have too."""
@@ -116,7 +119,10 @@ LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER") or ROOT / "benchmarks/engines
 """Built by `python benchmarks/engines/build_llama.py`; tests that ask it are collected where it is."""
 TRAINED = ROOT / "runs/demo-small/checkpoint"
 """Trained by `outrider run recipes/demo.yaml name=demo-small`."""
+SMOLLM2 = cache.folder() / "models" / f"smollm2-q4_1-{catalog.SHA256[:8]}-{catalog.VERSION}" / Path(catalog.MEMBER).name
+"""Fetched by whoever loads `smollm2:q4_1`."""
 collect_ignore = [
+    *([] if SMOLLM2.exists() else ["targets/test_real_gguf.py"]),
     *([] if LLAMA_SERVER.exists() else ["data/test_llama_answers.py"]),
     *([] if LLAMA_SERVER.exists() and TRAINED.exists() else ["engines/test_built_llama_server.py"]),
 ]
@@ -289,10 +295,12 @@ def cases() -> list[Case]:
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
-        if "siblings" in fields and kind != "domino":  # the tree is dflash's
+        if "siblings" in fields and kind not in ("domino", "dflash2"):  # the tree is dflash's, or one of pairs
             found.append(Case(kind, {"siblings": (2, 1)}, True))
         if kind == "dflash":
             found.append(Case(kind, {"anchor_predicts": False}, True))
+        if kind == "dflash2":
+            found += [Case(kind, {"nodes": 7}, True), Case(kind, {"window": 9, "vocabulary": 40}, True)]
         if kind == "dspark":
             found.append(Case(kind, {"vocabulary": 40}, True))
         if kind == "ngram":

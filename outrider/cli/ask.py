@@ -101,7 +101,7 @@ def ask(
 
 def _ask_one(made: MadeClient, body: Mapping[str, Any], stream: bool) -> dict[str, Any]:
     """Print the answer to one text, and on standard error what it took."""
-    show = lambda text: print(text, end="", file=console.out.file, flush=True)
+    show = lambda text: print(console.written(text), end="", file=console.out.file, flush=True)
 
     async def main() -> dict[str, Any]:
         began = time.monotonic()

@@ -33,6 +33,9 @@ BURST = 200
 
 out = Console()
 note = Console(stderr=True)
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that do something to a terminal, but for tabs and line feeds."""
+PASSWORD = re.compile(r"(?<=://)[^/\s@\"']+@")
 
 RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -46,6 +49,19 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write more than 10 GB wi
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")
 ]
+
+
+def plain(text: str) -> str:
+    """Text that shows what it is and does nothing: control characters are written out, which could drive a terminal or
+    turn its letters around, halves of surrogates can be encoded, and a password in an address is left out."""
+    shown = CONTROL.sub(lambda match: match[0].encode("unicode_escape", "backslashreplace").decode(), text)
+    return PASSWORD.sub("***@", shown)
+
+
+def written(text: str) -> str:
+    """A model's text as standard output may have it: plain in a terminal, as it came in a file."""
+    whole = text.encode(errors="replace").decode()
+    return plain(whole) if out.is_terminal else whole
 
 
 def say(line: str, style: str | None = None) -> None:
@@ -63,6 +79,7 @@ def _wrapped(text: str, console: Console, indent: int | None = None) -> str:
 
     indent: of the lines that a line is broken into; as far as its words after the verb's name unless given.
     """
+    text = plain(text)
     if not console.is_terminal:
         return text
     lines = []
@@ -164,7 +181,7 @@ def show(given: FittedTable | Table) -> None:
 
 
 def _text(given: Any) -> Text:
-    return given if isinstance(given, Text) else Text(str(given))
+    return given if isinstance(given, Text) else Text(plain(str(given)))
 
 
 def _longest(words: Sequence[str]) -> int:

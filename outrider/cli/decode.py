@@ -59,6 +59,9 @@ def decode(
     quantize: Annotated[
         str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")
     ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="int8: round what the weights of a GGUF file are multiplied with.")
+    ] = None,
     tensor_parallel: console.Parts = None,
     compile: Annotated[
         bool | None,
@@ -86,7 +89,7 @@ def decode(
     if compare and not drafter:
         raise ConfigError("--compare needs a drafter to compare with; name one with --drafter")
     machine.set_up_process()
-    loaded = load_target(target, tensor_parallel=parts, quantize=quantize, compile=compile)
+    loaded = load_target(target, tensor_parallel=parts, quantize=quantize, compile=compile, activations=activations)
     built = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and built is not None:
         compile_drafter(built, Printer())
@@ -140,7 +143,7 @@ def _show(piece: Piece, target: TransformersTarget, colour: bool) -> None:
         _write(piece.text[:at], DRAFTED)
         _write(piece.text[at:])
     else:
-        sys.stdout.write(piece.text)
+        sys.stdout.write(console.written(piece.text))
         sys.stdout.flush()
 
 
@@ -155,4 +158,4 @@ def _remark_pace(found: Pace, alone: Pace | None = None) -> None:
 
 
 def _write(text: str, style: str | None = None) -> None:
-    console.out.print(text, end="", style=style, markup=False, highlight=False)
+    console.out.print(console.written(text), end="", style=style, markup=False, highlight=False)

@@ -10,10 +10,9 @@ import typer
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, write_json
-from outrider.engines import commands, flags, manifests
+from outrider.engines import commands, manifests
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of
-from outrider.errors import ConfigError
 
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")
@@ -32,13 +31,12 @@ ParallelOption = Annotated[int, typer.Option("--tensor-parallel", help="GPUs tha
 
 def deploy(
     draft: Annotated[
-        str | None,
-        typer.Argument(help="Exported or published folder, or its id; ngram, suffix, mtp.", show_default=False),
-    ] = None,
+        str, typer.Argument(help="Exported or published folder, or its id; ngram, suffix, mtp.", show_default=False)
+    ],
     to: Annotated[
-        str | None,
+        str,
         typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llama.cpp, transformers or triton."),
-    ] = None,
+    ],
     target: TargetOption = None,
     tokens: Annotated[int | None, typer.Option(help="Drafted a step; the draft's own number.  0: none.")] = None,
     width: Annotated[int, typer.Option(help="Children of each node of a tree; 1 is a chain.")] = 1,
@@ -61,19 +59,11 @@ def deploy(
     gpus: Annotated[
         int | None, typer.Option(min=0, help="Of a container, for --out; --tensor-parallel's.  0: a machine without.")
     ] = None,
-    translate: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="A command of an older article, in today's words.")
-    ] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Print the command with which an engine serves a draft, and write what a deployment needs."""
     quiet()
     place_of_json(json_to)
-    if translate is not None:
-        _translate(translate, only_print, json_to)
-        return
-    if draft is None or to is None:
-        raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
     to, found = engine_name(to), commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
     wish = Wish(tokens, width, cutoff, port=port, tensor_parallel=tensor_parallel)
@@ -89,19 +79,6 @@ def deploy(
         place = manifests.Place(name, image, gpus=wish.tensor_parallel if gpus is None else gpus)
         remark(f"          written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
     write_json(json_to, command.plain(found))
-
-
-def _translate(text: str, only_print: bool, json_to: str | None) -> None:
-    found = flags.translate(text)
-    if not only_print:
-        say("deploy    an older command in today's words")
-        for note in found.notes or ("nothing in it is old",):
-            say(f"          {note}")
-    print(found.shell, file=console.out.file)
-    for name, content in found.files.items():
-        print(f"# {name}\n{content}", file=console.out.file)
-    fields = {"engine": found.engine, "command": found.shell, "words": list(found.words), "notes": list(found.notes)}
-    write_json(json_to, fields)
 
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:

@@ -14,10 +14,13 @@ from outrider.engines import export as exporting
 from outrider.engines.engine import engine_name
 from outrider.errors import ConfigError
 from outrider.export import reading
-from outrider.export.target import export_target
+from outrider.export.target import export_target, is_model, pass_on
+from outrider.formats.gguf.file import DEFAULT
 from outrider.loading import describe, find_folder
 from outrider.targets import catalog
+from outrider.targets.gguf.files import locate
 from outrider.targets.load import load_target
+from outrider.targets.sketch import sketch
 
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
@@ -51,7 +54,8 @@ def export(
 ) -> None:
     """Write a drafter for an engine or in another's format, read it back and compare every weight.
 
-    With --to gguf a target too: `demo`, or the folder or Hugging Face id of a Qwen3 or Llama.
+    With --to gguf a target too: `demo`, or the folder or Hugging Face id of a Qwen3 or Llama, in the precision that it
+    is stored in; a GGUF file is passed on as it is.
     """
     quiet()
     place_of_json(json_to)
@@ -86,6 +90,8 @@ def is_target(name: str) -> bool:
     """Whether a name is a target's: `demo`, or a plain language model that does not say which target it drafts for."""
     if name in catalog.NAMES and not Path(name).exists():
         return True
+    if (files := locate(name)) is not None:
+        return is_model(files)
     source = describe(name)
     return source.kind == "small_model" and source.format == "transformers" and not source.manifest
 
@@ -93,10 +99,18 @@ def is_target(name: str) -> bool:
 def _export_target(name: str, to: str, out: Path, precision: str | None, json_to: JsonTo) -> None:
     if engine_name(to) != "llamacpp":
         raise ConfigError(f"{name} is a target, which {to} reads as it is; to draft with it, name its target: --target")
-    folder = export_target(load_target(name, compile=False), out, precision)
+    files = locate(catalog.checkpoint(name))
+    if files is not None:
+        if precision is not None:
+            raise ConfigError(f"{name} is a GGUF file, which is passed on as it is; leave out --precision {precision}")
+        folder, how = pass_on(name, files, out), "as it is"
+    else:
+        # a CPU loads it in float32, of which half would be zeros in the file
+        own = precision or DEFAULT.get(sketch(name).spec.dtype)
+        folder = export_target(load_target(name, compile=False), out, own)
+        how = "every weight reads back equal" + (f", rounded to {precision}" if precision else "")
     size = sum(path.stat().st_size for path in folder.iterdir())
-    rounded = f", rounded to {precision}" if precision else ""
-    say(f"export    target {name} as gguf: {sized(size)} in {folder}; every weight reads back equal{rounded}")
+    say(f"export    target {name} as gguf: {sized(size)} in {folder}; {how}")
     write_json(json_to, {"kind": "target", "format": "gguf", "engine": "llamacpp", "folder": str(folder),
                          "size_bytes": size})  # fmt: skip
 

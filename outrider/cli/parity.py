@@ -27,6 +27,7 @@ from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
+from outrider.targets.text.cuts import sentence
 from outrider.training.progress.checkpoints import chosen
 
 if TYPE_CHECKING:
@@ -287,6 +288,8 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
             )  # fmt: skip
     console.show(table)
     for run in found:
+        if run.cut:
+            say(f"          {run.task}: {sentence(run.cut)}")
         if not run.holds and not run.is_sampled:
             say(
                 f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none "

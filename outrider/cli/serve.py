@@ -87,6 +87,9 @@ def serve(
     ] = None,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
     quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights.")] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="int8: round what the weights of a GGUF file are multiplied with.")
+    ] = None,
     tensor_parallel: Parts = None,
     compile: Annotated[
         bool | None,
@@ -124,7 +127,10 @@ def serve(
         "log_prompts": log_prompts or None,
     }  # fmt: skip
     overrides = [f"serve.{key}={_yaml(value)}" for key, value in options.items() if value is not None]
-    more = {"name": target, "quantize": quantize, "compile": compile, "tensor_parallel": tensor_parallel}
+    more = {
+        "name": target, "quantize": quantize, "activations": activations, "compile": compile,
+        "tensor_parallel": tensor_parallel,
+    }  # fmt: skip
     overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
     served = _served(what or (), overrides, drafter, settings or ())
     work_for_first(served.target.tensor_parallel)
@@ -161,8 +167,9 @@ def _answer_clients(served: Served) -> None:
         what = "the keys of " + str(config.keys) if keys else "no key is asked for"
         line = f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops"
         remark = lambda text: console.remark(f"          {text}")
-        server.run(server.Server(door, service, post, remark, ready=lambda: say(line)), sock)
-    say("          stopped; all requests that ran have ended")
+        own = server.Server(door, service, post, remark, ready=lambda: say(line))
+        server.run(own, sock)
+    say("          stopped" if own.unfinished else "          stopped; all requests that ran have ended")
 
 
 def _answer_file(served: Served, given: Path, to: Path) -> None:

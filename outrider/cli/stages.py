@@ -247,6 +247,8 @@ def _say_evaluated(found: events.Evaluated, took: str) -> None:
         f", {len(report.left_out)} of {tried} left out {summary.left_out_because(report)}" if report.left_out else ""
     )
     say(f"          {summary.many(len(report.rows), 'row')} over {summary.many(tried, 'prompt')}{left_out}; {took}")
+    if report.cut:
+        say(f"          {summary.cut_sentence(report)}")
     if (load := report.machine_load) is not None and (load.repeated or load.contended):
         taken = max(load.waited or 0.0, load.stolen or 0.0)
         say(

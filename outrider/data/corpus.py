@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from outrider.data.overlap.hash_files import Collector
 from outrider.errors import DataError, TargetError
 from outrider.retrieval.corpus import build as corpus_build
@@ -17,7 +15,7 @@ from outrider.retrieval.corpus import corpora
 from outrider.retrieval.corpus import texts as corpus_texts
 from outrider.retrieval.corpus.suffix_array import Corpus
 from outrider.targets import catalog
-from outrider.targets.identity import hash_tokenizer
+from outrider.targets.identity import hash_tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +107,11 @@ def build(
 
 def tokenizer_of(target: str) -> Any:
     """A target's tokenizer, without its weights."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(catalog.checkpoint(target))
-        # where there are no files, transformers makes up a tokenizer of special tokens alone
-        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
-    except (OSError, ValueError, KeyError) as error:
-        tokenizer, reason = None, str(error).strip().splitlines()[0]
+    tokenizer, reason = load_tokenizer(catalog.checkpoint(target))
     if reason:
         raise TargetError(
-            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, `smollm2`, a folder, or a Hugging Face id"
+            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, `smollm2`, a folder, a GGUF file, or a "
+            "Hugging Face id"
         )
     return tokenizer
 

@@ -8,19 +8,18 @@ the token that ends a turn, it does not train and is counted.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.data.sources.conversations import Conversation, at_place
 from outrider.errors import DataError
+from outrider.targets.text import chat
+from outrider.targets.text.control import text_tokens
 from outrider.targets.text.turns import runs_on
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = chat.Tools
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -47,13 +46,23 @@ def prompt_tokens(
     thinking: handed to the template as `enable_thinking`, unless None.  tools: handed to it where there are some.
     Raises DataError where the template refuses the messages.
     """
-    return _tokens(tokenizer, messages, _choices(thinking, tools), is_prompt=True)
+    return _tokens(tokenizer, messages, tools, _variables(thinking), is_prompt=True)
 
 
-def check_template(tokenizer: Any, conversation: Conversation, thinking: bool | None = None) -> None:
-    """Raises DataError with file and line where the chat template refuses a prompt of this conversation."""
+def check_template(
+    tokenizer: Any, conversation: Conversation, thinking: bool | None = None, answered: bool = False
+) -> None:  # fmt: skip
+    """Raises DataError with file and line where the chat template refuses a prompt of this conversation.
+
+    answered: with the conversation's own answers, which train, in place of the target's.
+    """
     messages: list[Mapping[str, Any]] = []
-    choices = _choices(thinking, conversation.tools)
+    variables = _variables(thinking)
+    if answered and getattr(tokenizer, "chat_template", None) is not None:
+        with at_place(conversation):
+            _templated(
+                tokenizer, conversation.messages, conversation.tools, variables, add_generation_prompt=False
+            )  # fmt: skip
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
@@ -62,7 +71,7 @@ def check_template(tokenizer: Any, conversation: Conversation, thinking: bool | 
         messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
             with at_place(conversation):
-                _templated(tokenizer, messages, choices, add_generation_prompt=True, tokenize=False)
+                _templated(tokenizer, messages, conversation.tools, variables, add_generation_prompt=True)
 
 
 def render(
@@ -76,27 +85,27 @@ def render(
     messages = messages[: last + 1]
     template = getattr(tokenizer, "chat_template", None)
     is_marked = isinstance(template, str) and MARKS.search(template) is not None
-    choices = _choices(thinking, tools)
-    whole = _by_marks(tokenizer, messages, choices) if is_marked else _by_prompts(tokenizer, messages, choices)
+    whole = (_by_marks if is_marked else _by_prompts)(tokenizer, messages, tools, _variables(thinking))
     learn = [(start, end) for start, end in whole.learn if not runs_on(whole.tokens[start:end], tokenizer)]
     cut = [(start, min(end, length)) for start, end in learn if start < length]
     return Rendered(whole.tokens[:length], cut, whole.unstable + len(whole.learn) - len(learn))
 
 
-def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> Rendered:
+def _by_marks(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any]) -> Rendered:
     """What the template marks as generated; a mark inside a token is not sure."""
-    variables = {**tokenizer.special_tokens_map, **choices}
-    draw: Any = render_jinja_template  # its annotation says that it returns one text
-    with _as_data_error():
-        texts, marks = draw(
-            conversations=[list(messages)], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
-            **variables,
-        )  # fmt: skip
-    made = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
-    offsets, learn, unstable = np.asarray(made["offset_mapping"]).reshape(-1, 2), [], 0
-    answers = marks[0][1:] if messages[0]["role"] == "assistant" else marks[0]  # a greeting answers nothing
-    for start, end in answers:
-        if start == end:
+    try:
+        made = chat.marked(tokenizer, messages, tools, variables)
+    except DataError as error:
+        raise _to_correct(error) from error.__cause__
+    marks, offsets, learn, unstable = made.spans, np.asarray(made.offsets).reshape(-1, 2), [], 0
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if len(marks) != len(answers) and not all(map(_trains, answers)):  # which mark is whose is not known
+        return Rendered(made.ids, [], len(answers))
+    trains = [_trains(message) for message in answers] if len(marks) == len(answers) else [True] * len(marks)
+    if messages[0]["role"] == "assistant":  # a greeting answers nothing
+        trains[:1] = [False]
+    for (start, end), is_trained in zip(marks, trains, strict=True):
+        if start == end or not is_trained:
             continue
         # several tokens may be the bytes of one letter, and have its place each
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
@@ -104,19 +113,24 @@ def _by_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Ma
             unstable += 1
         else:
             learn.append((int(inside[0]), int(inside[-1]) + 1))
-    return Rendered(made["input_ids"], learn, unstable)
+    return Rendered(made.ids, learn, unstable)
 
 
-def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any]) -> Rendered:
+def _trains(message: Mapping[str, Any]) -> bool:
+    """Whether an answer trains: not with a weight of 0, which makes it part of the prompt of later ones."""
+    return message.get("weight") != 0
+
+
+def _by_prompts(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any]) -> Rendered:
     """What follows each prompt, where the prompt and its answer are a beginning of the whole."""
-    tokens = _tokens(tokenizer, messages, choices, is_prompt=False)
+    tokens = _tokens(tokenizer, messages, tools, variables, is_prompt=False)
     learn, unstable = [], 0
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or not i:
+        if message["role"] != "assistant" or not i or not _trains(message):
             continue
-        is_last = i == len(messages) - 1
-        prompt = _tokens(tokenizer, messages[:i], choices, is_prompt=True)
-        answered = tokens if is_last else _tokens(tokenizer, messages[: i + 1], choices, is_prompt=False, is_open=True)
+        is_last, part = i == len(messages) - 1, messages[: i + 1]
+        prompt = _tokens(tokenizer, messages[:i], tools, variables, is_prompt=True)
+        answered = tokens if is_last else _tokens(tokenizer, part, tools, variables, is_prompt=False, is_open=True)
         if tokens[: len(answered)] != answered or answered[: len(prompt)] != prompt:
             unstable += 1
         elif len(prompt) < len(answered):
@@ -125,7 +139,7 @@ def _by_prompts(tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: 
 
 
 def _tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any], *, is_prompt: bool,
+    tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], *, is_prompt: bool,
     is_open: bool = False,
 ) -> list[int]:  # fmt: skip
     """The messages' tokens, followed by the start of an answer or by the end of the last message.
@@ -133,34 +147,25 @@ def _tokens(
     is_open: where there is no template, more follows, so nothing ends.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
-        tokens: list[int] = _templated(tokenizer, messages, choices, add_generation_prompt=is_prompt)
-        return tokens
+        return list(_templated(tokenizer, messages, tools, variables, add_generation_prompt=is_prompt))
     end = [] if is_prompt or is_open or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     text = "".join(message["content"] for message in messages)
-    return list(tokenizer.encode(text)) + end
+    return text_tokens(tokenizer, text) + end
 
 
-def _choices(thinking: bool | None, tools: Tools) -> dict[str, Any]:
-    """What a template is handed beside the messages."""
-    found: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    return found | {"tools": list(tools)} if tools else found
+def _variables(thinking: bool | None) -> dict[str, Any]:
+    return {} if thinking is None else {"enable_thinking": thinking}
 
 
 def _templated(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], choices: Mapping[str, Any], *, tokenize: bool = True,
-    add_generation_prompt: bool,
-) -> Any:  # fmt: skip
-    """The chat template's rendering of these messages: token ids, or with `tokenize=False` the text."""
-    with _as_data_error():
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=tokenize, return_dict=False, add_generation_prompt=add_generation_prompt, **choices
-        )
-
-
-@contextmanager
-def _as_data_error() -> Iterator[None]:
+    tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any], **options: bool
+) -> Any:
+    """`chat.rendered`, whose refusals say what to do with a row."""
     try:
-        yield
-    except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one
-        what = f"the target's chat template refuses these messages ({error})"
-        raise DataError(f"{what}; correct the row, or skip such rows with --skip-bad") from error
+        return chat.rendered(tokenizer, messages, tools, variables, **options)
+    except DataError as error:
+        raise _to_correct(error) from error.__cause__
+
+
+def _to_correct(error: DataError) -> DataError:
+    return DataError(f"{error}; correct the row, or skip such rows with --skip-bad")

@@ -1,7 +1,7 @@
 """The right command for each engine, in the words of the version that is installed.  No torch.
 
 engines.yaml was written from each engine's source or documents at its version; docs/deploy.md lists what was run.  A
-method that an engine can't run is refused by name, with what to use instead.  `flags` reads old flags.
+method that an engine can't run is refused by name, with what to use instead.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
 STALE = "*rotary_emb*"
 """Keys of theirs that were not trained."""
-BEGINNINGS = ("accuracies", "confidence_head.temperatures", "confidence_head.shifts")
+BEGINNINGS = (
+    "accuracies", "confidence_head.temperatures", "confidence_head.shifts", "candidate_selector.share",
+)  # fmt: skip
 """Weights of ours with a usable initial value: a folder may lack them.  All others are random at first."""
 
 

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from outrider.errors import ConfigError, ExportError
-from outrider.formats.gguf import file, model
+from outrider.formats.gguf import file, model, reading
 from outrider.formats.gguf.file import DEFAULT, FILE, PRECISIONS
 from outrider.formats.keys import MANIFEST
 from outrider.storage.atomic import new_folder
+from outrider.targets.gguf.architectures import ARCHITECTURES
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.weights import weights_of
+
+
+def is_model(files: Sequence[Path]) -> bool:
+    """Whether GGUF files are a language model, and not a draft model.  Raises ExportError for one that is damaged."""
+    return reading.read_header(files[0]).keys.get("general.architecture") in ARCHITECTURES
+
+
+def pass_on(name: str, files: Sequence[Path], out: str | Path) -> Path:
+    """Copy a target that is in GGUF files already, as they are, into a new folder, which is returned.
+
+    Raises ExportError where `out` is there already.
+    """
+    names = [FILE] if len(files) == 1 else [path.name for path in files]
+    about = {"format": "gguf", "precision": None, "target": {"name": name}}
+    with new_folder(Path(out), ExportError) as part:
+        for path, own in zip(files, names, strict=True):
+            shutil.copyfile(path, part / own)
+        (part / MANIFEST).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return Path(out)
 
 
 def export_target(target: TransformersTarget, out: str | Path, precision: str | None = None) -> Path:

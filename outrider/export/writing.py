@@ -66,7 +66,7 @@ def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mappi
     if is_checkpoint(folder):
         checkpoint, manifest = load_model(folder, target), dict(manifest_of(folder))
         model = checkpoint.over_all_tokens()
-        if model is not checkpoint:
+        if checkpoint.reduced is not None:
             manifest["config"] = manifest_for(model)["config"]
             logging.getLogger(__name__).warning(
                 "%s drafts %d of the target's tokens; as exported it drafts from all of them, by the target's whole "

@@ -30,7 +30,9 @@ from outrider.fast.packages.build import NotCompiled, build_package, builds, may
 from outrider.fast.packages.key import fingerprint, values_of
 from outrider.fast.packages.package import Package
 from outrider.fast.packages.shelf import Slower, folder
-from outrider.kernels import prepacked
+from outrider.kernels import prepacked, quantized
+from outrider.kernels.quantized import QuantizedLinear
+from outrider.storage import trusted
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Graph:
         """
         kernels.library()  # which it may call
         try:
-            self.package = Package(path)
+            self.package = Package(trusted.executable(path))
             self.weights = self._weights(traced)
             if self.weights:
                 self.package.give(self.weights)
@@ -155,6 +157,8 @@ class Compiled:
             raise NotCompiled(
                 "its weights are quantised, and a compiled package would store them unquantised; its steps stay plain"
             )
+        if not quantized.is_fast() and any(isinstance(part, QuantizedLinear) for part in model.modules()):
+            raise NotCompiled("there is no kernel here for the blocks of its GGUF file; its steps stay plain")
         return model
 
     def _take_package(self, path: Path) -> None:
@@ -230,8 +234,10 @@ class Compiled:
 
     def _described(self) -> str:
         weights = list(self.model().parameters())
-        types = "+".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}))
-        size = sum(weight.nbytes for weight in weights).bit_length()
+        blocks = [part for part in self.model().modules() if isinstance(part, QuantizedLinear)]
+        names = {str(weight.dtype).removeprefix("torch.") for weight in weights}
+        types = "+".join(sorted(names | {f"{part.kind} {part.activations}" for part in blocks}))
+        size = (sum(weight.nbytes for weight in weights) + sum(part.weight_bytes for part in blocks)).bit_length()
         return f"{self.name}, {types}, {size} bits of bytes"
 
     def _build(self) -> tuple[Path, float]:

@@ -47,6 +47,20 @@ def real(new: int, counts: Tensor, width: int) -> Tensor:
     return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
 
+def seen(layout: PassLayout, new: int, counts: Tensor, width: int, window: int | None) -> Tensor:
+    """What a block's slots attend to of all columns, [R, width, end] bool: those before the pass, and `real` ones of
+    it.
+
+    window: positions back from each slot, its own included, at least `width`; None for all.  A block's own columns are
+    never before their positions, so the window does not reach into them.
+    """
+    mask = layout.mask(real(new, counts, width))
+    if window is None:
+        return mask
+    slots = (layout.starts + counts)[:, None] + torch.arange(width, device=counts.device)
+    return mask & (layout.columns > slots[..., None] - window)
+
+
 class CompiledBlock(Compiled):
     """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to at least one."""
 
@@ -181,7 +195,7 @@ class _Traced(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         new, width = taps.shape[1], self.draft.backbone.width
         layout = PassLayout(starts, columns, new + width)
-        mask = additive(layout.mask(real(new, counts, width)), taps.dtype)
+        mask = additive(seen(layout, new, counts, width, self.draft.backbone.window), taps.dtype)
         cache: Any = TracedCache(range(len(buffers) // 2), buffers, layout)
         found: tuple[Tensor, Tensor, Tensor | None] = self.draft(
             taps, layout.positions(torch.arange(new)), anchors, starts + counts, mask, cache, pick

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.errors import ExportError
 from outrider.formats.gguf import reading
 from outrider.formats.keys import CONFIG, read_json
+from outrider.storage.trusted import regular
 from outrider.weights import not_finite, rounded
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,7 +45,7 @@ def read_names(folder: Path) -> frozenset[str]:
     names: set[str] = set()
     for path in _files(folder):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular(path), framework="pt") as file:
                 names |= set(file.keys())
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path} can't be read: {error}; copy it again") from None
@@ -63,7 +64,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            found = load_file(path)
+            found = load_file(regular(path))
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path} can't be read: {error}; copy it again") from None
         if twice := weights.keys() & found.keys():

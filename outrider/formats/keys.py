@@ -43,7 +43,7 @@ def length(method: Method, format: str, settings: Mapping[str, Any], config: Map
     own = settings.get(method.length)
     if type(own) is int:
         return own
-    size = config.get("dflash.block_size" if format == "gguf" else "block_size")
+    size = config.get("dflash.block_size" if format == "gguf" else "block_size", at(config, "dflash_config.block_size"))
     if method.length == "block" and size is not None:
         return int(size) - (not anchor_predicts(method, format, config))
     if method.length == "heads":

@@ -33,7 +33,9 @@ def is_of(projector: str) -> Callable[[Config, Collection[str]], bool]:
 
     def fits(config: Config, names: Collection[str]) -> bool:
         own = config.get("dflash_config")
-        return isinstance(own, dict) and not is_eagle3(config) and own.get("projector_type", "dflash") == projector
+        if not isinstance(own, dict) or is_eagle3(config) or "selector_rank" in own:  # of a DFlash 2
+            return False
+        return bool(own.get("projector_type", "dflash") == projector)
 
     return fits
 

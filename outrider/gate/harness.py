@@ -81,6 +81,8 @@ class TaskRun:
     drafted_s: float
     tokens_per_step: float | None
     """Of the drafted run; None where nothing was generated."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Requests whose context was cut at the front, and how many tokens each has lost; of all tasks of a group."""
     is_sampled: bool = False
     """Whether any answer was sampled.  Greedy answers and log-likelihoods have one right value."""
 
@@ -235,7 +237,7 @@ def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterat
             None if lost is None else {"number": lost, "plain": answers[0][lost], "drafted": answers[1][lost]},
             tuple(_scores(task, plain, drafted, job.margin)),
             one.seconds, other.seconds, other.tokens / other.steps if other.steps else None,
-            any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
+            dict(other.cuts.lost), any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from outrider.sampling.text import Detokenizer
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import members_of
+from outrider.targets.text.cuts import Cuts
 from outrider.targets.text.detokenizer import detokenizer
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -74,6 +75,8 @@ class OutriderLM(TemplateLM):
         self.on_request = on_request
         self.seconds = 0.0
         """Spent in the model."""
+        self.cuts = Cuts()
+        """Contexts that were cut at the front."""
         self.tokens = self.steps = 0
         """Of answers; log-likelihoods add none."""
 
@@ -153,7 +156,7 @@ class OutriderLM(TemplateLM):
             raise ConfigError(
                 f"a task asks for {longest} new tokens, but the context has {self.max_length}; set max_gen_toks lower"
             )
-        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        prompt = self.cuts.fit(self.tok_encode(context) or [self.prefix_token_id], room, f"request {number}")
         sampling = self._sampled(temperature, given, number) if sampled else self._greedy(given, prompt, longest)
         # as the `hf` model looks for a stop: in the text with its special tokens
         return Request(prompt, longest, sampling, tuple(filter(None, until)), self._with_specials), until
@@ -223,7 +226,11 @@ class OutriderLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Of (text, context ids, continuation ids), read in batches of about equal length."""
         began = time.perf_counter()
-        texts = [(context + own)[-(self.max_length + 1) :][:-1] for _, context, own in requests]
+        fit = self.cuts.fit
+        texts = [
+            fit(context + own, self.max_length + 1, f"likelihood {number}")[:-1]
+            for number, (_, context, own) in enumerate(requests)
+        ]
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         for start in range(0, len(order), self.slots):

@@ -10,6 +10,7 @@ found too.  Above temperature 0, distributions are compared (`two_samples`); sco
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,9 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.accuracy import recast
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.cuts import Cuts, sentence
+
+log = logging.getLogger(__name__)
 
 Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
@@ -145,7 +149,11 @@ def prompts_of(
     """Names and token ids of `count` prompts of a task, cut at the left to leave room for `max_new_tokens`."""
     asked = list(names.prompts(task, count, seed))
     room = target.spec.context - max_new_tokens
-    return [prompt.id for prompt in asked], [as_tokens(target, prompt)[-room:] for prompt in asked]
+    cuts = Cuts()
+    tokens = [cuts.fit(as_tokens(target, prompt), room, prompt.id) for prompt in asked]
+    if cuts.lost:
+        log.warning("%s", sentence(cuts.lost))
+    return [prompt.id for prompt in asked], tokens
 
 
 def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> None:

@@ -26,7 +26,7 @@ from outrider import machine
 from outrider.decoding import noise
 from outrider.errors import first_line
 from outrider.kernels.pages import LargePages
-from outrider.storage import cache
+from outrider.storage import cache, trusted
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,15 @@ TENSOR = "AtenTensorHandle"
 SHIMS = {
     "multiply": f"AOTITorchError aoti_torch_cpu_multiply({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
     "gated": f"AOTITorchError aoti_torch_cpu_gated({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
+    "quantized": f"AOTITorchError aoti_torch_cpu_quantized({TENSOR}, {TENSOR}, int64_t, int64_t, int64_t, {TENSOR}*)",
+    "quantized_rows": f"AOTITorchError aoti_torch_cpu_quantized_rows({TENSOR}, {TENSOR}, int64_t, int64_t, {TENSOR}*)",
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
 """Operators, and their names for compiled packages, which call them without torch's dispatcher."""
 C_TYPES = {"b": ctypes.c_bool, "n": ctypes.c_int64, "p": ctypes.c_void_p}
-CALLED = {"accept": "bppnnnpppppppp", "sample": "bpnnpppp"}
+CALLED = {"accept": "bppnnnpppppppp", "sample": "bpnnpppp", "pack": "npnnp"}
 """Functions that are called with numbers and pointers to tensors, and the types of their arguments."""
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def source() -> bytes:
@@ -94,6 +96,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
         function.argtypes, function.restype = [C_TYPES[each] for each in types], None
     for name in ("multiply", "gated"):
         torch.library.register_fake(f"outrider::{name}")(lambda x, _w, outputs: x.new_empty(*x.shape[:-1], outputs))
+    torch.library.register_fake("outrider::quantized")(
+        lambda x, _w, _k, outputs, _i: x.new_empty(*x.shape[:-1], outputs)
+    )
+    torch.library.register_fake("outrider::quantized_rows")(_looked_up)
     torch.library.register_fake("outrider::attend")(_attended)
     torch.library.register_fake("outrider::race")(lambda _weights, keys: torch.empty_like(keys))
     return loaded
@@ -135,6 +141,10 @@ def panels(weight: Tensor, pages: LargePages | None = None) -> Tensor:
     return (pages or LargePages(bits.numel() * bits.itemsize)).stored(bits)
 
 
+def _looked_up(ids: Tensor, _weights: Tensor, _kind: int, columns: int) -> Tensor:
+    return ids.new_empty(*ids.shape, columns, dtype=torch.float32)
+
+
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     slots, heads, width, size = q.shape
     return q.new_empty(slots, width, heads, size).transpose(1, 2)
@@ -153,10 +163,11 @@ def _built() -> Path:
 def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
     """This file of the cache; where it is not there yet, compiled by the first of these argument lists that works.
 
-    Raises OSError, which says why, where it can't be.
+    Raises OSError, which says why, where it can't be, or where somebody else could have written it.
     """
+    trusted.private_folder(path.parent)
     if path.exists():
-        return path
+        return trusted.executable(path)
     tool = compiler()
     if tool is None:
         raise OSError("there is no C++ compiler here; install g++")

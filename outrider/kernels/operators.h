@@ -16,13 +16,15 @@
 
 namespace outrider {
 
-#if defined(__AVX512F__)
-constexpr int BYTES = 64;
+#if defined(OUTRIDER_BYTES)  // given by a test
+#elif defined(__AVX512F__)
+#define OUTRIDER_BYTES 64
 #elif defined(__AVX2__)
-constexpr int BYTES = 32;
+#define OUTRIDER_BYTES 32
 #else
-constexpr int BYTES = 16;
+#define OUTRIDER_BYTES 16
 #endif
+constexpr int BYTES = OUTRIDER_BYTES;
 constexpr int LANES = BYTES / 4;
 // vectors of GCC and clang themselves
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4)));

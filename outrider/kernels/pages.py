@@ -30,6 +30,14 @@ class LargePages:
         self._end = begin + size + -size % LINE
         return self._room[begin : begin + size].view(values.dtype).view(values.shape).copy_(values)
 
+    def taken(self, size: int) -> Tensor:
+        """Zeros uint8 [size] behind the one before, a view; anywhere where there is no such room."""
+        begin = self._end
+        if self._room is None or begin + size > len(self._room):
+            return torch.zeros(size, dtype=torch.uint8)
+        self._end = begin + size + -size % LINE
+        return self._room[begin : begin + size]
+
 
 def _mapped(size: int) -> Tensor | None:
     """Bytes that begin where a large page does; None where the system has none."""

@@ -25,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider import kernels, machine
+from outrider.kernels import quantized
 from outrider.kernels.contents import Contents
 from outrider.kernels.pages import LargePages
+from outrider.kernels.quantized import Quantized, QuantizedLinear
 
 Way = Literal["plain", "onednn", "panels"]
 SHARE = 0.5
@@ -111,20 +113,31 @@ def disabled() -> Iterator[None]:
     """While this is open, all layers multiply as torch does in this thread, even where `enabled` is open."""
     token = _disabled.set(True)
     try:
-        yield
+        with quantized.plainly():
+            yield
     finally:
         _disabled.reset(token)
 
 
-def in_panels(model: nn.Module) -> list[nn.Linear]:
-    """The model's layers whose weights are packed in panels, in its order."""
+def in_panels(model: nn.Module) -> list[nn.Linear | Quantized]:
+    """The model's layers whose weights are in panels, in its order: linear ones, then those with quantised weights."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
-    return [layer for layer in layers if _weights[layer].way == "panels"]
+    return [layer for layer in layers if _weights[layer].way == "panels"] + _quantised(model)
 
 
-def layout(model: nn.Module) -> list[tuple[str, torch.dtype]]:
-    """For each layer with packed weights: its name, and the type in which the weight is stored."""
-    return [(name, _weights[layer].weight.dtype) for name, layer in model.named_modules() if layer in _weights]
+def _quantised(model: nn.Module) -> list[Quantized]:
+    return [layer for layer in model.modules() if isinstance(layer, Quantized)] if quantized.is_fast() else []
+
+
+def layout(model: nn.Module) -> list[tuple[str, object]]:
+    """For each layer with packed weights: its name, and how the weight is stored and multiplied."""
+    found: list[tuple[str, object]] = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, Quantized):
+            found.append((name, layer.extra_repr()))
+        elif layer in _weights:
+            found.append((name, _weights[layer].weight.dtype))
+    return found
 
 
 @contextmanager
@@ -135,38 +148,51 @@ def as_parameters(model: nn.Module) -> Iterator[None]:
     """
     layers = in_panels(model)
     for layer in layers:
-        layer.register_parameter(PANELS, nn.Parameter(_weights[layer].weight, requires_grad=False))
+        layer.register_parameter(PANELS, nn.Parameter(_panels(layer), requires_grad=False))
     try:
         yield
     finally:
         for layer in layers:
-            delattr(layer, PANELS)
+            if isinstance(layer, Quantized):
+                layer.panels = None
+            else:
+                delattr(layer, PANELS)
 
 
-def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
+def panels_of(layers: Sequence[nn.Linear | Quantized]) -> Tensor:
     """The panels of these layers as one tensor, copied where they don't lie one behind the other; each layer's are
     views of it afterwards, so that memory holds them once."""
-    parts = [_weights[layer].weight for layer in layers]
+    parts = [_panels(layer) for layer in layers]
     offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
     if offsets == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:
         return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
     whole, start = LargePages(sum(part.nbytes for part in parts)).stored(torch.cat(parts)), 0
     for layer, part in zip(layers, parts, strict=True):
-        _weights[layer] = _weights[layer]._replace(weight=whole[start : start + len(part)])
+        own = whole[start : start + len(part)]
+        if isinstance(layer, Quantized):
+            layer.packed = own
+        else:
+            _weights[layer] = _weights[layer]._replace(weight=own)
         start += len(part)
     return whole
 
 
+def _panels(layer: nn.Linear | Quantized) -> Tensor:
+    return layer.packed if isinstance(layer, Quantized) else _weights[layer].weight
+
+
 def stored(model: nn.Module) -> int:
     """Bytes of packed weights that a pass reads while `enabled` is open."""
-    return sum(
-        _weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights
-    )
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
+    read = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    return sum(_weights[layer].weight.nbytes for layer in linear) + sum(layer.weight_bytes for layer in read)
 
 
 def way_of(model: nn.Module) -> Way:
-    """How most of its linear layers multiply while `enabled` is open."""
+    """How most of its linear layers multiply while `enabled` is open; quantised weights are always in panels."""
+    if _quantised(model):
+        return "panels"
     found = Counter(
         _weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights
     )

@@ -79,6 +79,9 @@ class Record:
     policies: list[dict[str, Any] | None] = field(default_factory=list)
     """What each entry's policy had learnt afterwards; None where that can't be written."""
 
+    def of(self, index: int) -> PromptRecord:
+        return self.prompts[self.indices.index(index)]
+
 
 RECORDS = TypeAdapter(Record)
 

@@ -31,13 +31,14 @@ from outrider.measure.rejections import patterns
 from outrider.measure.row import parts, summarise
 from outrider.measure.tasks import names, scoring
 from outrider.measure.tasks.names import Prompt, PromptSet, task_name
-from outrider.measure.tasks.prompts import answer, as_tokens, digest, draw, left_out
+from outrider.measure.tasks.prompts import answer, as_tokens, asked, digest, draw, left_out
 from outrider.measure.trust import trust
 from outrider.policies import lossy, named
 from outrider.report.parts import LeftOut, Load, TaskSource, TracedPrompt, Training
 from outrider.report.schema import Report, Row
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.cuts import Cuts
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Outcome:
     left_out: list[LeftOut] = field(default_factory=list)
     prompts: int = 0
     """That were measured, of all tasks."""
+    cuts: Cuts = field(default_factory=Cuts)
     load: Load = field(default_factory=Load)
 
 
@@ -90,7 +92,7 @@ def evaluate(
         target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"),
         provenance=dict(provenance or {}),
         rows=tuple(outcome.rows), training=known, tasks=sources, left_out=tuple(outcome.left_out),
-        share_left_out=len(outcome.left_out) / (outcome.prompts + len(outcome.left_out)),
+        share_left_out=len(outcome.left_out) / (outcome.prompts + len(outcome.left_out)), cut=outcome.cuts.lost,
         fingerprint=fingerprint(target, drafter_quantised=config.quantize), machine_load=outcome.load,
     )  # fmt: skip
 
@@ -331,6 +333,10 @@ def _summarise(
         )
     found.left_out += lost
     found.prompts += len(measured)
+    for index in measured:
+        references = known[index].of(index).reference
+        for turn in range(len(references)):
+            asked(target, prompts[index], references[:turn], config, found.cuts)
     found.load = groups.with_load(found.load, [known[index] for index in measured])
     for number, entry in enumerate(entries):
         own = _measured(target, entry, task, config, shard)

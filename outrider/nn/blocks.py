@@ -199,12 +199,18 @@ class ContextLayer(DecoderLayer):
     """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input
     norm."""
 
-    def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool = True, input_norm: bool = True):
+    def __init__(
+        self, hidden: int, shape: LayerSizes, qk_norm: bool = True, input_norm: bool = True,
+        convolution: Callable[[], nn.Module] | None = None,
+    ):  # fmt: skip
+        """convolution: makes what goes around each sublayer, such as a `DynamicConvolution`; nothing unless given."""
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(hidden, shape, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
+        self.attention_conv = None if convolution is None else convolution()
+        self.mlp_conv = None if convolution is None else convolution()
 
     @recomputable
     def forward(
@@ -212,10 +218,17 @@ class ContextLayer(DecoderLayer):
         rows_cos_sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """x [B, Q, H]; context [B, C, H] or none, rows_cos_sin of context and x; returns [B, Q, H]."""
-        normed = self.input_layernorm(x)
-        rows = None if context is None else torch.cat([context, normed], 1)
-        x = x + self.self_attn(normed, cos_sin, attend, layer, rows, rows_cos_sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+
+        def attended(own: Tensor) -> Tensor:
+            rows = None if context is None else torch.cat([context, own], 1)
+            return self.self_attn(own, cos_sin, attend, layer, rows, rows_cos_sin)
+
+        x = x + _around(self.attention_conv, self.input_layernorm(x), attended)
+        return x + _around(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def _around(convolution: nn.Module | None, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    return sublayer(x) if convolution is None else convolution(x, sublayer)
 
 
 class PairLayer(DecoderLayer):
@@ -275,18 +288,25 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat(rotated if 2 * half == x.shape[-1] else [*rotated, x[..., 2 * half :]], -1)
 
 
-def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor) -> Tensor:
+def block_mask(
+    anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor, window: int | None = None
+) -> Tensor:
     """Attention mask of drafted blocks in training: [B, 1, A * block, length + A * block] bool.
 
     A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself,
     never to another block.  anchors [B, A] positions, documents [B, S], of which the first `length` are context; live
-    [B, A] bool; a dead block attends to itself alone. block: its input slots.
+    [B, A] bool; a dead block attends to itself alone. block: its input slots.  window: positions back from each slot
+    that it attends to, its own included; at least a block, all unless given.
     """
     before = torch.arange(length, device=anchors.device) < anchors[..., None]
     own = documents.gather(1, anchors)[..., None] == documents[:, None, :length]
     itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).repeat_interleave(block, 1)
     mask = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
-    return mask.repeat_interleave(block, 1)[:, None]
+    mask = mask.repeat_interleave(block, 1)
+    if window is not None:
+        slots = (anchors[..., None] + torch.arange(block, device=anchors.device)).flatten(1)
+        mask[..., :length] &= torch.arange(length, device=anchors.device) > slots[..., None] - window
+    return mask[:, None]
 
 
 class BlockAttention:
@@ -296,7 +316,7 @@ class BlockAttention:
     the context up to its last anchor and its own keys alone.
     """
 
-    def __init__(self, anchors: Tensor, block: int, documents: Tensor, live: Tensor):
+    def __init__(self, anchors: Tensor, block: int, documents: Tensor, live: Tensor, window: int | None = None):
         """As `block_mask`; anchors ascending."""
         self._length, self._width = documents.shape[1], block
         self._blocks = max(1, BLOCK_ROWS.get(anchors.device.type, 1024) // block)
@@ -305,7 +325,7 @@ class BlockAttention:
         is_cpu = anchors.device.type == "cpu"
         self._ends = [int(at.max()) if is_cpu else self._length for at in groups]
         parts = zip(groups, live.split(self._blocks, 1), self._ends, strict=True)
-        self._masks = [block_mask(at, end, block, documents, there) for at, there, end in parts]
+        self._masks = [block_mask(at, end, block, documents, there, window) for at, there, end in parts]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         if self._masks[0].dtype != q.dtype:  # once for all layers: each would store its own for the backward pass

@@ -144,6 +144,12 @@ class Predictions(Protocol):
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         """[m] terms of the method's own, by name; they are added to the loss with the row's weight."""
 
+    def served(self, rows: slice, draft: Tensor) -> Tensor | None:
+        """What a token is drafted by after known ones, logits [m, V], where it is not `draft` itself."""
+
+    def figures(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """Values [n] by name, whose means are reported of held-out answers."""
+
     def backward(self) -> None:
         """Carry the gradients that the chunks' losses left on the rows back into the model."""
 
@@ -218,6 +224,18 @@ class DraftModel(nn.Module, ABC):
 
     def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         """As `Predictions.extra`; rows: what `predict` gave."""
+        return {}
+
+    def served(self, rows: Any, part: slice, draft: Tensor) -> Tensor | None:
+        """As `Predictions.served`."""
+        return None
+
+    def figures(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """As `Predictions.figures`."""
+        return {}
+
+    def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """Weights, by name, whose values follow from what was measured on held-out answers after the training."""
         return {}
 
     @classmethod

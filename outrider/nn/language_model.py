@@ -17,6 +17,7 @@ from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets.cache.slots import SlotCache
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.causal_lm import folder
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
@@ -27,7 +28,7 @@ class ModelConfig(Base):
     """Which language model drafts."""
 
     model: str = "demo"
-    """Folder or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
+    """Folder, GGUF file or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
     quantize: Literal["int8"] | None = None
     """Round the linear layers of the drafting model, whatever the target's are; needs torchao."""
     device: str | None = None
@@ -40,7 +41,10 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
         if member.spec.name == folder(config.model):
             found: TransformersTarget = member
             return found
-    return load_target(folder(config.model), device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
+    name = folder(config.model)
+    if locate(name) is not None:  # its weights stay in their blocks, whatever the target's are
+        return load_target(name, quantize=config.quantize)
+    return load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
 
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:

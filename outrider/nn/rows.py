@@ -121,6 +121,12 @@ class DetachedRows:
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return self.model.terms(self, rows, draft, target)
 
+    def served(self, rows: slice, draft: Tensor) -> Tensor | None:
+        return self.model.served(self, rows, draft)
+
+    def figures(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return self.model.figures(self, rows, draft, target)
+
     def _collect(self) -> None:
         """Add the chunks' gradients to that of all rows.  Kept, one could hold on to the logits that it came from."""
         for (start, stop), leaf in self._leaves.items():

@@ -178,6 +178,8 @@ class Report(Part):
     rows: tuple[Row, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     share_left_out: float | None = None
+    cut: dict[str, int] = Field(default_factory=dict)
+    """Prompts that were cut at the front to leave room for an answer, and how many tokens each has lost."""
     training: dict[str, Training] = Field(default_factory=dict)
     tasks: dict[str, TaskSource] = Field(default_factory=dict)
     made: str = ""

@@ -6,6 +6,7 @@ import math
 
 from outrider.report.parts import PositionRange, Range
 from outrider.report.schema import Report, Row
+from outrider.targets.text.cuts import sentence
 
 MISSING = "not measured"
 NOT_EXACT = "NOT EXACT"
@@ -150,6 +151,11 @@ def left_out_names(report: Report) -> list[str]:
     """The prompts that were left out, each with its reason."""
     share = lambda out: f"{say(out.first_ngram_share, '.0f', '%', scale=100)} not repeated"
     return [f"{out.id} ({'one token' if out.reason == 'short' else share(out)})" for out in report.left_out]
+
+
+def cut_sentence(report: Report) -> str:
+    """Which prompts were cut, in one line; empty where none was."""
+    return sentence(report.cut)
 
 
 def headline(report: Report, *, with_alarms: bool = True) -> str:

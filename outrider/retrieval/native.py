@@ -62,24 +62,8 @@ def _built(source: Path) -> Path:
     """The shared library, compiled unless it is cached."""
     command = (*LANGUAGES[source.suffix], *FLAGS)
     key = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
-    folder = cache.folder() / "native"
+    path = cache.folder() / "native" / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
     try:
-        _make_private(folder)
-    except OSError as error:
-        raise NotNative(f"{folder} can't be used ({error})") from error
-    try:
-        path = folder / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
         return kernels.shared_library(path, [[*command, str(source)]])
     except OSError as error:
         raise NotNative(str(error)) from error
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder that nobody else can write to, since its files are run.  Raises NotNative where another user owns
-    it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    about = folder.stat()
-    if about.st_uid != os.getuid():
-        raise NotNative(f"{folder} belongs to another user; set OUTRIDER_CACHE to a folder of your own")
-    if about.st_mode & 0o077:
-        folder.chmod(0o700)

@@ -21,7 +21,7 @@ class TargetConfig(Base):
     """The model that verifies."""
 
     name: str
-    """`demo`, a Hugging Face id, or a folder."""
+    """`demo`, a Hugging Face id, a folder, or a GGUF file."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id; its main branch unless given."""
     device: str | None = None
@@ -35,6 +35,11 @@ class TargetConfig(Base):
     fast."""
     quantize: Literal["int8"] | None = None
     """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
+    activations: Literal["float32", "int8"] | None = None
+    """What the weights of a GGUF file are multiplied with: float32 unless given; int8 rounds them, for exact sums of
+    integers."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter of peft's, merged into the weights as they load."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None

@@ -1,7 +1,7 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from outrider import machine
-from outrider.checkpoint import MANIFEST, load_model, manifest_of, whole
+from outrider.checkpoint import MANIFEST, amend, load_model, manifest_of, whole
 from outrider.config import located
 from outrider.data.answers import regenerate
 from outrider.data.answers.ledger import Ledger
@@ -53,7 +53,7 @@ from outrider.training.progress import resume
 from outrider.training.progress.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
-NOT_SERVED = ("compile", "device_map", "tensor_parallel")
+NOT_SERVED = ("adapter", "compile", "device_map", "tensor_parallel")
 """Settings of a target whose weights are here."""
 Stage = Literal["prepare", "train", "evaluate"]
 
@@ -283,6 +283,7 @@ def train(
     if trains_target(kind):
         model.save_target(evaluation.target_folder(settings))
     metrics = metrics_of(place)
+    _settle(place, model, metrics)
     probed = next((row["probe_tokens_per_step"] for row in reversed(metrics) if "probe_tokens_per_step" in row), None)
     logged = next((tuple(row["acceptance"]) for row in reversed(metrics) if row.get("acceptance")), ())
     reporter.finished(events.Trained(place, training_of(manifest_of(place), metrics), logged, probed))
@@ -292,6 +293,15 @@ def train(
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, prompts(task, config.calibrate, seed), seed=seed, reporter=reporter)
     return place
+
+
+def _settle(place: Path, model: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Give a checkpoint what follows from its own measurement on held-out answers, which its manifest then names."""
+    manifest = manifest_of(place)
+    measured = (row["held_out"] for row in metrics if row["step"] == manifest["training"]["step"] and "held_out" in row)
+    facts = next(measured, None)
+    if facts is not None and "held_out" not in manifest and (weights := model.settled(facts)):
+        amend(place, weights, {"held_out": facts})
 
 
 def _fill_features(

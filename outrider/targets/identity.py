@@ -15,7 +15,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
 from outrider.errors import first_line
+from outrider.kernels.quantized import QuantizedEmbedding, QuantizedLinear
+from outrider.storage.trusted import regular
 from outrider.targets import quantised
+from outrider.targets.gguf import load as gguf
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.anatomy import output_layer, sizes
 from outrider.targets.parallel import spread
 from outrider.targets.protocol import TargetSpec
@@ -30,7 +34,7 @@ def spec_of(
     model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None, weights_hash: str | None = None
 ) -> TargetSpec:
     """weights_hash: where it is known already; `hash_weights` unless given."""
-    (layers, hidden, context), words = sizes(model), output_layer(model).weight.shape[0]
+    (layers, hidden, context), words = sizes(model), quantised.rows_of(output_layer(model))
     return TargetSpec(
         name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words,
         context,
@@ -41,10 +45,12 @@ def spec_of(
 
 
 def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
-    """The tokenizer of a folder or Hugging Face id; where there is none, None and why."""
+    """The tokenizer of a folder, a Hugging Face id or a GGUF file; where there is none, None and why."""
+    if (files := locate(path, options.get("revision"))) is not None:
+        return gguf.read_tokenizer(gguf.described(path, files).parts)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a tokenizer's library raises Exception itself for a damaged file
         return None, first_line(error)
     # without files transformers makes up a tokenizer of special tokens alone
     is_real = len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens)
@@ -60,12 +66,23 @@ def hash_tokenizer(tokenizer: Any) -> str:
 def hash_weights(model: nn.Module) -> str:
     """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not
     matter."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    entries: dict[str, bytes] = {}
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, quantised.IN_BLOCKS)}
+    packed = {f"{name}.{buffer}" for name, module in blocks.items() for buffer in module._buffers}
+    for name, weight in model.state_dict().items():
+        if name in packed:
+            continue
         whole = spread.named(model, name) if weight.is_meta or spread.is_part(weight) else weight
         for part, weight in quantised.parts(name, whole):
-            digest.update(_entry(part, tuple(weight.shape), weight.flatten()[:SAMPLE]))
-    return digest.hexdigest()[:16]
+            entries[part] = _entry(part, tuple(weight.shape), weight.flatten()[:SAMPLE])
+    entries |= {f"{name}.weight": _of_blocks(f"{name}.weight", module) for name, module in blocks.items()}
+    return hashlib.sha256(b"".join(entries[name] for name in sorted(entries))).hexdigest()[:16]
+
+
+def _of_blocks(name: str, part: QuantizedLinear | QuantizedEmbedding) -> bytes:
+    """As of the same values in a plain weight, however they are packed on this machine."""
+    rows = min(part.rows, -(-SAMPLE // part.columns))
+    return _entry(name, (part.rows, part.columns), part.values(torch.arange(rows)).flatten()[:SAMPLE])
 
 
 def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
@@ -82,7 +99,7 @@ def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
     try:
         for name, weight in sorted(whole.items()):
             place = next(stored[one] for one in (name, *names[id(weight)]) if one in stored)
-            with safe_open(place, "pt") as file:
+            with safe_open(regular(place), "pt") as file:
                 own = next(one for one in (name, *names[id(weight)]) if stored.get(one) == place)
                 part = file.get_slice(own)
                 if tuple(part.get_shape()) != tuple(weight.shape):
@@ -117,7 +134,7 @@ def _stored_weights(path: str, revision: str | None) -> dict[str, Path]:
         found = own if own.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
         if (index := found / INDEX).exists():
             return {name: found / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        with safe_open(found / WEIGHTS, "pt") as file:
+        with safe_open(regular(found / WEIGHTS), "pt") as file:
             return dict.fromkeys(file.keys(), found / WEIGHTS)
     except (OSError, SafetensorError, ValueError, KeyError):
         return {}

@@ -5,21 +5,27 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from outrider import machine
-from outrider.errors import ConfigError, NotCompiled, TargetError, first_line
+from outrider.errors import ConfigError, NotCompiled, OutriderError, TargetError, first_line
 from outrider.hub import missing_path
+from outrider.kernels.quantized import Activations
 from outrider.storage import cache
 from outrider.targets import catalog, quantised
+from outrider.targets.gguf import files as gguf_files
+from outrider.targets.gguf import load as gguf
+from outrider.targets.hf.adapters import merged, without_wrapper
 from outrider.targets.hf.anatomy import output_layer
+from outrider.targets.hf.classes import loader_of
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
 from outrider.targets.parallel import tensor_parallel as tensor_parallelism
@@ -46,10 +52,17 @@ def load_target(
     quantize: str | None = None,
     quantization: Any = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     trust_remote_code: bool = False,
     compile: Compile = None,
+    activations: str | None = None,
 ) -> TransformersTarget:
-    """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
+    """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, a GGUF file, or a module that is already
+    there.
+
+    A GGUF file is a path, a folder that holds one, or a file of the hub, OWNER/NAME:FILE; its weights stay in their
+    blocks, on the CPU, and are multiplied in float32.  activations: `int8` rounds what such weights are multiplied
+    with, so that products are exact sums of integers.
 
     A folder with an `ensemble.json` is several of them (`lab.targets.ensemble`); the options are each member's.
 
@@ -60,6 +73,7 @@ def load_target(
     activations are dequantised.  device_map is transformers' own: `auto`, or which part goes to
     which device or `disk`.  tensor_parallel: processes that each have a part of every layer; all are started by
     torchrun, and in all but the first this function does not return: they work until the first one ends, then exit.
+    adapter: folder of a LoRA adapter, which peft merges into the weights; a module of peft's is used as it is.
     Where the weights are not in one place the steps stay plain.  A bare module has no tokenizer: its prompts are token
     ids.
     compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; `auto`
@@ -72,12 +86,24 @@ def load_target(
     if quantize is not None:
         quantised.library(quantize)
     if isinstance(target, nn.Module):
-        model: Any = target
+        _refuse_adapter(adapter, "a module that is there already")
+        model: Any = without_wrapper(target)
         model = model if device is None else model.to(device)
         model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
         return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
     name = str(target)
+    if (files := gguf_files.locate(catalog.checkpoint(name), revision)) is not None:
+        _refuse_for_blocks(
+            device=device, dtype=dtype, device_map=device_map, quantize=quantize, quantization=quantization,
+            tensor_parallel=tensor_parallel,
+        )  # fmt: skip
+        return _from_gguf(name, files, _rounding(activations), compile)
+    if activations is not None:
+        raise ConfigError(
+            f"activations {activations!r} needs a target in a GGUF file, and {name!r} is none; leave it out"
+        )
     if (own := special(name)) is not None:
+        _refuse_adapter(adapter, f"{name}, which is several models or another sort")
         sort, described = own
         made: TransformersTarget = sort.load(
             name, described, load_target, revision=revision, device=device, dtype=dtype, device_map=device_map,
@@ -90,7 +116,8 @@ def load_target(
         "trust_remote_code": trust_remote_code, "compile": compile,
     }  # fmt: skip
     if tensor_parallel == 1:
-        return _from_checkpoint(**given, device=device, device_map=device_map)
+        return _from_checkpoint(**given, device=device, device_map=device_map, adapter=adapter)
+    _refuse_adapter(adapter, f"tensor_parallel {tensor_parallel}")
     _refuse_with_parts(
         tensor_parallel, device=device, device_map=device_map, quantize=quantize, quantization=quantization
     )
@@ -111,6 +138,11 @@ def work_for_first(tensor_parallel: int) -> None:
         tensor_parallelism.work(tensor_parallelism.join(tensor_parallel), _from_checkpoint)
 
 
+def _refuse_adapter(adapter: str | Path | None, what: str) -> None:
+    if adapter is not None:
+        raise ConfigError(f"adapter {str(adapter)!r} does not go with {what}; merge it first with merge_and_unload")
+
+
 def _refuse_with_parts(count: int, **options: Any) -> None:
     """Raises ConfigError for what does not go with tensor_parallel."""
     if count < 1:
@@ -124,11 +156,40 @@ def _refuse_with_parts(count: int, **options: Any) -> None:
             raise ConfigError(f"tensor_parallel {count} does not go with {name} {value!r}: {why[name]}; leave one out")
 
 
+def _from_gguf(name: str, files: Sequence[Path], activations: Activations, compile: Compile) -> TransformersTarget:
+    """The target of a GGUF file, whose weights stay in their blocks."""
+    model, tokenizer, reason = gguf.load(name, files, activations)
+    if reason:
+        log.warning("no tokenizer for %s (%s): prompts must be token ids", name, reason)
+    return _compiled(TransformersTarget(model, tokenizer, name), compile)
+
+
+def _rounding(activations: str | None) -> Activations:
+    """What blocks are multiplied with.  Raises ConfigError for a type that is not known."""
+    if activations not in (None, "float32", "int8"):
+        raise ConfigError(f"activations {activations!r} is not known; choose float32 or int8, or leave it out")
+    return "int8" if activations == "int8" else "float32"
+
+
+def _refuse_for_blocks(**options: Any) -> None:
+    """Raises ConfigError for what does not go with weights in the blocks of a GGUF file."""
+    fits = {"device": ("cpu",), "dtype": ("auto", "float32"), "tensor_parallel": ("1",)}
+    why = {
+        "device": "they are multiplied on the CPU", "dtype": "they are multiplied in float32",
+        "tensor_parallel": "they are not cut into parts",
+    }  # fmt: skip
+    for name, value in options.items():
+        if value is not None and str(value).removeprefix("torch.") not in fits.get(name, ()):
+            reason = why.get(
+                name, "they are quantised already" if name.startswith("quant") else "they lie in one place"
+            )
+            raise ConfigError(f"{name} {value!r} does not go with weights in a GGUF file: {reason}; leave it out")
+
+
 def _from_checkpoint(
     *, name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None, device_map: Any = None,
     quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
-    compile: Compile,
-    parts: int = 1,
+    compile: Compile, adapter: str | Path | None = None, parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
     """The target of a checkpoint, as `load_target`.  parts: processes that have one each, of which this has its own."""
     if device is not None and device_map is not None:
@@ -154,24 +215,30 @@ def _from_checkpoint(
         # None would hide that a checkpoint comes quantised
         method = {} if read_as is None else {"quantization_config": read_as}
         with no_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = loader_of(config, name).from_pretrained(
                 path, dtype=wanted, output_loading_info=True, **options, **method, **spread
             )
         model, found = loaded
         if whole is not None and isinstance(wanted, torch.dtype):
             model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
         tokenizer, reason = load_tokenizer(path, **options)
+        if adapter is not None and not found["missing_keys"]:
+            model = merged(model, adapter)
         if reason:
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+    except OutriderError:
+        raise
+    except Exception as error:  # a checkpoint is others' work, and each family and file format fails in its own way
         advice = (
-            "give `demo`, `smollm2`, a folder with config.json and safetensors, or a Hugging Face id (needs the "
-            "network once)"
+            "give `demo`, `smollm2`, a folder with config.json and safetensors, a GGUF file, or a Hugging Face id "
+            "(needs the network once)"
         )
         if isinstance(
             error, ImportError | RuntimeError
         ):  # such as a quantisation's library or device that is not there
             advice = "install what it names, use a device that has it, or take the checkpoint unquantised"
+        if "contains custom code" in str(error):
+            advice = "read that code, and then allow it with trust_remote_code"
         raise TargetError(f"can't load target {name!r}: {first_line(error)}; {advice}") from error
     if found["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(found["missing_keys"])
@@ -251,7 +318,8 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype |
 def _warn_if_slow(target: TransformersTarget) -> None:
     """One line where this CPU multiplies the target's type much more slowly than another."""
     spec = target.spec
-    if target.device.type != "cpu" or (spec.dtype == "float32" and spec.quantised is None):
+    is_fast = spec.dtype == "float32" and spec.quantised is None
+    if target.device.type != "cpu" or is_fast or quantised.parts_in_blocks(target.model):
         return
     way = spec.dtype if spec.quantised is None else machine.INT8
     slow = machine.slow_type(way, column=str(machine.ROWS[1]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from outrider.errors import ConfigError, TargetError, first_line
+from outrider.kernels.blocks import BLOCKS
+from outrider.kernels.quantized import QuantizedEmbedding, QuantizedLinear
 from outrider.targets.parallel import spread
 
 MODES = ("int8",)
+IN_BLOCKS = (QuantizedLinear, QuantizedEmbedding)
+"""Modules whose weights are the blocks of a GGUF file."""
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
 """Methods whose checkpoints are read as whole weights, on these devices, or on all where none is named.  As they are
 meant to run they round activations, and in the first one's own way a pass of several tokens is not that of single
@@ -82,7 +87,14 @@ def is_quantised(weight: object) -> bool:
 
 
 def precision(model: nn.Module) -> str | None:
-    """What the weights are quantised to: int8, or the name of another method; None where they are not."""
+    """What the weights are quantised to: int8, the type of most blocks of a GGUF file, or the name of another method;
+    None where they are not."""
+    if blocks := parts_in_blocks(model):
+        sizes: Counter[str] = Counter()
+        for part in blocks:
+            sizes[part.kind.lower()] += part.rows * part.columns
+        rounds = any(isinstance(part, QuantizedLinear) and part.activations == "int8" for part in blocks)
+        return sizes.most_common(1)[0][0] + " with int8 activations" * rounds
     found = {type(weight).__name__ for weight in model.parameters() if is_quantised(weight)}
     if found:
         return "int8" if found == {"Int8Tensor"} else "+".join(sorted(found))
@@ -159,14 +171,63 @@ def values(weight: Tensor) -> Tensor:
 
 def plain(module: nn.Module) -> nn.Module:
     """The module itself, or where weights of it are quantised a copy with the values that they stand for."""
-    if not any(map(is_quantised, module.parameters())):
+    if not any(map(is_quantised, module.parameters())) and not parts_in_blocks(module):
         return module
     there = copy.deepcopy(module)
+    for name, part in list(there.named_modules()):
+        if isinstance(part, QuantizedLinear):
+            there.set_submodule(name, _unpacked(part))
     for part in there.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
             if is_quantised(weight):
                 setattr(part, name, nn.Parameter(values(weight), requires_grad=False))
     return there
+
+
+# ── weights in the blocks of a GGUF file ──────────────────────────────────────────────────────────────────────────────
+
+
+def is_of_blocks(precision: str) -> bool:
+    """Whether a `precision` is that of a GGUF file's blocks."""
+    return precision.split()[0].upper() in BLOCKS
+
+
+def parts_in_blocks(model: nn.Module) -> list[QuantizedLinear | QuantizedEmbedding]:
+    """Modules whose weights are blocks, an embedding that is tied to the head left out."""
+    parts = (part for part in model.modules() if isinstance(part, IN_BLOCKS))
+    found = {part.packed.data_ptr(): part for part in parts}
+    return list(found.values())
+
+
+def rows_of(module: Any) -> int:
+    """Rows of the weights of an embedding or a linear layer."""
+    if isinstance(module, IN_BLOCKS):
+        return module.rows
+    return len(spread.weight_of(module))
+
+
+def dtype_of(module: Any) -> torch.dtype:
+    """The type in which an embedding or a linear layer computes."""
+    if isinstance(module, IN_BLOCKS):
+        return torch.float32
+    found: torch.dtype = module.weight.dtype
+    return found
+
+
+def rows_at(module: Any, ids: Tensor) -> Tensor:
+    """Values [n, columns] of these rows [n] of the weights of an embedding or a linear layer."""
+    if isinstance(module, IN_BLOCKS):
+        return module.values(ids)
+    return values(spread.weight_of(module))[ids]
+
+
+def _unpacked(part: QuantizedLinear) -> nn.Linear:
+    """The layer with the values of its weights."""
+    made: nn.Linear = nn.utils.skip_init(nn.Linear, part.columns, part.rows, bias=part.bias is not None)
+    made.weight = nn.Parameter(part.dequantized(), requires_grad=False)
+    if part.bias is not None:
+        made.bias = nn.Parameter(part.bias.detach().clone(), requires_grad=False)
+    return made
 
 
 def parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:

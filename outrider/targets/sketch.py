@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.targets import catalog
+from outrider.targets.gguf import load as gguf
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.anatomy import PartialHead
+from outrider.targets.hf.classes import text_model
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.sorts import special
+
+TIED = "tie_word_embeddings"
 
 
 class Sketch:
@@ -48,7 +53,7 @@ class Sketch:
     @functools.cached_property
     def _model(self) -> Any:
         with torch.device(self.device):
-            return AutoModelForCausalLM.from_config(self.config)
+            return text_model(self.config, self.spec.name)
 
     @property
     def parameters(self) -> int:
@@ -66,7 +71,8 @@ class Sketch:
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
-    """A target's sketch: `demo`, `smollm2`, a folder that may hold a config.json alone, or a Hugging Face id.
+    """A target's sketch: `demo`, `smollm2`, a folder that may hold a config.json alone, a GGUF file, or a Hugging Face
+    id.
 
     No weights are read.
 
@@ -76,6 +82,9 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         sort, found = own
         return sketch(sort.first(found), revision, trust_remote_code)
     path = catalog.checkpoint(name)
+    if (files := locate(path, revision)) is not None:
+        config, parts = gguf.described(name, files)
+        return of_config(config, name, revision, gguf.read_tokenizer(parts)[0])
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         if (problem := missing_path(path)) is not None:
@@ -83,7 +92,7 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         config = AutoConfig.from_pretrained(path, **options)
         tokenizer, _ = load_tokenizer(path, **options)
         return of_config(config, name, revision, tokenizer)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # a config is others' work, and families check it as they like
         raise unreadable(name, error) from error
 
 
@@ -98,6 +107,8 @@ def unreadable(name: str, error: Exception) -> TargetError:
 def of_config(config: Any, name: str, revision: str | None = None, tokenizer: Any = None) -> Sketch:
     """The sketch of a model with this transformers config."""
     text = config.get_text_config(decoder=True)
+    if not hasattr(text, TIED):  # the whole model's config has it
+        setattr(text, TIED, getattr(config, TIED, False))
     spec = TargetSpec(
         name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
         getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."),

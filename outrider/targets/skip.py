@@ -173,11 +173,16 @@ def _watched(target: Any) -> Sublayers:
     for index, layer in enumerate(layers):
         called = [child for child in layer.children() if child in returned]
         writing = [child for child in called if child in writers]
-        others = [child for child in called if child not in writers and any(w.dim() > 1 for w in child.parameters())]
+        others = [child for child in called if child not in writers and _has_matrix(child)]
         for which, children in ((found.attention, writing), (found.mlp, others)):
             if len(children) == 1 and _state(returned[children[0]]).shape == _state(returned[layer]).shape:
                 which[index] = children[0], _shape(returned[children[0]])
     return found
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether it multiplies; matrices in blocks are buffers."""
+    return any(weight.dim() > 1 for weight in (*module.parameters(), *module.buffers()))
 
 
 def _state(output: Any) -> Tensor:

@@ -44,8 +44,8 @@ def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) 
     steps = learnt.new_zeros(int(block[-1]) + 1, int(depth.max()) + 1, dtype=torch.float32)
     steps[block, depth] = ((1 - floor) * confidence().float() + floor) * learnt
     there = torch.zeros_like(steps)
-    there[block, depth] = 1.0
-    # a block that continues another begins deeper: the rows above it count as reached
+    there[block, depth] = learnt.float()
+    # a block that continues another, or whose first tokens are known, begins deeper: the rows above count as reached
     reached = steps.where(there.cumsum(-1) > 0, 1.0).cumprod(-1)
     return reached.flip(-1).cumsum(-1).flip(-1)[block, depth]
 

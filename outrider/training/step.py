@@ -214,6 +214,10 @@ def accumulate(
         weighed = {name: (weight * term).sum().double() for name, term in terms.items()}
         terms_at["loss"] = terms_at["loss"] + torch.stack([*weighed.values()]).sum()
         if is_counted:
+            with torch.no_grad():
+                served = predictions.served(part, draft.detach())
+            if served is not None:
+                share = overlap(target.float().softmax(-1), served.float().softmax(-1))
             for name, term in weighed.items():
                 terms_at[name] = terms_at.get(name, 0.0) + term
             share = share.cpu()

@@ -40,7 +40,8 @@ V, STOP, ENDS = 16, 7, frozenset({2})
 CASES = [
     Case("eagle3", {"width": 3, "nodes": 7}), Case("dspark"), Case("medusa", {"sequential": True}), Case("small_model"),
     Case("medusa"), Case("mtp"), Case("mtp", {"modules": 1}), Case("eagle3"), Case("dflash"),
-    Case("dflash", {"siblings": (2, 1)}), Case("domino"), Case("eagle"), Case("mtp", {"width": 2, "nodes": 9}),
+    Case("dflash", {"siblings": (2, 1)}), Case("dflash2"), Case("dflash2", {"nodes": 7}),
+    Case("domino"), Case("eagle"), Case("mtp", {"width": 2, "nodes": 9}),
     Case("eagle", {"width": 3, "replacement": True}), Case("medusa", {"drawn": False}),
     Case("medusa", {"sequential": True, "drawn": False}), Case("small_model", {"width": 2, "nodes": 9}),
 ]  # fmt: skip

@@ -57,7 +57,7 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([1, 2], "got list"), ({}, "keys: none"), ({"question": "hi"}, "keys: question"),
+        ([1, 2], "got list"), ({}, "keys: none"), ({"ask": "hi"}, "keys: ask"),
         ({"messages": ["hi"]}, "got 'hi'"), ({"messages": "hi"}, "got 'h"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"),

@@ -33,7 +33,7 @@ def answered(text: str) -> dict[str, Any]:
         ({"request_id": "g2", "request": {"messages": [USER]}, "response": answered("네")}, "g2"),
         ({"id": "g3", "request": json.dumps({"messages": [USER]}), "response": "네"}, "g3"),
         ({"id": "g4", "request": {"prompt": "안녕"}, "response": {"choices": [{"text": "네"}]}}, "g4"),
-        ({"id": "p1", "messages": [{"role": "user", "content": parts("안", "녕")},
+        ({"id": "p1", "messages": [{"role": "user", "content": parts("안녕")},
                                    {"role": "assistant", "content": parts("네")}]}, "p1"),
     ],
 )  # fmt: skip

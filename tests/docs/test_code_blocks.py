@@ -28,7 +28,6 @@ OTHERS = ("accelerate", "curl", "head", "jq", "llama-server", "sqlite3", "torchr
 """Programs in commands that are not ours."""
 RUN = (
     "outrider plan --hardware list", "outrider show --json-schema", "outrider drafters dspark",
-    'outrider deploy --translate "vllm serve T --speculative-model D --num-speculative-tokens 5"',
 )  # fmt: skip
 """Commands on the pages that take seconds and need nothing: they are run."""
 

@@ -18,11 +18,12 @@ from outrider.targets.load import load_target
 
 DSPARK, TREE, DOMINO = Case("dspark"), Case("dspark", {"siblings": (2, 1)}), Case("domino")
 GREEDY, DRAWN, SEEDED = Sampling(), Sampling(0.8), Sampling(0.8, seed=11)
-SLOW = [(DSPARK, 3, GREEDY), (DOMINO, 3, SEEDED)]
+SLOW = [(DSPARK, 3, GREEDY), (DOMINO, 3, SEEDED), (Case("dflash2"), 3, DRAWN)]
 FAST = [
     (DSPARK, 3, DRAWN), (TREE, 3, SEEDED), (Case("dspark", {"markov": "rnn"}), 3, GREEDY),
     (Case("dflash", {"anchor_predicts": False}), 3, DRAWN), (DOMINO, 1, SEEDED),
     (Case("dspark", {"vocabulary": 40, "siblings": (2,)}), 3, GREEDY),
+    (Case("dflash2", {"window": 9, "vocabulary": 40}), 3, GREEDY), (Case("dflash2"), 3, SEEDED),
 ]  # fmt: skip
 
 

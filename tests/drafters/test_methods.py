@@ -17,8 +17,8 @@ from outrider.plan.paper.drafts import known, usual
 ROOT = Path(drafters.__file__).resolve().parent.parent
 NAMED_NOWHERE = ("plan", "export", "engines")
 """Packages that know no kind by its name."""
-APART = {f"engines/verify/{name}.py" for name in ("readers", "gguf_reader", "chains", "causes")} | {"engines/flags.py"}
-"""What reads and drafts exported folders a second time, without our exporter, and flags of older articles."""
+APART = {f"engines/verify/{name}.py" for name in ("readers", "gguf_reader", "chains", "causes")}
+"""What reads and drafts exported folders a second time, without our exporter."""
 FORMATS = {"eagle", "medusa"}
 """Formats that are named like the method they are of."""
 THEIRS = """

@@ -1,12 +1,10 @@
-"""Commands of engines: every flag is one that the engine has, what it can't do is refused by name, old flags are
-translated."""
+"""Commands of engines: every flag is one that the engine has, what it can't do is refused by name."""
 
 import ast
 import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +18,12 @@ from tiny import make_folder
 from verbs import outrider_with
 
 from outrider import demo
-from outrider.engines import commands, flags, manifests
+from outrider.engines import commands, manifests
 from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import ENGINES, Draft, Wish
 from outrider.engines.export import export
 from outrider.engines.tuning.tune import Range
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError
 from outrider.export import formats
 
 VLLM_KEYS = {
@@ -310,155 +308,6 @@ def test_the_script_for_transformers_decodes_what_the_target_alone_would(tmp_pat
     assert texts[0].strip() and len(set(texts)) == 1
 
 
-def config_in(found: flags.Translation) -> dict[str, Any]:
-    return dict(json.loads(found.words[found.words.index("--speculative-config") + 1]))
-
-
-def test_the_flags_of_an_article_of_2025_become_one_config() -> None:
-    """Catches flags that vLLM would refuse, values that change, and words of the user that get lost."""
-    text = """VLLM_USE_V1=0 vllm serve org/target --speculative-model org/small --num-speculative-tokens=5 \\
-        --speculative-disable-by-batch-size 16 --speculative_draft_tensor_parallel_size 1 \\
-        --use-v2-block-manager --port 9000"""
-    found = flags.translate(text)
-    assert found.words[:3] == ("vllm", "serve", "org/target") and found.words[-2:] == ("--port", "9000")
-    assert config_in(found) == {
-        "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1, "model": "org/small", "method": "draft_model",
-        "num_speculative_tokens_per_batch_size": [[1, 15, 5], [16, 512, 0]],
-    }  # fmt: skip
-    assert set(config_in(found)) <= VLLM_KEYS
-    assert len(found.notes) == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "has", "not_"),
-    [
-        ("vllm serve T --speculative-model [ngram] --num-speculative-tokens 5", '"method":"ngram"', "[ngram]"),
-        ("""vllm serve T -sc '{"method":"qwen3_next_mtp","tensor_parallel_size":1}'""", '"method":"mtp"', '"tensor_p'),
-        ("vllm serve T --speculative-model M --speculative-method eagle", '{"model":"M","method":"eagle"}',
-        "draft_model"),
-        ("vllm serve T --speculative_method=deepseek_mtp --num-speculative-tokens 1", '"method":"mtp"', "deepseek"),
-        ("python -m sglang.launch_server --speculative-algo=NGRAM --model a-vllm", "--speculative-algorithm NGRAM",
-        "-algo "),
-        ("llama-server -m a.gguf -md b.gguf --draft 16", "--spec-draft-n-max 16 --spec-type draft-simple", "--draft "),
-        ("trtllm-serve T --extra_llm_api_options no-such.yaml", "--config no-such.yaml", "extra"),
-    ],
-)  # fmt: skip
-def test_each_engine_has_its_older_flags_translated(text: str, has: str, not_: str) -> None:
-    """Catches an older flag that stays, and one engine's command taken for another's."""
-    found = flags.translate(text)
-    assert has in found.shell and not_ not in found.shell and found.notes
-
-
-M = "--speculative-model M --num-speculative-tokens 5"
-NOW = """--speculative-config '{"num_speculative_tokens":5,"model":"M","method":"draft_model"}'"""
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (f"vllm serve T {M} && echo 'a ; b'", f"vllm serve T {NOW} && echo 'a ; b'"),
-        (f"# it\ncd x\nvllm serve T \\\n  {M} # the draft\n", f"cd x\nvllm serve T {NOW}"),
-        (f"nohup vllm serve T > log 2>&1 {M} &", f"nohup vllm serve T > log 2>&1 {NOW} &"),
-        (f"(vllm serve T {M} | tee log)", f"(vllm serve T {NOW} | tee log)"),
-        (f"""vllm serve $MODEL '$A' "${{B}} c" --port $(free 1) {M}""",
-         f"""vllm serve $MODEL '$A' "${{B}} c" --port $(free 1) {NOW}"""),
-        (f"docker run -e VLLM_USE_V1=0 docker.io/vllm/vllm-openai:v0.6 {M}",
-         f"docker run docker.io/vllm/vllm-openai:v0.6 {NOW}"),
-        ("podman run ghcr.io/ggml-org/llama.cpp:server -m a -md b --draft=$N",
-         "podman run ghcr.io/ggml-org/llama.cpp:server -m a -md b --spec-draft-n-max $N --spec-type draft-simple"),
-        ("docker run lmsysorg/sglang:v0.4 python3 -m sglang.launch_server --speculative-algo 'NGRAM'",
-         "docker run lmsysorg/sglang:v0.4 python3 -m sglang.launch_server --speculative-algorithm 'NGRAM'"),
-    ],
-)  # fmt: skip
-def test_what_stands_around_a_flag_stays_as_it_was_typed(text: str, wanted: str) -> None:
-    """Catches operators that become words of the engine, variables that become letters, and images that are not
-    known."""
-    assert flags.translate(text).shell == wanted
-
-
-def test_a_variable_is_still_filled_in_within_the_config(tmp_path: Path) -> None:
-    """Catches a model that is called $DRAFT: a shell runs the line with a vllm that says what it was given."""
-    (tmp_path / "vllm").write_text(f"#!{sys.executable}\nimport sys\nprint(sys.argv[-1])\n")
-    (tmp_path / "vllm").chmod(0o755)
-    for typed, wanted in (("$DRAFT", "a b"), ('"${DRAFT}/c"', "a b/c"), ("'$DRAFT'", "$DRAFT"), (r"\$DRAFT", "$DRAFT")):
-        line = flags.translate(f"./vllm serve T --speculative-model {typed} --num-speculative-tokens 5").shell
-        done = subprocess.run(
-            ["sh", "-c", line], cwd=tmp_path, env={"DRAFT": "a b"}, capture_output=True, text=True, check=True
-        )
-        assert json.loads(done.stdout)["model"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("text", "kept", "said"),
-    [
-        ("""-sc '{"tensor_parallel_size":1,"draft_tensor_parallel_size":2}'""", {"draft_tensor_parallel_size": 2},
-         "tensor_parallel_size 1 is left out: draft_tensor_parallel_size is 2 already"),
-        ("""--num-speculative-tokens 5 --speculative-config '{"num_speculative_tokens":3}'""",
-        {"num_speculative_tokens": 3},
-         "--num-speculative-tokens 5 is left out: num_speculative_tokens is 3 already"),
-        ("""--speculative-model org/eagle3 -sc '{"method":"eagle"}'""", {"method": "eagle", "model": "org/eagle3"},
-         "its name means method eagle3, the config eagle: check that"),
-        ("""--speculative-disable-by-batch-size 4 -sc '{"num_speculative_tokens":3,"disable_by_batch_size":8}'""",
-         {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 512, 0]]},
-         "--speculative-disable-by-batch-size 4 is left out"),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other_are_said(text: str, kept: dict[str, Any], said: str) -> None:
-    """Catches the older of two settings that replaces today's in silence."""
-    found = flags.translate(f"vllm serve T {text}")
-    assert config_in(found) == kept
-    assert any(said in note for note in found.notes)
-
-
-def test_a_note_says_of_the_method_what_the_command_says() -> None:
-    """Catches a note that calls a method draft_model where the config says eagle."""
-    found = flags.translate(f'vllm serve T {M} --speculative-config \'{{"method":"eagle"}}\'')
-    assert config_in(found)["method"] == "eagle" and "draft_model" not in " ".join(found.notes)
-    assert "makes it draft_model: check that" in " ".join(flags.translate(f"vllm serve T {M}").notes)
-    both = flags.translate("llama-server -m a -md b --draft 16 --spec-draft-n-max 8")
-    assert "--spec-draft-n-max 16" not in both.shell and "--draft 16 is left out" in both.notes[0]
-    assert "is empty" in flags.translate("vllm serve T --speculative-config '{}'").notes[0]
-
-
-def test_a_command_of_today_stays_as_it_is(tmp_path: Path) -> None:
-    """Catches a translator that changes what is right: every command of ours is today's."""
-    for name in ("vllm", "sglang", "llamacpp"):
-        found = made(name, draft(tmp_path, "ngram", None))
-        again = flags.translate(found.shell)
-        assert sorted(again.words) == sorted(found.words) and not again.notes
-
-
-def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
-    """Catches keys that TensorRT-LLM refuses, and a file that is changed in place."""
-    path = tmp_path / "old.yaml"
-    config = {"decoding_type": "Eagle", "max_draft_len": 3, "acceptance_window": 100, "eagle3_one_model": True}
-    path.write_text(yaml.safe_dump({"speculative_config": config, "kept": 1}))
-    before = path.read_text()
-    found = flags.translate(f"trtllm-serve T --config {path}")
-    body = yaml.safe_load(found.files["old.yaml"])
-    assert body == {
-        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3, "acceptance_rate_window_size": 100},
-        "kept": 1,
-    }  # fmt: skip
-    assert path.read_text() == before
-    path.write_text("a: [")
-    with pytest.raises(DataError, match="can't be read as YAML"):
-        flags.translate(f"trtllm-serve T --config {path}")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five",
-    'vllm "serve',
-     "vllm serve T --speculative-config '[]'", "vllm serve T -sc null", "vllm serve T -sc '{'",
-     """vllm serve T -sc '{"disable_by_batch_size":8}'""", "vllm serve T --num-speculative-tokens $K"],
-)  # fmt: skip
-def test_what_is_no_command_is_refused(text: str) -> None:
-    """Catches tracebacks on what people paste."""
-    with pytest.raises(ConfigError):
-        flags.translate(text)
-
-
 def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches words in $(outrider deploy … --print) that a shell would run, and lines that are wrapped."""
     folder = folder_of(tmp_path, "dflash")
@@ -466,10 +315,3 @@ def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert shlex.split(said) == list(command("vllm", draft_of(folder)).words)
-    assert (
-        outrider_with(
-            "deploy", "--print", "--translate", "vllm serve T --speculative-model M --num-speculative-tokens 5"
-        )
-        == 0
-    )
-    assert shlex.split(capsys.readouterr().out)[:3] == ["vllm", "serve", "T"]

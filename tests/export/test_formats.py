@@ -38,6 +38,8 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("sglang", "dflash"): {**BLOCK, "anchor_predicts": False, "rope_theta": 1e6},
     ("sglang", "dspark"): {**BLOCK, "rank": 8, "confidence": True},
     ("sglang", "domino"): {**BLOCK, "rank": 8, "gru": 8, "anchor_predicts": False},
+    ("speculators", "dflash2"): {**BLOCK, "rank": 8, "candidates": 4, "conv_group": 8, "window": 12},
+    ("sglang", "dflash2"): {**BLOCK, "rank": 8, "candidates": 4, "conv_group": 4, "conv_taps": 3},
     ("deepspec", "eagle3"): {**LAYER, "taps": [0, 1, 2, 3], "qk_norm": True},
     ("deepspec", "dflash"): BLOCK,
     ("deepspec", "dspark"): {**BLOCK, "rank": 8, "markov": "rnn"},
@@ -59,6 +61,12 @@ DRAFT = {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST} | {
     "hidden_norm.weight",
     "norm.weight",
 }
+PAIRS = {f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook")}
+PAIRS |= {"candidate_selector.hidden_projection.weight"}
+PAIRS |= {
+    f"layers.{i}.{part}_conv.{name}"
+    for i in (0, 1) for part in ("attention", "mlp") for name in ("base_kernel", "kernel_projection.weight")
+}  # fmt: skip
 MARKOV = {f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
 MARKOV |= {f"confidence_head.proj.{name}" for name in ("weight", "bias")}
 KEYS = {
@@ -75,6 +83,8 @@ KEYS = {
     ("sglang", "eagle3"): {f"midlayer.{name}" for name in SELF_ATTENTION | REST | {"hidden_norm.weight"}}
     | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
     ("sglang", "dflash"): DRAFT,
+    ("speculators", "dflash2"): DRAFT | PAIRS,
+    ("sglang", "dflash2"): DRAFT | PAIRS,
     ("sglang", "dspark"): DRAFT | MARKOV,
     ("sglang", "domino"): DRAFT
     | {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
@@ -95,6 +105,8 @@ WHERE = {
     ("speculators", "dspark"): (("aux_hidden_state_layer_ids",), 1),
     ("sglang", "eagle3"): (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 0),
     ("sglang", "dflash"): (("dflash_config", "target_layer_ids"), 0),
+    ("speculators", "dflash2"): (("aux_hidden_state_layer_ids",), 1),
+    ("sglang", "dflash2"): (("dflash_config", "target_layer_ids"), 0),
     ("sglang", "dspark"): (("target_layer_ids",), 0),
     ("sglang", "domino"): (("dflash_config", "target_layer_ids"), 0),
     ("deepspec", "eagle3"): (("target_layer_ids",), 0),

@@ -31,7 +31,8 @@ THEIRS: dict[str, tuple[str, Callable[[dict[str, Any]], None], dict[str, Any], s
     "another vocabulary": ("dspark", _no_change, {"tokenizer__ggml__tokens": ["a", "b"]}, "the file has 2 tokens"),
     "no layers": ("dspark", _no_change, {"dflash__target_layers": []}, "dflash.target_layers is missing"),
     "sinks": ("dspark", lambda found: found.update({"blk.0.attn_sinks.weight": torch.ones(2)}), {}, "attn_sinks"),
-    "DFlash 2": ("dflash", lambda found: found.update({"selector_hidden.weight": torch.ones(2, 2)}), {}, "a DFlash 2"),
+    "half a DFlash 2": ("dflash", lambda found: found.update({"selector_hidden.weight": torch.ones(2, 2)}), {},
+                        "dflash.conv_kernel_size is missing"),
     "its own embedding": ("dflash", lambda found: found.update({"token_embd.weight": torch.ones(271, 32)}), {},
                           "its own embedding|has shape"),
     "a foreign map": ("eagle3, 40 tokens", lambda found: found.update({"d2t": found["d2t"] + 10**6}), {}, "d2t names"),
@@ -61,8 +62,8 @@ def test_a_tensor_that_is_quantised_otherwise_is_refused_by_its_name(bpe, made, 
     name = next(name for name, info in header.tensors.items() if info.type == 8)
     raw = path.read_bytes()
     at = raw.index(name.encode()) + len(name) + 4 + 8 * len(header.tensors[name].shape)
-    path.write_bytes(raw[:at] + (12).to_bytes(4, "little") + raw[at + 4 :])
-    with pytest.raises(ExportError, match=f"has {name} in q4_K; use a file in q8_0, f16, bf16 or f32"):
+    path.write_bytes(raw[:at] + (20).to_bytes(4, "little") + raw[at + 4 :])
+    with pytest.raises(ExportError, match=f"has {name} in IQ4_NL; use a file in F32, F16"):
         import_folder(path.parent, tmp_path / "back", bpe)
 
 

@@ -15,6 +15,7 @@ from outrider.serve.config import Config
 from outrider.serve.engine import Engine
 from outrider.serve.http import server
 from outrider.serve.http.api import make_app
+from outrider.serve.http.connections import Connections
 from outrider.serve.http.door import Door
 from outrider.serve.http.keys import KeyRing
 from outrider.serve.records.metrics import Telemetry
@@ -35,6 +36,15 @@ class Running:
     @property
     def engine(self) -> Engine:
         return self.service.engine
+
+    @property
+    def limits(self) -> Connections:
+        return self.server.limits
+
+    @property
+    def service_loop(self) -> asyncio.AbstractEventLoop:
+        assert self.server.post.loop is not None
+        return self.server.post.loop
 
     def client(self, key: str = "none", **settings: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **settings)

@@ -20,6 +20,7 @@ from outrider.drafters.mix import build as mix
 from outrider.generation import Generation
 from outrider.serve.bodies.answers import LOWEST
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.token_texts import Offsets, TokenTexts
 from serve.running import MODEL, Running, running
 
 PROMPT = "abcabcabcab"
@@ -147,15 +148,16 @@ def test_log_probabilities_are_the_targets(client, talker):
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0.9, "seed": 4, "logprobs": 3}
     found = client.completions.create(**asked).choices[0].logprobs
     assert found.token_logprobs == pytest.approx([one.logprob for one in wanted.logprobs], abs=1e-9)
-    assert "".join(found.tokens) == wanted.text
-    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(16)]
+    texts = TokenTexts(talker.tokenizer)
+    pieces = [texts.bytes_of(token) for token in wanted.tokens]
+    assert found.tokens == [texts.name_of(token) for token in wanted.tokens]
+    assert b"".join(pieces).decode(errors="replace") == wanted.text
+    assert found.text_offset == Offsets().push(pieces)
     for own, one in zip(found.top_logprobs, wanted.logprobs, strict=True):
-        assert own == pytest.approx(
-            {talker.tokenizer.decode([token]): value for token, value in (*one.top, one[:2])}, abs=1e-9
-        )
-    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
-    assert [value for piece in pieces for value in piece.token_logprobs] == found.token_logprobs
-    assert [at for piece in pieces for at in piece.text_offset] == found.text_offset
+        assert own == pytest.approx({texts.name_of(token): value for token, value in (*one.top, one[:2])}, abs=1e-9)
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert [value for part in parts for value in part.token_logprobs] == found.token_logprobs
+    assert [at for part in parts for at in part.text_offset] == found.text_offset
 
 
 def test_log_probabilities_of_a_chat_have_their_tokens(client, talker):

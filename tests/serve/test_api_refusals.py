@@ -75,7 +75,7 @@ MALFORMED: dict[str, tuple[str, Any, str]] = {
     "half a surrogate": ("completions", b'{"prompt": "\\ud800"}', "not JSON"),
     "NaN": ("completions", b'{"prompt": "a", "temperature": NaN}', "not JSON"),
     "infinity": ("completions", b'{"prompt": "a", "temperature": 1e999}', "temperature must be 0 or a number"),
-    "deep": ("chat/completions", b'{"messages": ' + b"[" * 50_000, "not JSON"),
+    "deep": ("chat/completions", b'{"messages": ' + b"[" * 50_000, "more than 40000 lists"),
     "deep schema": (
         "chat/completions",
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(150)}}},

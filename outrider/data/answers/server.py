@@ -20,6 +20,7 @@ from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 from outrider.targets.remote.rows import settings_of
+from outrider.targets.text.control import text_tokens
 
 log = logging.getLogger("outrider.data.answers.servers")
 FAILURES = 3
@@ -29,6 +30,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 RETRIES = Retries(attempts=3, base_s=0.25, cap_s=2.0, share=1.0)
 """Of one request: more is the pool's matter, which has other servers."""
 COMPLETE = frozenset({"stop", "tool_calls", "function_call"})
+THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
+"""Where servers put what a model thinks before its answer."""
 SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
 """The order in which settings cut a distribution here, and in vLLM and SGLang; llama.cpp's own has temperature last."""
 WAYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -168,7 +171,12 @@ class Server:
             raise Unusable(f"an answer that ended with {reason!r}, not with stop or length")
         if ids is None and _calls_tools(choice):
             raise Unusable("a call of a tool without its text or token ids; set prepare.ask: tokens")
-        tokens = self._tokenizer.encode(text, add_special_tokens=False) if ids is None else ids
+        if ids is None and _thinks_apart(choice):
+            raise Unusable(
+                "an answer whose reasoning stands apart from its text, without token ids: which text the "
+                "target wrote is not known; set prepare.ask: tokens"
+            )
+        tokens = text_tokens(self._tokenizer, text, add_special_tokens=False) if ids is None else ids
         try:
             check_tokens(tokens, self._target.spec.vocabulary)
         except ValueError as error:
@@ -269,6 +277,12 @@ def _calls_tools(choice: Mapping[str, Any]) -> bool:
     """Whether the server took calls of tools out of the text."""
     message = choice.get("message")
     return isinstance(message, Mapping) and bool(message.get("tool_calls") or message.get("function_call"))
+
+
+def _thinks_apart(choice: Mapping[str, Any]) -> bool:
+    """Whether the server took thoughts out of the text."""
+    message = choice.get("message")
+    return isinstance(message, Mapping) and any(message.get(key) for key in THOUGHTS)
 
 
 def ids_in(raw: Mapping[str, Any]) -> list[Any] | None:

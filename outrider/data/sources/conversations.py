@@ -1,5 +1,6 @@
 """Rows of prompts as conversations of a user, an assistant and other roles."""
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,16 +12,21 @@ from typing import Any
 from outrider.data.answers.batch_file import BatchAnswers
 from outrider.data.config import Config, Source
 from outrider.data.sources.duplicates import content_hash
-from outrider.data.sources.messages import Message, Tool, messages_of, texts_of, tools_of
+from outrider.data.sources.messages import Message, Tool, read_row, texts_of
 from outrider.data.sources.readers import Row, Skipped, rows
 from outrider.errors import DataError
 
-__all__ = ["Conversation", "Skipped", "at_place", "available", "from_source", "parse", "read"]
+__all__ = ["Conversation", "Skipped", "at_place", "available", "from_source", "parse", "read", "warn_of_unread"]
+
+log = logging.getLogger(__name__)
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can hold it, no tokenizer can read it."""
 GROUPS = ("language", "category")
 """Keys of a row that may say what it is one of; the first that is present counts."""
+ANEW = "messages[].weight, since prepare.regenerate has all answers written anew"
+NAMED = 20
+"""Fields that are not read and that a message names."""
 IDS = ("id", "custom_id", "request_id")
 
 
@@ -88,6 +94,7 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
             yield conversation
     if not ids:
         raise nothing_in(config)
+    warn_of_unread(skipped, config)
 
 
 def from_source(source: Source, config: Config, skipped: Skipped) -> Iterator[Conversation]:
@@ -95,20 +102,40 @@ def from_source(source: Source, config: Config, skipped: Skipped) -> Iterator[Co
     answers = None if source.answers is None else BatchAnswers(source.answers)
 
     def conversation(row: Row) -> Conversation:
-        return parse(row[1] if answers is None else answers.joined(row[1], row[0]), row[0])
+        found = made(row)
+        if config.regenerate and any("weight" in message for message in found.messages):
+            skipped.unread[ANEW] += 1
+        return found
+
+    def made(row: Row) -> Conversation:
+        return parse(row[1] if answers is None else answers.joined(row[1], row[0]), row[0], skipped)
 
     return skipped.usable(rows(source, config.skip_bad, skipped, config.seed), conversation, config.skip_bad)
+
+
+def warn_of_unread(skipped: Skipped, config: Config) -> None:
+    """One line with the fields of rows that no layout knows, if there are any."""
+    if skipped.unread:
+        most = skipped.unread.most_common(NAMED)
+        named = ", ".join(f"{key} ({count:,} rows)" for key, count in most)
+        more = f" and {len(skipped.unread) - NAMED} more" if len(skipped.unread) > NAMED else ""
+        log.warning(
+            "fields of %s that are not read: %s%s; see docs/data.md for those that are", config.label, named, more
+        )
 
 
 def nothing_in(config: Config) -> DataError:
     return DataError(f"{config.label} has no conversation; give rows with messages, turns, prompt or text")
 
 
-def parse(row: Any, name: str) -> Conversation:
-    """One row in any of the known layouts.  `name`: file and line, for its id and for errors."""
+def parse(row: Any, name: str, skipped: Skipped | None = None) -> Conversation:
+    """One row in any of the known layouts.  `name`: file and line, for its id and for errors.
+
+    skipped: gets the names of fields that were not read.
+    """
     if not isinstance(row, Mapping):
         raise DataError(f'{name}: a row must be a mapping such as {{"prompt": "..."}}, got {type(row).__name__}')
-    messages, tools = messages_of(row, name), tools_of(row, name)
+    messages, tools, unread = read_row(row, name)
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(
             f"{name}: the conversation has no user turn with text; add one, or skip such rows with --skip-bad"
@@ -123,6 +150,8 @@ def parse(row: Any, name: str) -> Conversation:
             raise DataError(
                 f"{name}: the text holds {broken[0]!a}, half of a surrogate pair; write the whole character"
             )
+    if skipped is not None:
+        skipped.unread.update(set(unread).difference(IDS, GROUPS, ("meta",)))
     return conversation
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from outrider.data.config import Config, Source
 from outrider.data.overlap.decontaminate import Evaluated
 from outrider.data.sources.choosing import Part, choose, keep, leave_out_duplicates, leave_out_held_out, shared_out
-from outrider.data.sources.conversations import Conversation, available, from_source, nothing_in
+from outrider.data.sources.conversations import Conversation, available, from_source, nothing_in, warn_of_unread
 from outrider.data.sources.duplicates import Signatures, content_hash, content_key, repeated
 from outrider.data.sources.readers import Skipped
 from outrider.errors import DataError
@@ -198,6 +198,7 @@ def select(config: Config, skipped: Skipped | None = None, evaluated: Evaluated 
     if not sum(len(part.keys) for part in training):
         raise nothing_in(config)
     found.parts = [*training, *_held_out(config, skipped)]
+    warn_of_unread(skipped, config)
     again = repeated(np.concatenate([part.ids for part in found.parts]))
     for part, own in zip(found.parts, shared_out(found.parts, again), strict=True):
         part.is_numbered = own

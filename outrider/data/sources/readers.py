@@ -1,8 +1,8 @@
 """Rows of files and of data sets, one after the other: a file of any size is never held whole.
 
-FILE.jsonl (a row a line), FILE.json (one list of rows, or a row a line), FILE.parquet, FILE.txt (a prompt a line), a
-folder of these, `stdlib:train`, `stdlib:held_out` and `packages:NAME,…` (Python source that is installed), and data
-sets of the Hugging Face hub.
+FILE.jsonl (a row a line), FILE.json (one list of rows, or a row a line), FILE.parquet, FILE.arrow, FILE.txt (a prompt a
+line), a folder of these or of `datasets`' save_to_disk, `stdlib:train`, `stdlib:held_out` and `packages:NAME,…`
+(Python source that is installed), and data sets of the Hugging Face hub.
 """
 
 import codecs
@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -19,6 +20,7 @@ from typing import Any, TypeVar, cast, get_args
 
 from outrider import demo
 from outrider.data.config import Source
+from outrider.data.sources import tables
 from outrider.data.sources.questions import questions
 from outrider.errors import DataError
 from outrider.hub import missing_path
@@ -31,7 +33,8 @@ LIBRARY_COUNT = 1000
 """Pieces of installed source, where no count is given."""
 SHORT, LONG = 240, 600
 """Characters of a piece to train on, where reading costs as much as writing and trains nothing, and of others."""
-ENDINGS = (".jsonl", ".json", ".parquet", ".txt")
+ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
+TABLES = (".parquet", ".arrow")
 MIB = 2**20
 ROW_BYTES = 64 * MIB
 """Longest row of a file: a longer one is a damaged file."""
@@ -43,6 +46,8 @@ class Skipped:
     """Rows left out, and why."""
 
     reasons: list[str] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Fields of rows that no layout knows, and in how many rows they are filled in."""
     unstable: int = 0
     """Answers given that do not train: where they begin or end in the rendering is not sure."""
 
@@ -82,6 +87,8 @@ def files_of(source: Source) -> list[Path]:
         raise DataError(f"{problem}; give a file of prompts, a data set, or stdlib:train for the demo's prompts")
     if not path.is_dir():
         return [path]
+    if (saved := tables.saved_files(path, source.split)) is not None:
+        return saved
     found = sorted(one for one in path.rglob("*") if one.suffix in ENDINGS and one.is_file())
     if not found:
         raise DataError(f"{path} has no file of prompts; wanted files that end in {', '.join(ENDINGS)}")
@@ -91,8 +98,8 @@ def files_of(source: Source) -> list[Path]:
 def _of_file(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[Row]:
     if path.suffix not in ENDINGS:
         raise DataError(f"{path} is of an unknown kind; give a file that ends in {', '.join(ENDINGS)}")
-    if path.suffix == ".parquet":
-        return _parquet(path)
+    if path.suffix in TABLES:
+        return tables.rows_of(path)
     if path.suffix == ".txt":
         return _text_file(path, skip_bad, skipped)
     return _jsonl(path, skip_bad, skipped) if path.suffix == ".jsonl" else _json(path, skip_bad, skipped)
@@ -310,30 +317,14 @@ class _Text:
         return bool(data)
 
 
-# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow  # a third of a second to import, and only needed here
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
-                for row in batch.to_pylist():
-                    yield f"{path.name}[{number}]", row
-                    number += 1
-    except (OSError, pyarrow.ArrowException) as error:
-        problem = f"{path} can't be read after row {number}: {error}"
-        raise DataError(f"{problem}; copy the file again, or leave it out") from None
+# ── the hub ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _hub(source: Source, seed: int) -> Iterator[Row]:
     found = data_set(source, seed)
     try:
         for number, row in enumerate(found):
-            yield f"{source.name}[{number}]", row
+            yield f"{source.name}[{number}]", tables.without_nulls(row)
     except (OSError, ValueError, ConnectionError) as error:
         raise _unreachable(source, error) from None
 

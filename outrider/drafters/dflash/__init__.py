@@ -19,34 +19,33 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from types import ModuleType
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.draft import Draft, sent
-from outrider.decoding.protocols import Cache
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
-from outrider.fast.block import CompiledBlock, Drawn, Greedy, real
-from outrider.fast.static.step import Committed, Proposed, StaticRule, StaticSlots, sizes_of
-from outrider.fast.static.target import StaticCache
+from outrider.fast.block import CompiledBlock, Drawn, Greedy
+from outrider.fast.static.step import Proposed, StaticRule, StaticSlots, sizes_of
 from outrider.kernels import prepacked
 from outrider.method import Method
 from outrider.nn import blocks, draft_model, draft_vocabulary, heads
 from outrider.nn.blocks import Attend, BlockAttention, ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.draft_vocabulary import DraftVocabulary
+from outrider.nn.drafting.backbone import BackboneDrafter, StaticBackbone, is_greedy
 from outrider.nn.drafting.serving import Sampler
-from outrider.nn.drafting.static import Unread
 from outrider.nn.drafting.trees import RankTree
-from outrider.nn.memory import FeatureDrafter, FeatureMemory
+from outrider.nn.memory import FeatureMemory
 from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.sequence import check_heads
 from outrider.nn.shape import LayerConfig
 from outrider.sampling.judge import SamplingJudge
-from outrider.targets.cache.attention_mask import PassLayout, additive
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
@@ -132,6 +131,9 @@ class BackboneConfig(LayerConfig):
     given.  With a large vocabulary most of a draft's time, and of a training step's, is the head."""
     decay: PositiveFloat = 4.0
     """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
+    prefixes: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the blocks, 0 to 1, that are trained with their first tokens known, as many as are drawn with 0.9 ** n;
+    the weight falls from the first one that is not (D2SD's variable prefix)."""
 
 
 class Config(BackboneConfig):
@@ -145,7 +147,12 @@ class Config(BackboneConfig):
 class Backbone(MaskedModule, FusedTaps):
     """Takes context states and a block of anchor and masks; returns one state per drafted token."""
 
-    def __init__(self, config: BackboneConfig, target: Target):
+    def __init__(
+        self, config: BackboneConfig, target: Target, layer: Callable[..., ContextLayer] = ContextLayer,
+        window: int | None = None,
+    ):  # fmt: skip
+        """layer: makes one of hidden size and sizes.  window: positions back from each slot that it attends to, its own
+        included; all unless given."""
         if len(config.siblings) > config.block or 1 + max(config.siblings, default=0) > target.spec.vocabulary:
             raise DrafterError(
                 f"siblings must be at most {config.block} numbers, one per slot of the block, each below the target's "
@@ -154,9 +161,10 @@ class Backbone(MaskedModule, FusedTaps):
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
         self.width = config.block if config.anchor_predicts else config.block + 1
         """Input slots of a block: the anchor and the masks."""
+        self.window = window
         hidden = target.spec.hidden
         self.hidden_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
-        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
+        self.layers = nn.ModuleList(layer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.choose_mask()
         if config.init_from_layers is not None:
@@ -164,15 +172,19 @@ class Backbone(MaskedModule, FusedTaps):
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,
-        cache: SlotCache | None = None, attend: Attend | None = None,
+        cache: SlotCache | None = None, attend: Attend | None = None, known: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """States of drafted blocks, [B, A, K, H].
 
         taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
-        A * width columns, or over all of `cache`; attend: in its place.
+        A * width columns, or over all of `cache`; attend: in its place.  known [B, A, width]: ids that slots read in
+        place of masks; -1 in the others.
         """
         context = self.hidden_norm(self.fused(taps))
-        x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
+        x = self.words(anchors[..., None], self.width - 1)
+        if known is not None:
+            x = torch.where((known >= 0)[..., None], self.target.embed(known.clamp(min=0)).to(x), x)
+        x = x.flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_rotary = rotary(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
         angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, cache) if attend is None else attend
@@ -180,20 +192,33 @@ class Backbone(MaskedModule, FusedTaps):
             x = layer(x, angle, attend, i, context, k_rotary)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
 
-    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor, num_known: Tensor | None = None) -> Tensor:
         """The same for blocks under the tokens at positions `at` [B, A] of a batch's texts, as `BlockRows` wants
-        them; for this process's of them, where several share the texts."""
+        them; for this process's of them, where several share the texts.  num_known [B, A]: as of `prefixes`."""
         positions = batch.positions
-        attend: Attend = BlockAttention(at, self.width, batch.documents, live)
+        attend: Attend = BlockAttention(at, self.width, batch.documents, live, self.window)
         anchors, anchors_at = batch.tokens.gather(1, at), positions.gather(1, at)
+        known = None if num_known is None else known_tokens(batch.tokens, at, num_known, self.width)
         if batch.stripe is not None:
             attend = batch.stripe.attend(attend, positions.shape[1], at.shape[1], self.width)
             positions, anchors, anchors_at = map(batch.stripe.own, (positions, anchors, anchors_at))
-        return self(batch.taps, positions, anchors, anchors_at, None, attend=attend)
+            known = None if known is None else batch.stripe.own(known)
+        return self(batch.taps, positions, anchors, anchors_at, None, attend=attend, known=known)
 
     def weights(self, batch: Batch, at: Tensor) -> Tensor:
         """[K] weight of a learnt row of each depth."""
         return torch.exp(-torch.arange(self.config.block, device=at.device) / self.config.decay)
+
+    def prefixes(self, batch: Batch, blocks: int) -> Tensor | None:
+        """How many first tokens of each block are known in training, [B, blocks]; None where that is none."""
+        share, most = self.config.prefixes, self.config.block - 1
+        if not (self.training and share and most):
+            return None
+        # on the CPU, whose random state a checkpoint stores
+        chance = batch.random(torch.rand, 2, blocks)
+        cumulative = (KNOWN ** torch.arange(1, most + 1)).cumsum(0)
+        count = 1 + torch.searchsorted(cumulative, chance[:, 1].contiguous() * cumulative[-1]).clamp(max=most - 1)
+        return count.where(chance[:, 0] < share, 0).to(batch.tokens.device)
 
     def remember(self, taps: Tensor, taps_at: Tensor, cache: SlotCache) -> None:
         """Read context without drafting: every layer's keys and values of it go into the cache's open pass."""
@@ -208,10 +233,17 @@ class BlockModel(DraftModel):
     """A backbone, and what turns its states into tokens; `BlockDrafter` serves it."""
 
     has_confidence = False
+    code: tuple[ModuleType, ...] = ()
+    """Modules with its code, besides its own and those of the backbone; a compiled pass is made again where one has
+    changed."""
 
-    def __init__(self, config: BackboneConfig, target: Target):
+    def __init__(
+        self, config: BackboneConfig, target: Target, layer: Callable[..., ContextLayer] = ContextLayer,
+        window: int | None = None,
+    ):  # fmt: skip
+        """As `Backbone`."""
         super().__init__()
-        self.backbone = Backbone(config, target)
+        self.backbone = Backbone(config, target, layer, window)
         self.config, self.target, self.taps = self.backbone.config, target, self.backbone.taps
         self.draft_vocabulary = None if config.vocabulary is None else DraftVocabulary(target, config.vocabulary)
 
@@ -268,7 +300,7 @@ class BlockModel(DraftModel):
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, self.backbone, batch)
 
-    def drafter(self) -> BlockDrafter:
+    def drafter(self) -> Drafter:
         return BlockDrafter(self)
 
 
@@ -291,27 +323,27 @@ build = Model.build
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class BlockDrafter(FeatureDrafter):
-    """Drafts one block per slot in one pass, which also reads the buffered taps of committed tokens."""
+class BlockDrafter(BackboneDrafter):
+    """Drafts one block per slot, with siblings where its config has some."""
 
     def __init__(self, model: BlockModel):
-        self.backbone, self.block = model.backbone, model.config.block
-        self.tree = sibling_tree(self.block, model.config.siblings)
-        super().__init__(model, len(self.tree.paths), self.block + 1)
-        if model.reduced is not None:
-            prepacked.pack(model.reduced.head(model.dtype))
+        self.tree = sibling_tree(model.config.block, model.config.siblings)
+        super().__init__(model, len(self.tree.paths))
         # a greedy request's tree has siblings, for which the head has no confidence
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
-        own = (blocks, draft_model, draft_vocabulary, heads, sys.modules[__name__], sys.modules[type(model).__module__])
+        own: tuple[ModuleType, ...] = (
+            blocks,
+            draft_model,
+            draft_vocabulary,
+            heads,
+            sys.modules[__name__],
+            sys.modules[type(model).__module__],
+        )
+        own += model.code
         self.greedy, self.drawn = self.steps = (
             CompiledBlock(Greedy(model, self.tree), own),
             CompiledBlock(Drawn(model), own),
         )
-
-    def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the context: the block, and as many columns again, since slots bring unequal numbers of new taps
-        length = cache.length + 2 * self.backbone.width
-        return FeatureMemory(cache.slots, length, len(self.backbone.layers), self.model)
 
     @torch.inference_mode()
     def propose(self, memory: FeatureMemory, state: DecodeState, budget: Tensor) -> Draft:
@@ -325,7 +357,7 @@ class BlockDrafter(FeatureDrafter):
             cache.open(rows, taps.shape[1] + self.backbone.width)
             tokens, q, confidence = self._run(taps, state, counts, cache)
         cache.append(counts)
-        if _is_greedy(state) and self.limit > self.block:
+        if is_greedy(state) and self.limit > self.block:
             return self.tree.draft(tokens, budget)
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
@@ -333,21 +365,17 @@ class BlockDrafter(FeatureDrafter):
         self, taps: Tensor, state: DecodeState, counts: list[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `CompiledBlock.run`."""
-        new, real_taps, sampler = taps.shape[1], sent(counts, state.device), Sampler(state)
-        pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(self.model.whole(logits))
-        mask = None  # where no slot has padding and all are equally long, every row attends to everything
-        if not cache.is_even or min(counts) < new:
-            mask = cache.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
+        sampler = Sampler(state)
+        pick: Pick | None = None if is_greedy(state) else lambda logits, _slot: sampler.next(self.model.whole(logits))
         with prepacked.enabled():
-            taps_at, anchors_at = cache.positions()[:, :new], cache.starts + real_taps
-            tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, cache, pick)
+            tokens, logits, confidence = self.model(*self.inputs(taps, counts, state, cache), pick)
         if pick is None and not self.tree.is_chain:
             tokens = self.model.named(self.tree.choices(logits))
         return tokens, torch.stack(sampler.q, 1) if sampler.q else None, confidence
 
     def _compiled(self, state: DecodeState) -> CompiledBlock | None:
         """The compiled step that drafts for these requests, or None."""
-        if _is_greedy(state):
+        if is_greedy(state):
             return self.greedy
         # all slots draw from all tokens; checked last: on a GPU, where there is no graph, it would wait for the device
         is_drawn = (
@@ -358,35 +386,17 @@ class BlockDrafter(FeatureDrafter):
     def static(self, memory: FeatureMemory, is_greedy: bool) -> StaticBlock:
         return StaticBlock(self, memory, self.tree if is_greedy else sibling_tree(self.block, ()), is_greedy)
 
-    def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
-        taps, [count] = memory.features.take([row])
-        memory.kv_cache.open([row], count)
-        self.backbone.remember(taps, memory.kv_cache.positions(), memory.kv_cache)
-        memory.kv_cache.append([count])
 
-
-class StaticBlock(Unread):
-    """The same in a static step: the taps of the last step wait in a tensor, right-padded."""
+class StaticBlock(StaticBackbone):
+    """A block, and its siblings, in a static step."""
 
     def __init__(self, drafter: BlockDrafter, memory: FeatureMemory, tree: RankTree, is_greedy: bool):
-        super().__init__(drafter, memory, drafter.block + 1)
-        self.model, self.backbone, self.tree = drafter.model, drafter.backbone, tree
-        self.parents, self.has_q = tree.parents, not is_greedy
-        if self.model.reduced is not None:
-            self.borrowed = [self.model.reduced.head(self.model.dtype)]
+        super().__init__(drafter, memory)
+        self.tree, self.parents, self.has_q = tree, tree.parents, not is_greedy
         self.has_confidence = self.model.has_confidence and tree.is_chain
-        kv_cache = memory.kv_cache
         self.choices = tree.indices.to(self.start.device).repeat(len(self.start), 1)
-        if not kv_cache.layers:  # buffers are made by the first pass
-            kv_cache.open([0], 1)
-            self.backbone.remember(self.features[:1, :1], self.start[:1, None], kv_cache)
-        self.caches = [StaticCache(kv_cache, self.width + self.backbone.width)]
 
     def propose(self, slots: StaticSlots, rule: StaticRule) -> Proposed:
-        new, width, [cache] = self.width, self.backbone.width, self.caches
-        layout = PassLayout(self.start, cache.columns, new + width)
-        mask = additive(layout.mask(real(new, self.counts, width)), self.backbone.fc.weight.dtype)
-        at, anchors_at = self.start[:, None] + torch.arange(new, device=mask.device), self.start + self.counts
         q: list[Tensor] = []
 
         def pick(logits: Tensor, slot: int) -> Tensor:
@@ -394,20 +404,25 @@ class StaticBlock(Unread):
             q.extend([] if own is None else [own])
             return token
 
-        there: Any = cache.within(layout)
-        tokens, logits, confidence = self.model(self.features, at, slots.anchor, anchors_at, mask, there, pick)
+        tokens, logits, confidence = self.model(*self.inputs(slots), pick)
         if not self.tree.is_chain:
             tokens = self.model.named(logits.topk(self.tree.width, -1).indices.flatten(1).gather(1, self.choices))
         self.read_all()
         return Proposed(tokens, sizes_of(slots, len(self.parents)), torch.stack(q, 1) if q else None, confidence)
 
-    def observe(self, slots: StaticSlots, committed: Committed, scores: Scores) -> None:
-        self.take(committed, self.model.target_states(scores))
+
+KNOWN = 0.9
+"""A block's first n tokens are known with a probability in proportion to KNOWN ** n, n from 1 to one less than it has.
+(D2SD, arXiv 2606.04446.)"""
 
 
-def _is_greedy(state: DecodeState) -> bool:
-    """Every live slot takes the likeliest of all tokens."""
-    return state.judge.temperature is None and not state.judge.bans
+def known_tokens(tokens: Tensor, at: Tensor, count: Tensor, width: int) -> Tensor:
+    """The first count[b, a] tokens after positions `at` [B, A] of texts [B, S], in the slots that hold masks else:
+    [B, A, width], -1 in the others."""
+    order = torch.arange(width, device=at.device)
+    there = (at[..., None] + order).clamp(max=tokens.shape[1] - 1)
+    found = tokens.gather(1, there.flatten(1)).view(there.shape)
+    return found.where((order > 0) & (order <= count[..., None]), -1)
 
 
 def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
@@ -427,20 +442,26 @@ def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
 class BlockRows(SharedLabels):
     """Predictions of blocks drawn under random anchors of a batch: K rows per block, row k has label token a + 1 + k.
 
-    blocks: the module that drafts them, such as `Backbone`; it has `drafted` and `weights`.
+    blocks: the module that drafts them, such as `Backbone`; it has `prefixes`, `drafted` and `weights`.
     """
 
     def __init__(self, model: DraftModel, blocks: Any, batch: Batch):
         config, self.slots = blocks.config, blocks.config.block
         at, live, labels_at, learnt = draft_model.draw(batch, config.anchors, 1, config.block)
-        states = blocks.drafted(batch, at, live)
+        known: Tensor | None = blocks.prefixes(batch, at.shape[1])
+        states = blocks.drafted(batch, at, live, known)
+        if known is None:
+            weights = learnt * blocks.weights(batch, at)
+        else:  # the first token that is not known weighs 1
+            place = torch.arange(self.slots, device=at.device) - known[..., None]
+            weights = learnt * (place >= 0) * blocks.weights(batch, at)[place.clamp(min=0)]
         if batch.stripe is not None:  # blocks behind the last one have nothing to learn, and labels of any place
-            at, labels_at, learnt = map(batch.stripe.own, (at, labels_at, learnt))
+            at, labels_at, weights = map(batch.stripe.own, (at, labels_at, weights))
             labels_at = labels_at.clamp(min=1)
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
         """[M], the token before each row's label."""
-        rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(batch, at)).flatten(0, 1))
+        rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), weights.flatten(0, 1))
         super().__init__(model, states.flatten(0, 2), batch.final, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from outrider import kernels
+from outrider.kernels import quantized
 
 PREFIX = "panels_"
 """Prefix of the names of constants that are panels."""
+MOST_JOINED = 2**23
+"""Bytes of quantised weights that are joined at most: larger ones take longer than threads need to synchronise."""
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -93,26 +96,51 @@ def _is(node: Any, target: Any) -> bool:
 
 def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
     """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
-    multiply = torch.ops.outrider.multiply.default
     found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.target is multiply:
-            weight = _weight(graph, node)
-            found[node.args[0], weight.shape[1:]].append((node, weight))  # float32 and bfloat16 differ in shape
-    width = kernels.panel_width()
-    for (x, _), matmuls in found.items():
-        (nodes, weights), start = zip(*matmuls, strict=True), 0
-        with graph.inserting_before(nodes[0]):
-            outputs = nodes[0].args[2] if len(nodes) == 1 else sum(map(len, weights)) * width
-            whole = _call(graph, multiply, x, _joined(graph, nodes, weights, numbers, holds_weights), outputs)
-        for node, weight in matmuls:
-            part = whole
-            if len(matmuls) > 1:
-                with graph.inserting_before(node):
-                    part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[2])
-            start += weight.shape[0] * width
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
+    places = _places()
+    for node in list(graph.nodes):
+        if node.target in places:
+            weight, outputs = _weight(graph, node), places[node.target]
+            how = (*node.args[2:outputs], *node.args[outputs + 1 :])  # of quantised weights: their kind
+            # float32 and bfloat16 differ in shape
+            found[node.target, node.args[0], how, weight.shape[1:]].append((node, weight))
+        elif node.target is torch.ops.outrider.quantized_rows.default:
+            with graph.inserting_before(node):
+                panels = _joined(graph, [node], [_weight(graph, node)], numbers, holds_weights)
+            node.args = (node.args[0], panels, *node.args[2:])
+    for (called, *_), matmuls in found.items():
+        for few in _together(matmuls):
+            _join_products(graph, called, few, numbers, holds_weights)
+
+
+def _places() -> dict[Any, int]:
+    """Products, and which of their arguments is the number of outputs."""
+    return {torch.ops.outrider.multiply.default: 2, torch.ops.outrider.quantized.default: 3}
+
+
+def _together(matmuls: list[tuple[Any, Tensor]]) -> list[list[tuple[Any, Tensor]]]:
+    """Those that are joined.  Large quantised weights are not: copied side by side they would be in memory twice."""
+    is_large = matmuls[0][1].dtype == torch.uint8 and sum(weight.nbytes for _, weight in matmuls) > MOST_JOINED
+    return [[each] for each in matmuls] if is_large else [matmuls]
+
+
+def _join_products(
+    graph: fx.Graph, called: Any, matmuls: list[tuple[Any, Tensor]], numbers: Mapping[str, int], holds_weights: bool
+) -> None:
+    (nodes, weights), start, at = zip(*matmuls, strict=True), 0, _places()[called]
+    width = kernels.panel_width() if weights[0].dtype != torch.uint8 else quantized.PANEL
+    with graph.inserting_before(nodes[0]):
+        outputs = nodes[0].args[at] if len(nodes) == 1 else sum(map(len, weights)) * width
+        joined, given = _joined(graph, nodes, weights, numbers, holds_weights), nodes[0].args
+        whole = _call(graph, called, given[0], joined, *given[2:at], outputs, *given[at + 1 :])
+    for node, weight in matmuls:
+        part = whole
+        if len(matmuls) > 1:
+            with graph.inserting_before(node):
+                part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[at])
+        start += weight.shape[0] * width
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
 
 
 def _weight(graph: fx.Graph, matmul: Any) -> Tensor:

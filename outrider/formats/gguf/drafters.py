@@ -98,9 +98,12 @@ def is_block(kind: str, markov: bool) -> Callable[[Config, Collection[str]], boo
     def fits(config: Config, names: Collection[str]) -> bool:
         if config.get("general.architecture") != "dflash":
             return False
-        if "selector_hidden.weight" in names or config.get("dflash.hyper_connection.count"):
-            own = "a DFlash 2" if "selector_hidden.weight" in names else "a DSpark of DeepSeek-V4's layers"
-            raise ExportError(f"it is {own}, which Outrider has no drafter for; use a DFlash or DSpark of plain layers")
+        if "selector_hidden.weight" in names:  # a DFlash 2
+            return False
+        if config.get("dflash.hyper_connection.count"):
+            raise ExportError(
+                "it is a DSpark of DeepSeek-V4's layers, which Outrider has no drafter for; use one of plain layers"
+            )
         return config[KIND] == kind if KIND in config else (MARKOV[0] in names) is markov
 
     return fits

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ExportError
-from outrider.formats.gguf.reading import BLOCK, widened
+from outrider.formats.gguf.reading import widened
 from outrider.formats.layout import Config, Source
+from outrider.kernels.blocks import BLOCKS
 
 FILE = "model.gguf"
 PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 """How matrices are stored, and llama.cpp's number for a file of it."""
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i64": torch.int64}
 DEFAULT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-FULL = ("ffn_gate_inp.",)
-"""Parts of the names of matrices that stay in 32 bits."""
+FULL = ("ffn_gate_inp.", "_conv_base")
+"""Parts of the names of matrices, and of kernels of convolutions, that stay in 32 bits."""
 QUANTIZATION_VERSION = 2
 """Of the layouts of rounded numbers."""
 
@@ -47,14 +48,14 @@ def stored_as(name: str, weight: Tensor, precision: str) -> str:
         return "i64"
     if weight.dim() < 2 or any(part in name for part in FULL):
         return "f32"
-    return "f16" if precision == "q8_0" and weight.shape[-1] % BLOCK else precision
+    return "f16" if precision == "q8_0" and weight.shape[-1] % BLOCKS["Q8_0"].values else precision
 
 
 def rounded(name: str, weight: Tensor, precision: str) -> Tensor:
     """A weight as it reads back from a file of this precision; on the CPU."""
     kind, weight = stored_as(name, weight, precision), weight.detach().cpu()
     if kind == "q8_0":
-        return widened(torch.from_numpy(_blocks(weight)).flatten(), kind, weight.shape)
+        return widened(torch.from_numpy(_blocks(weight)).flatten(), "Q8_0", weight.shape)
     return weight.to(DTYPES[kind])
 
 

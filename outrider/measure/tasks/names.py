@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from outrider.measure.tasks.published import CONTENT, Lazy, Task, content_of, of
 FILES = (".jsonl", ".json", ".txt")
 FOLDER_FILES = (".jsonl", ".json", ".parquet")
 LIBRARY, OWN = "the interpreter's standard library", "this package's own instructions"
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,9 @@ def _of_file(path: str, most: int) -> Iterator[Prompt]:
         by_role = {
             role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")
         }
-        system = by_role["system"][0] if by_role["system"] else None
+        system = "\n\n".join(by_role["system"]) or None
+        if conversation.tools:
+            log.warning("%s offers tools, and prompts of a file are asked without them", conversation.place)
         yield Prompt(conversation.id, tuple(by_role["user"]), system, group=conversation.group)
 
 

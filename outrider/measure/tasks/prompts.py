@@ -15,6 +15,7 @@ from outrider.measure.tasks.names import Prompt, PromptSet, task_name
 from outrider.report.parts import LeftOut
 from outrider.sampling.settings import Sampling
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.cuts import Cuts
 
 SPARE = 4
 """Prompts drawn for each that is measured: some may fall into loops."""
@@ -57,11 +58,14 @@ def as_tokens(
     return target.encode(messages, thinking)
 
 
-def asked(target: TransformersTarget, prompt: Prompt, references: Sequence[Sequence[int]], config: Config) -> list[int]:
-    """The tokens of the turn after these answers, cut at the front to leave room for an answer."""
+def asked(
+    target: TransformersTarget, prompt: Prompt, references: Sequence[Sequence[int]], config: Config,
+    cuts: Cuts | None = None,
+) -> list[int]:  # fmt: skip
+    """The tokens of the turn after these answers, cut at the front to leave room for an answer; `cuts` notes that."""
     answers = [target.decode(list(reference)) for reference in references]
     tokens = as_tokens(target, prompt, answers, config.thinking)
-    return tokens[-(target.spec.context - config.max_new_tokens - 1) :]
+    return (cuts or Cuts()).fit(tokens, target.spec.context - config.max_new_tokens - 1, prompt.id)
 
 
 def answer(target: TransformersTarget, prompt: Prompt, config: Config) -> tuple[list[list[int]], float]:

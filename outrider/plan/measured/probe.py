@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +44,11 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets import catalog
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.cuts import Cuts, sentence
+
+log = logging.getLogger(__name__)
 
 REQUESTS = 24
 """Replayed unless a number was given."""
@@ -148,7 +153,8 @@ def drafter_of(own: Subject, name: str, target: TransformersTarget, draft_model:
 
 def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[list[Read], int]:
     """Questions as token ids, cut at the front to leave room for an answer; and how many the target refuses."""
-    found, refused = [], 0
+    found: list[Read] = []
+    refused, cuts = 0, Cuts()
     has_template = getattr(target.tokenizer, "chat_template", None) is not None
     for question in questions:
         prompt: Any = question.prompt
@@ -159,7 +165,10 @@ def read(target: TransformersTarget, questions: Sequence[Question]) -> tuple[lis
         except DataError:
             refused += 1
             continue
-        found.append(Read(question, tokens[-(target.spec.context - question.new_tokens - NODES - 1) :]))
+        room = target.spec.context - question.new_tokens - NODES - 1
+        found.append(Read(question, cuts.fit(tokens, room, f"call {len(found)}")))
+    if cuts.lost:
+        log.warning("%s", sentence(cuts.lost))
     return found, refused
 
 
@@ -343,6 +352,8 @@ def missing(name: str, model: Anatomy) -> str | None:
     if not has_weights(name):
         return f"no weights of {name} are on this machine"
     free, wanted = machine.free_memory(), 4.0 * model.parameters  # a CPU computes in float32
+    if locate(catalog.checkpoint(name)) is not None:
+        wanted = model.weight_bytes
     if torch.cuda.is_available():
         free, wanted = machine.free_memory("cuda"), model.weight_bytes
     if wanted > free / 2:
@@ -352,7 +363,7 @@ def missing(name: str, model: Anatomy) -> str | None:
 
 def has_weights(name: str) -> bool:
     """Whether a target's weights can be read: a known name, a folder, or an id that was fetched before."""
-    if name in catalog.NAMES:
+    if name in catalog.NAMES or locate(name) is not None:
         return True
     folder = Path(name).expanduser()
     if not folder.is_dir():

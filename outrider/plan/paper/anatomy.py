@@ -20,7 +20,9 @@ from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.plan.paper import weights as formats
 from outrider.targets import catalog
-from outrider.targets.sketch import Sketch, of_config, unreadable
+from outrider.targets.gguf import load as gguf
+from outrider.targets.gguf.files import locate
+from outrider.targets.sketch import TIED, Sketch, of_config, unreadable
 
 NEEDED = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -100,8 +102,12 @@ def anatomy(name: str, weight: str | None = None) -> Anatomy:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A config.json as it is written.  Raises TargetError where it can't be reached or read."""
+    """A config.json as it is written, or what a GGUF file says in its place.  Raises TargetError where it can't be
+    reached or read."""
     path = catalog.checkpoint(name)
+    if (files := locate(path)) is not None:
+        config, parts = gguf.described(name, files)
+        return {**config.to_dict(), "quantization_config": formats.in_blocks(parts.tensors)}
     try:
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
@@ -127,7 +133,8 @@ def sketched(fields: Mapping[str, Any], name: str) -> Sketch:
     family: Any = CONFIG_MAPPING[kind]
     nested = next((part for part in NESTED if isinstance(fields.get(part), Mapping)), None)
     if nested is not None:
-        text = fields[nested]
+        tied = {key: fields[key] for key in (TIED,) if key in fields}
+        text = tied | fields[nested]
         inner = (getattr(family, "sub_configs", None) or {}).get(nested)
         kind = text.get("model_type")
         family = CONFIG_MAPPING[str(kind)] if kind in CONFIG_MAPPING else inner or family
@@ -209,7 +216,9 @@ def _attention(config: Any) -> tuple[Attention, ...]:
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
     # numbers of a cache: keys and values in the type of the weights that are not quantised
     size = 2 if "float32" not in str(config.dtype) else 4
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return ()
     latent = getattr(config, "kv_lora_rank", None)
     if latent:
         numbers, made = latent + config.qk_rope_head_dim, 2 * heads * (2 * latent + config.qk_rope_head_dim)

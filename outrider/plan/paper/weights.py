@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,11 +59,31 @@ def stored(fields: Mapping[str, Any], weight: str | None, name: str) -> Stored:
             f"the config.json of {name} has a quantization_config that is not known here "
             f"({own.get('quant_method', 'no quant_method')}); say how its weights are stored with --weights"
         )
+    if own.get("quant_method") == GGUF:
+        return Stored(found, found, own["ends"])
     return Stored(plain if own.get("quant_method") == "mxfp4" else found, found, plain.bytes)
+
+
+GGUF = "gguf"
+ENDS = ("token_embd.weight", "output.weight")
+"""llama.cpp's names of embedding and output layer."""
+
+
+def in_blocks(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `quantization_config` would say of the matrices of a GGUF file: bytes of a weight, of layers and of the
+    two ends.  tensors: by name, each with `shape` and `size`."""
+    matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
+    found: dict[str, Any] = {"quant_method": GGUF}
+    for part, names in (("layers", matrices.keys() - set(ENDS)), ("ends", matrices.keys() & set(ENDS))):
+        numbers = sum(math.prod(matrices[name].shape) for name in names)
+        found[part] = sum(matrices[name].size for name in names) / max(1, numbers)
+    return found
 
 
 def _quantised(own: Mapping[str, Any]) -> Weight | None:
     method = own.get("quant_method")
+    if method == GGUF:
+        return Weight(own["layers"], "bf16")
     if method in ("fp8", "fbgemm_fp8"):
         return NAMED["fp8"]
     if method == "mxfp4":

@@ -105,7 +105,7 @@ def _environment() -> Environment:
         summary.say, summary.many, summary.conditions, summary.named, summary.group_name, summary.alarms, summary.loss,
         summary.range_name, summary.long_rows,
         summary.skews, summary.compared, summary.interval, summary.distrust,
-        summary.busy, summary.differing, summary.left_out_because, summary.left_out_names,
+        summary.busy, summary.differing, summary.cut_sentence, summary.left_out_because, summary.left_out_names,
         cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
         acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder, acceptance.scores,
         speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens,

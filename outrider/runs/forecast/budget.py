@@ -85,6 +85,8 @@ def sizes(kind: str, vocabulary: int) -> dict[str, Any]:
     if not known.keys() >= SIZES.keys():
         return {}
     own = SIZES | ({"vocabulary": DRAFTED} if "vocabulary" in known and vocabulary >= 2 * DRAFTED else {})
+    if "nodes" in known:  # a tree of its own, of as many nodes
+        own["nodes"] = own["block"] + sum(own.pop("siblings"))
     return own | ({"rank": 128} if "rank" in known else {}) | ({"confidence": False} if "confidence" in known else {})
 
 

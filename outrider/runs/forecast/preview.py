@@ -9,7 +9,10 @@ import torch
 from outrider import checkpoint
 from outrider.data.answers import regenerate
 from outrider.data.answers.store import ANSWERS, StoredAnswers
+from outrider.data.corpus import tokenizer_of
+from outrider.data.rendering import check_template
 from outrider.data.sources.choosing import NOT_CHOSEN
+from outrider.errors import DataError, TargetError
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs.file import RunConfig
 from outrider.runs.forecast import cost
@@ -80,6 +83,8 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
             yield Line("prepare", f"not used: {reason}", count)
     if inputs.skipped.reasons:
         yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")
+    if (refused := _refused(settings, inputs)) is not None:
+        yield Line("prepare", "refused by the target's chat template", refused)
     if config.servers:
         yield Line("prepare", "answered by", ", ".join(config.servers))
     yield Line("prepare", "answered before", done)
@@ -91,6 +96,26 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     if inputs.target is not None and done < used and not config.servers:
         hours = cost.writing_hours(settings, inputs, cost.Tokens(0, tokens))
         yield from _hours("prepare", "time to write them, at most", hours)
+
+
+def _refused(settings: RunConfig, inputs: Inputs) -> int | None:
+    """Conversations that the target's chat template refuses; None where its tokenizer can't be reached.
+
+    Raises DataError with file and line for the first, unless such rows are skipped.
+    """
+    config, count = settings.prepare, 0
+    try:
+        tokenizer = tokenizer_of(settings.target.name)
+    except TargetError:
+        return None
+    for conversation in inputs.asked:
+        try:
+            check_template(tokenizer, conversation, config.enable_thinking, answered=not config.regenerate)
+        except DataError:
+            if not config.skip_bad:
+                raise
+            count += 1
+    return count
 
 
 def _features(settings: RunConfig, inputs: Inputs, passes: float) -> Iterator[Line]:

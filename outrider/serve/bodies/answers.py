@@ -18,6 +18,7 @@ from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.schema import ChatRequest, TextRequest
 from outrider.serve.calls import Call, Ending, Output
 from outrider.serve.pieces import Pieces
+from outrider.targets.text.token_texts import Offsets, TokenTexts
 
 LOWEST = -9999.0
 """Stands for a log probability of minus infinity, which JSON does not have."""
@@ -60,9 +61,9 @@ class Choice:
 class Answer:
     """The form of one request's answer."""
 
-    def __init__(self, body: TextRequest, model: str, name_of: Name, text_of: Name):
-        """name_of: a token by itself.  text_of: the same, but nothing for what is not part of a text."""
-        self.body, self.model, self.name_of, self.text_of = body, model, name_of, text_of
+    def __init__(self, body: TextRequest, model: str, texts: TokenTexts, text_of: Name):
+        """text_of: what a token adds to a text; nothing for a special one."""
+        self.body, self.model, self.texts, self.text_of = body, model, texts, text_of
         self.is_chat = isinstance(body, ChatRequest)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + uuid4().hex
         self.created = int(time.time())
@@ -70,8 +71,8 @@ class Answer:
         self._is_plain = not (body.include_drafts or body.return_token_ids or body.logprobs not in (None, False))
         """Chunks hold text alone."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        self._lengths: dict[int, int] = {}
-        """Characters of each choice's tokens so far, for text_offset."""
+        self._offsets: dict[int, Offsets] = {}
+        """Of each choice."""
         self._pieces: dict[int, Pieces] = {}
 
     # ── whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,26 +179,33 @@ class Answer:
             return None
         if self.is_chat:
             return {"content": [self._described(one) for one in found], "refusal": None}
-        names = [self.name_of(one.token) for one in found]
-        offsets, at = [], self._lengths.get(index, 0)
-        for name in names:
-            offsets.append(at)
-            at += len(name)
-        self._lengths[index] = at
-        top = [
-            {self.name_of(token): _finite(value) for token, value in (*one.top, (one.token, one.logprob))}
-            for one in found
-        ]
+        names, pieces = zip(*[self._named(one.token) for one in found], strict=True) if found else ((), ())
+        offsets = self._offsets.setdefault(index, Offsets()).push(pieces)
+        top = [self._ranked([*one.top, (one.token, one.logprob)]) for one in found]
         values = [_finite(one.logprob) for one in found]
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        return {"tokens": list(names), "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _named(self, token: int) -> tuple[str, bytes]:
+        """A token's name, and what it adds to the text: nothing where it is special."""
+        return self.texts.name_of(token), self.texts.bytes_of(token) if self.text_of(token) else b""
+
+    def _ranked(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log probabilities by the tokens' names; of two tokens with one name, the less likely by its id."""
+        found: dict[str, float] = {}
+        for token, value in sorted(dict(likeliest).items(), key=lambda one: -one[1]):
+            name = self.texts.name_of(token)
+            found[f"token_id:{token}" if name in found else name] = _finite(value)
+        return found
 
     def _described(self, one: TokenLogprob) -> dict[str, Any]:
         top = [self._one(token, value) for token, value in one.top]
         return self._one(one.token, one.logprob) | {"top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self.name_of(token)
-        return {"token": name, "logprob": _finite(logprob), "bytes": list(name.encode())}
+        return {
+            "token": self.texts.name_of(token), "logprob": _finite(logprob),
+            "bytes": list(self.texts.bytes_of(token)),
+        }  # fmt: skip
 
 
 def usage(calls: Sequence[Call]) -> dict[str, Any]:

@@ -27,13 +27,23 @@ from outrider.serve.bodies.schema import (
     TextRequest,
     TokenizeChat,
     TokenizeText,
+    Tool,
 )
 from outrider.serve.config import Config
 from outrider.targets.hf.transformers import TransformersTarget
+from outrider.targets.text.control import text_tokens
+from outrider.targets.text.parts import text_of
 from outrider.targets.text.prompts import encoded
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that asks for no number, as OpenAI has it."""
+GAP = r"( |\n[ \t]{0,24})?"
+"""White space between two parts of JSON: a small model may else write line feeds until its answer is cut off."""
+LETTERS, SEAM = 8, 64
+"""Characters for each token that a slot holds: texts of more are encoded by pieces, to see whether they are too long;
+and tokens by which the number in a piece may be off."""
+MOST_COUNTED = 65_536
+"""Tokens that /tokenize counts, though no slot holds as many."""
 LARGEST_SCHEMA = 100_000
 """Characters: the time to compile one grows with the square of its properties."""
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -73,8 +83,9 @@ class Reader:
         """What /tokenize answers."""
         self.check_model(body.model)
         if isinstance(body, TokenizeChat):
-            return chat.tokens_of(body.messages, body.tools, body.chat_template_kwargs, self.target.tokenizer)
-        return self._encoded(body.prompt, body.add_special_tokens is not False)
+            return self._chat(body, body.tools)
+        self._check_texts([body.prompt], max(MOST_COUNTED, self._longest))
+        return self._encoded(body.prompt, body.add_special_tokens is not False, body.parse_special is not False)
 
     def text(self, body: DetokenizeRequest) -> str:
         """What /detokenize answers."""
@@ -94,41 +105,74 @@ class Reader:
 
     def _prompts(self, body: TextRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
-            tools = body.tools if body.tool_choice != "none" else None
-            found = [chat.tokens_of(body.messages, tools, body.chat_template_kwargs, self.target.tokenizer)]
+            found = [self._chat(body, body.tools if body.tool_choice != "none" else None)]
         else:
-            found = [self._known(prompt) for prompt in _listed(body.prompt)]
+            prompts = _listed(body.prompt)
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    self._check_texts([prompt], self._longest)
+                else:
+                    self._check_length(len(prompt))
+            found = [self._known(prompt, body.parse_special is not False) for prompt in prompts]
         if not found:
             raise invalid("prompt is an empty list; give at least one text, or token ids", "prompt")
         for tokens in found:
             self._check_length(len(tokens))
         return found
 
-    def _known(self, prompt: str | list[int]) -> list[int]:
+    def _chat(self, body: ChatRequest | TokenizeChat, tools: Sequence[Tool] | None) -> list[int]:
+        is_parsed, tokenizer = body.parse_special is True, self.target.tokenizer
+        most = self._longest if isinstance(body, ChatRequest) else max(MOST_COUNTED, self._longest)
+        if len(body.messages) > most:  # each has a token or more
+            raise self._too_long(f"{len(body.messages)} or more")
+        self._check_texts(chat.texts_of(body.messages, tools), most)
+        return chat.tokens_of(body.messages, tools, body.chat_template_kwargs, tokenizer, is_parsed)
+
+    def _known(self, prompt: str | list[int], is_parsed: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._encoded(prompt)
+            return self._encoded(prompt, is_parsed=is_parsed)
         with _reported("prompt"):
             return self.target.encode(prompt)
 
-    def _encoded(self, text: str, with_special: bool = True) -> list[int]:
-        try:
-            tokenizer = self._tokenizer()
+    def _encoded(self, text: str, with_special: bool = True, is_parsed: bool = True) -> list[int]:
+        tokenizer = self._tokenizer()
+        with _encoding("prompt"):
+            if not is_parsed:
+                return text_tokens(tokenizer, text, add_special_tokens=with_special)
             return encoded(text, tokenizer) if with_special else list(tokenizer.encode(text, add_special_tokens=False))
-        except (TypeError, ValueError) as error:
-            raise invalid(f"the tokenizer can't read the text: {error}", "prompt") from None
 
     def _tokenizer(self) -> Any:
         if self.target.tokenizer is None:
             raise invalid("this model has no tokenizer; give prompts as token ids to /v1/completions")
         return self.target.tokenizer
 
+    @property
+    def _longest(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self.config.prompt_tokens or self.length, self.length - 1)
+
+    def _check_texts(self, texts: Sequence[str], most: int) -> None:
+        """Refuse texts of far more tokens than `most` without encoding or rendering all of them."""
+        size, tokenizer = LETTERS * most, self.target.tokenizer
+        if tokenizer is None or sum(map(len, texts)) <= size:
+            return
+        joined = "\n".join(texts)
+        while size < len(joined):
+            with _encoding("prompt"):
+                count = len(tokenizer.encode(joined[:size], add_special_tokens=False))
+            if count > most + SEAM:
+                raise self._too_long(f"more than {most}")
+            size *= 2
+
+    def _too_long(self, count: str) -> Refusal:
+        return invalid(
+            f"the prompt has {count} tokens, and this server takes at most {self._longest}; shorten it", "prompt",
+            "context_length_exceeded",
+        )  # fmt: skip
+
     def _check_length(self, count: int) -> None:
-        most = min(self.config.prompt_tokens or self.length, self.length - 1)
-        if count > most:
-            raise invalid(
-                f"the prompt has {count} tokens, and this server takes at most {most}; shorten it",
-                "prompt", "context_length_exceeded",
-            )  # fmt: skip
+        if count > self._longest:
+            raise self._too_long(str(count))
         if not count:
             raise invalid("the prompt is empty; give at least one token", "prompt")
 
@@ -198,7 +242,7 @@ class Reader:
                 raise invalid(f"there is no drafter {asked.drafter[:80]!r} here{near}", "speculative.drafter")
             found |= {"max_draft": asked.depth, "drafter": asked.drafter or ""}
         if body.prediction is not None:
-            text = chat.text_of(body.prediction.content)
+            text = text_of(body.prediction.model_dump()["content"])
             found["prediction"] = self._encoded(text, with_special=False)[: self.length]
         return found
 
@@ -236,11 +280,23 @@ def _grammar(body: TextRequest) -> Grammar | None:
     form = body.response_format
     if form is None or isinstance(form, TextFormat):
         return None
-    schema = json.dumps(form.json_schema.schema_) if isinstance(form, SchemaFormat) else '{"type": "object"}'
+    given = form.json_schema.schema_ if isinstance(form, SchemaFormat) else {"type": "object"}
+    schema = json.dumps({"x-guidance": {"whitespace_pattern": GAP}} | given)
     if len(schema) > LARGEST_SCHEMA:
         raise invalid(f"the schema has {len(schema)} characters, the most are {LARGEST_SCHEMA}", "response_format")
     with _reported("response_format"):
         return Grammar.json(schema)
+
+
+@contextmanager
+def _encoding(param: str) -> Iterator[None]:
+    """What a tokenizer raises is told to the client."""
+    try:
+        yield
+    except DataError as error:
+        raise invalid(str(error), param) from None
+    except (TypeError, ValueError) as error:
+        raise invalid(f"the tokenizer can't read the text: {error}", param) from None
 
 
 @contextmanager

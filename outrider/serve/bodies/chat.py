@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from outrider.errors import DataError
 from outrider.serve.bodies.refusals import invalid
-from outrider.serve.bodies.schema import Content, Message, Tool
+from outrider.serve.bodies.schema import Message, Tool
+from outrider.targets.text.chat import rendered
+from outrider.targets.text.parts import text_of
 
 log = logging.getLogger(__name__)
 
@@ -24,51 +26,48 @@ TAKEN = {
 
 
 def tokens_of(
-    messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None, tokenizer: Any
-) -> list[int]:
+    messages: Sequence[Message], tools: Sequence[Tool] | None, variables: Mapping[str, Any] | None, tokenizer: Any,
+    parse_special: bool = False,
+) -> list[int]:  # fmt: skip
     """Token ids of a chat, up to where the answer begins.  Raises Refusal for what the template does not take."""
     if tokenizer is None or tokenizer.chat_template is None:
         raise invalid("this model has no chat template; use /v1/completions with a prompt", "messages")
-    given = [_plain(message) for message in messages]
-    functions = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
-    template = tokenizer.get_chat_template(None, functions)
+    given = [
+        message.model_dump(exclude_none=True, exclude={"annotations", "refusal", "cache_control"})
+        for message in messages
+    ]
+    functions = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools or ()]
+    template = tokenizer.get_chat_template(None, functions or None)
     _check(variables or {}, template)
-    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **(variables or {})}
+    _check_tools(given, functions, template)
     try:
-        return list(tokenizer.apply_chat_template(given, tools=functions, **settings))
-    except TemplateError as error:
-        raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
-    except Exception as error:  # the template is a program, and its input is the client's
-        log.info("a chat template failed: %r", error)
+        return rendered(tokenizer, given, functions, variables, add_generation_prompt=True, parse_special=parse_special)
+    except DataError as error:
+        if (cause := error.__cause__) is None:
+            raise invalid(str(error), "messages") from None
+        if isinstance(cause, TemplateError):
+            raise invalid(f"the model's chat template refuses these messages: {cause}", "messages") from None
+        log.info("a chat template failed: %r", cause)  # the template is a program, and its input is the client's
         raise invalid(
             "the model's chat template can't render these messages; see its model card for their form", "messages"
         ) from None
 
 
-def text_of(content: Content | None) -> str:
-    """The text of a message; a line for each part."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
+def texts_of(messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[str]:
+    """All that a template may be given to write."""
+    found = [text_of(message.model_dump().get("content")) for message in messages]
+    found += [message.model_dump_json(exclude={"content"}) for message in messages if message.role == "assistant"]
+    return found + [tool.model_dump_json() for tool in tools or ()]
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates know it: contents are texts, arguments of tools are objects."""
-    found = message.model_dump(exclude_none=True, exclude={"content", "annotations", "refusal"})
-    found["content"] = text_of(message.content)
-    if found["role"] == "developer":  # OpenAI's newer word
-        found["role"] = "system"
-    for call in found.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    return found
-
-
-def _arguments(text: str) -> Any:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+def _check_tools(messages: Sequence[Mapping[str, Any]], functions: Sequence[Any], template: str) -> None:
+    """Refuse tools and their calls where the model would not be told of them."""
+    asked = {"tools": bool(functions), "tool_calls": any(message.get("tool_calls") for message in messages)}
+    for name in (name for name, is_given in asked.items() if is_given and not re.search(rf"\b{name}\b", template)):
+        raise invalid(
+            f"{name} can't be shown to this model: its template has no place for them; leave them out, or describe "
+            "them in a message", name, "unsupported_field",
+        )  # fmt: skip
 
 
 def _check(variables: Mapping[str, Any], template: str) -> None:

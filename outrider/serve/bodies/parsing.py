@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from outrider.config import nearest
+from outrider.config import nearest, once
 from outrider.serve.bodies.refusals import Refusal, invalid
 from outrider.serve.bodies.schema import MAX_BIASES, MAX_STOPS, MIN_TEMPERATURE, MOST_KEYS
 
@@ -34,6 +36,8 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
     "web_search_options": ((), "nothing is fetched for a request; leave it out"),
     "reasoning_effort": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
+    "reasoning": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
+    "thinking": ((), "use chat_template_kwargs, if the model's template knows such a variable"),
     "verbosity": (("medium",), "ask for it in a message"),
     "length_penalty": ((1, 1.0), "there is no beam search; leave it out"),
     "include_stop_str_in_output": ((False,), "a text ends before its stop string; leave it out"),
@@ -45,6 +49,14 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "moderation": ((), "answers are not judged; leave it out"),
 }  # fmt: skip
 """Known fields that would change the answer: values that do not, besides null, and what to do instead."""
+
+MOST_PARTS = 40_000
+"""Most lists, objects and keys of objects in a body."""
+MOST_VALUES = 300_000
+"""Most values in a body, such as the token ids of all its prompts."""
+MARKS = (b"[", b"{", b":")
+OUTSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^"]{1,65536}', re.DOTALL)
+"""A text of a body, or what stands between two."""
 
 WANTED: Mapping[str, str] = {
     "prompt": "a text, token ids, or a list of texts or of token ids",
@@ -62,11 +74,34 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read(text: bytes, what: str = "the body") -> Any:
-    """The JSON of a body.  Raises Refusal where it is none, is nested too deeply, or holds NaN or half a surrogate."""
+    """The JSON of a body.  Raises Refusal where it is none, is nested too deeply, holds NaN or half a surrogate, has a
+    key twice (readers differ in which counts), or more values than any request needs, each of which costs time."""
+    if len(text) > MOST_PARTS and not _has_few_values(text):
+        most = f"{MOST_PARTS} lists, objects and keys, or {MOST_VALUES} values"
+        raise invalid(f"{what} has more than {most}; send less in one request", code="too_many_values")
     try:
-        return from_json(text, allow_inf_nan=False)
+        found = from_json(text, allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"{what} is not JSON: {error}; send one JSON object in UTF-8", code="invalid_json") from None
+    try:
+        json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{what} can't be taken: {error}; leave one out", code="invalid_json") from None
+    return found
+
+
+def _has_few_values(text: bytes) -> bool:
+    """Whether a body has no more parts and values than it may, without reading it; marks in texts don't count."""
+    if sum(map(text.count, MARKS)) <= MOST_PARTS and text.count(b",") <= MOST_VALUES:
+        return True
+    parts = values = 0
+    for match in OUTSIDE.finditer(text):  # by pieces, so that other threads get their turn
+        if (piece := match[0]).startswith(b'"'):
+            continue
+        parts, values = parts + sum(map(piece.count, MARKS)), values + piece.count(b",")
+        if parts > MOST_PARTS or values > MOST_VALUES:
+            return False
+    return True
 
 
 def parse(schema: type[B], values: Any) -> B:

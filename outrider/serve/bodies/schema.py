@@ -32,6 +32,8 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """Every step compares the end of a text with all beginnings of its stop strings."""
 
 
+MOST_MESSAGES, MOST_TOOLS, MOST_PARTS = 4096, 512, 1024
+"""Of one request: more of them take long to check."""
 MOST_KEYS = 64
 """Of an object with names of its own: each wrong one costs time."""
 
@@ -44,6 +46,17 @@ def _few(value: Any, most: int = MOST_KEYS) -> Any:
     if isinstance(value, dict) and len(value) > most:
         raise PydanticCustomError("too_many_keys", f"Input should have at most {most} keys")
     return value
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """A list that is too long is refused before any of its items is looked at."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > most:
+            raise PydanticCustomError("too_long", f"Input should have at most {most} items, and has {len(value)}")
+        return value
+
+    return BeforeValidator(checked)
 
 
 class Body(BaseModel):
@@ -60,12 +73,17 @@ class Body(BaseModel):
 # ── parts of both kinds of requests ───────────────────────────────────────────────────────────────────────────────────
 
 
+CacheControl = Annotated[dict[str, Any], BeforeValidator(_few)] | None
+
+
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
+    """No effect: beginnings of prompts are shared where they are equal."""
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+Content = Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MOST_PARTS)]
 
 
 class StreamOptions(Body):
@@ -155,6 +173,9 @@ class Asked(Body):
     include_drafts: bool | None = None
     """Answer with `outrider`: steps, drafted and accepted tokens, and which tokens were drafted."""
     return_token_ids: bool | None = None
+    parse_special: bool | None = None
+    """Whether special tokens that are spelled out become control tokens: in a prompt they do unless this is false, in
+    messages only where it is true."""
     timeout: float | None = Field(None, gt=0, le=86_400)
     """Seconds after which the request ends with 408."""
     store: bool | None = None
@@ -189,6 +210,7 @@ class SystemMessage(Body):
     role: Literal["system"]
     content: Content
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 class DeveloperMessage(Body):
@@ -197,12 +219,14 @@ class DeveloperMessage(Body):
     role: Literal["developer"]
     content: Content
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 class UserMessage(Body):
     role: Literal["user"]
     content: Content
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 class CalledFunction(Body):
@@ -222,11 +246,12 @@ class AssistantMessage(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = None
     audio: None = None
     function_call: None = None
+    cache_control: CacheControl = None
 
 
 class ToolMessage(Body):
@@ -234,6 +259,7 @@ class ToolMessage(Body):
     content: Content
     tool_call_id: str | None = None
     name: str | None = None
+    cache_control: CacheControl = None
 
 
 Message = Annotated[
@@ -251,6 +277,7 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl = None
 
 
 Variables = Annotated[dict[str, str | float | bool], Field(max_length=MOST_KEYS), BeforeValidator(_few)]
@@ -259,8 +286,8 @@ Variables = Annotated[dict[str, str | float | bool], Field(max_length=MOST_KEYS)
 class ChatRequest(Asked):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
     """Given to the chat template; what the model writes is returned as content."""
     tool_choice: Literal["none", "auto"] | None = None
     """none: the template is given no tools."""
@@ -271,6 +298,20 @@ class ChatRequest(Asked):
     max_completion_tokens: Positive | None = None
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template, such as enable_thinking."""
+
+
+IDLE = (
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that are taken and change nothing."""
+
+
+def ignored(body: CompletionRequest | ChatRequest) -> list[str]:
+    """Names of the fields of a body that have no effect, which a header of the answer lists."""
+    found = [name for name in IDLE if getattr(body, name, None) is not None]
+    held = [*getattr(body, "messages", ()), *(getattr(body, "tools", None) or ())]
+    parts = [part for one in held if isinstance(getattr(one, "content", None), list) for part in one.content]
+    return found + ["cache_control"] * any(one.cache_control is not None for one in [*held, *parts])
 
 
 TextRequest = CompletionRequest | ChatRequest
@@ -285,13 +326,17 @@ class TokenizeText(Body):
     prompt: str
     add_special_tokens: bool | None = None
     """true unless given."""
+    parse_special: bool | None = None
+    """As in a completion: true unless given."""
 
 
 class TokenizeChat(Body):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MOST_MESSAGES)]
+    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MOST_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
+    parse_special: bool | None = None
+    """As in a chat: false unless given."""
 
 
 class DetokenizeRequest(Body):

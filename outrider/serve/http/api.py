@@ -12,8 +12,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 import outrider
 from outrider.serve.bodies import schema
-from outrider.serve.bodies.parsing import read
 from outrider.serve.bodies.refusals import Refusal, internal
+from outrider.serve.bodies.schema import ignored
 from outrider.serve.http import replies
 from outrider.serve.http.document import bodied, document, replying
 from outrider.serve.http.door import Receive, Scope, Send, reply
@@ -75,8 +75,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     limit = service.config.body_bytes
 
     async def answered(request: Request, kind: Kind) -> Response:
-        body = await read_body(request, limit)
-        job = await service.start(kind, read(body), len(body), request.state.owner)
+        body, state = await read_body(request, limit), request.state
+        values = await service.values(body, state.owner)
+        job = await service.start(kind, values, len(body), state.owner, state.arrived)
         return Answered(service, job)
 
     @app.post("/v1/completions", **bodied(schema.CompletionRequest, replies.Completion, streams=True))
@@ -92,14 +93,14 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **bodied(schema.TokenizeText, replies.Tokens, schema.TokenizeChat))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a chat."""
-        body = await read_body(request, limit)
-        return JSONResponse(await service.tokenize(read(body), len(body)))
+        body, owner = await read_body(request, limit), request.state.owner
+        return JSONResponse(await service.tokenize(await service.values(body, owner), len(body), owner))
 
     @app.post("/detokenize", **bodied(schema.DetokenizeRequest, replies.DetokenizedText))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = await read_body(request, limit)
-        return JSONResponse(await service.detokenize(read(body), len(body)))
+        body, owner = await read_body(request, limit), request.state.owner
+        return JSONResponse(await service.detokenize(await service.values(body, owner), len(body), owner))
 
 
 def _add_pages(app: FastAPI, service: Service, telemetry: Telemetry, is_stopping: Callable[[], bool]) -> None:
@@ -189,7 +190,8 @@ class Answered(Response):
 
     @property
     def _own_headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.answer.id}
+        unused = ignored(self.job.body)
+        return {"x-request-id": self.job.answer.id} | ({"x-ignored-fields": ", ".join(unused)} if unused else {})
 
 
 def _of_route(request: Request, error: HTTPException) -> Refusal:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -29,7 +31,8 @@ LOCAL = {"localhost", "ip6-localhost"}
 
 
 class Door:
-    """Lets requests into an app, which finds the owner's name in `scope["state"]["owner"]`."""
+    """Lets requests into an app, which finds in `scope["state"]` their `owner`, and when they `arrived`, in seconds of
+    `time.monotonic`."""
 
     def __init__(self, app: App, config: Config, keys: KeyRing | None, telemetry: Telemetry):
         self.app, self.config, self.keys, self.telemetry = app, config, keys, telemetry
@@ -39,7 +42,8 @@ class Door:
         """Requests that are being answered, those for open pages left out."""
         self._of_key: Counter[str] = Counter()
         # a page of another site can make a browser call a name of its own that leads to this machine
-        self._names = None if keys is not None or config.allow_anonymous else LOCAL | {config.host, *config.hosts}
+        own = LOCAL | {socket.gethostname().lower(), config.host.lower()}
+        self._names = None if keys is not None else own | {name.lower() for name in config.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,8 +58,8 @@ class Door:
         if is_open:
             await self._answered(scope, receive, send)
             return
-        owner = "" if key is None else key.name
-        scope.setdefault("state", {})["owner"] = owner
+        owner = "" if key is None else key.identity
+        scope.setdefault("state", {}).update(owner=owner, arrived=time.monotonic())
         self.inside += 1
         self._of_key[owner] += 1
         try:
@@ -98,7 +102,7 @@ class Door:
             what = "this key is unknown, or was revoked" if given else "no key was given"
             raise Refusal(401, f"{what}; send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         most = key.concurrent or self.config.concurrent
-        if self._of_key[key.name] >= most:
+        if self._of_key[key.identity] >= most:
             self.telemetry.refused("key_busy")
             message = f"this key has {most} requests running, which is its limit; wait for one to end"
             raise Refusal(429, message, code="too_many_requests", retry_after_s=1)
@@ -107,14 +111,20 @@ class Door:
     def _check_host(self, scope: Scope) -> None:
         if self._names is None:
             return
-        host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
-        name = _name_of(host)
-        if not (not name or name in self._names or name.endswith(".localhost") or _is_address(name)):
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        sites = [text.partition("://")[2] for text in origins if text.startswith(("http://", "https://"))]
+        foreign = [host for host in hosts if not (self._is_own(_name_of(host)) or _is_address(_name_of(host)))]
+        foreign += [site for site in sites if not (self._is_own(_name_of(site)) or [site] == hosts)]
+        if foreign:
             self.telemetry.refused("unknown_host")
             raise Refusal(
-                403, f"{host[:80]!r} is not a name of this server; start it with serve.hosts={name[:80]}, or with keys",
-                code="unknown_host",
+                403, f"{foreign[0][:80]!r} is not a name of this server; start it with "
+                f"serve.hosts={_name_of(foreign[0])[:80]}, or with keys", code="unknown_host",
             )  # fmt: skip
+
+    def _is_own(self, name: str) -> bool:
+        return not name or name in (self._names or ()) or name.endswith(".localhost")
 
 
 def reply(refusal: Refusal) -> JSONResponse:

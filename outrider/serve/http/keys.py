@@ -39,6 +39,11 @@ class Key(Config):
     concurrent: PositiveInt | None = None
     """Requests that it may have running at once; the server's own number unless given."""
 
+    @property
+    def identity(self) -> str:
+        """Whose requests these are, in caches, queues and logs: a name may be given to another person later."""
+        return f"{self.name}#{self.sha256[:12]}"
+
     def fits(self, given: bytes) -> bool:
         return hmac.compare_digest(_hash(bytes.fromhex(self.salt), given), self.sha256)
 

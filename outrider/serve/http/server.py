@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import ipaddress
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.serve.config import Config
+from outrider.serve.http.connections import Connection, Connections
 from outrider.serve.http.door import Door
 from outrider.serve.service import Post, Service
 
@@ -21,8 +25,8 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 65
 """Seconds that an idle connection stays open: longer than clients and proxies keep theirs, so that they close first."""
-LAST_S = 5.0
-"""Seconds in which requests that were cancelled at the end have to be answered."""
+LAST_S, URGENT_S = 5.0, 0.2
+"""Seconds in which requests that were cancelled at the end have to be answered; and after a second signal."""
 
 
 class ServerError(OutriderError):
@@ -65,14 +69,19 @@ class Server(uvicorn.Server):
         self, door: Door, service: Service, post: Post, say: Callable[[str], None] = log.info,
         ready: Callable[[], None] = lambda: None,
     ):  # fmt: skip
+        self.limits = Connections(service.config.connections, service.config.address_connections)
+        protocol: Any = functools.partial(Connection, self.limits)
         super().__init__(
             uvicorn.Config(
-                door, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+                door, http=protocol, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(LAST_S), log_level="warning",
             )
         )  # fmt: skip
         self.door, self.service, self.post, self.say, self.ready = door, service, post, say, ready
+        self.unfinished = 0
+        """Requests that were running when their time to end was over."""
         self._draining: asyncio.Task[None] | None = None
+        self._is_urgent = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer requests.  Raises ServerError where the engine failed."""
@@ -102,26 +111,31 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Take no more requests, and end when the running ones have; called again, end now."""
-        if self._draining is not None:
-            self.should_exit = self.force_exit = True
-            return
         self.door.is_closed = True
-        self._draining = asyncio.get_running_loop().create_task(self._drain())
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self._is_urgent = True
 
     async def _drain(self) -> None:
         seconds = self.service.config.drain_s
         if self.door.inside:
             self.say(f"stopping: {self.door.inside} requests have {seconds:g} s to end; again to stop at once")
         if not await self._are_gone(seconds):
-            self.say(f"{self.door.inside} requests are ended unfinished")
+            self.unfinished = self.door.inside
+            self.say(f"{self.unfinished} requests are ended unfinished")
             for job in list(self.service.jobs):
                 self.service.cancel(job)
-            await self._are_gone(LAST_S)
+            if not await self._are_gone(LAST_S):
+                for connection in list(self.limits.open):  # of clients that don't read what they are sent
+                    connection.transport.abort()
+                await self._are_gone(LAST_S)
         self.should_exit = True
 
     async def _are_gone(self, seconds: float) -> bool:
-        until = asyncio.get_running_loop().time() + seconds
-        while self.door.inside and asyncio.get_running_loop().time() < until:
+        now = asyncio.get_running_loop().time
+        begun = now()
+        while self.door.inside and now() - begun < (min(seconds, URGENT_S) if self._is_urgent else seconds):
             await asyncio.sleep(0.02)
         return not self.door.inside
 
@@ -135,6 +149,8 @@ def run(server: Server, sock: socket.socket) -> None:
     """Answer requests at this socket until a signal.  Raises ServerError where the engine failed."""
 
     async def main() -> None:
+        gc.collect()
+        gc.freeze()  # a body of many values would have all of the model's objects looked through, again and again
         server.handle_signals()
         await server.serve([sock])
 

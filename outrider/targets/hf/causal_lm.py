@@ -19,6 +19,7 @@ from outrider import demo
 from outrider.errors import DrafterError, first_line
 from outrider.targets import catalog
 from outrider.targets.cache.attention_mask import positions
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.anatomy import head_transform, trunk
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.progress import no_bars
@@ -72,10 +73,15 @@ def named(name: str, target: Target) -> Any:
     """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the
     target's."""
     name = folder(name)
+    if locate(name) is not None:
+        raise DrafterError(
+            f"small_model.model {name!r} is a GGUF file, whose weights can't be trained; give the model's checkpoint "
+            "in safetensors"
+        )
     try:
         with no_bars():
             lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a checkpoint is others' work, and each family fails in its own way
         raise DrafterError(
             f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "
             "config.json and safetensors, or a Hugging Face id; or sizes of a new model in small_model.new"

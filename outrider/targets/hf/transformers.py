@@ -123,7 +123,7 @@ class TransformersTarget(Passes):
         if not changed:
             return []
         parts = self.model.get_input_embeddings(), output_layer(self.model), trunk(self.model)
-        words, layers = spread.weight_of(self._model_head).shape[0], decoder_layers(self.model)
+        words, layers = quantised.rows_of(self._model_head), decoder_layers(self.model)
         if parts != (self._embedding, self._model_head, self._trunk) or layers is not self._decoder_layers:
             raise TargetError(
                 f"the embedding, the output layer or the layers of {self.spec.name} were replaced after it was loaded; "
@@ -153,7 +153,8 @@ class TransformersTarget(Passes):
     @property
     def parameters(self) -> int:
         """The number of parameters."""
-        return int(self.model.num_parameters())
+        blocks = quantised.parts_in_blocks(self.model)
+        return int(self.model.num_parameters()) + sum(part.rows * part.columns for part in blocks)
 
     @property
     def generation_config(self) -> Any:
@@ -183,7 +184,7 @@ class TransformersTarget(Passes):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm, with the family's scale and soft cap."""
         # not called: its hook belongs to the model's own passes
-        return self._finish(self._head.forward(hidden.to(self._head.weight.dtype)))
+        return self._finish(self._head.forward(hidden.to(quantised.dtype_of(self._head))))
 
     def finish(self, states: Tensor) -> Tensor:
         """Hidden states [..., H] after the final norm, of the last layer's.
@@ -200,7 +201,7 @@ class TransformersTarget(Passes):
 
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""
-        return quantised.values(spread.weight_of(self._head))[tokens]
+        return quantised.rows_at(self._head, tokens)
 
     def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
         bias = None if self._head.bias is None else self._head.bias[tokens]
@@ -208,7 +209,7 @@ class TransformersTarget(Passes):
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""
-        return quantised.values(spread.weight_of(self._embedding))[tokens]
+        return quantised.rows_at(self._embedding, tokens)
 
     def copy_to(self, device: torch.device) -> TransformersTarget:
         """This target for a drafter on another device, which borrows embedding and head: they are copied there."""

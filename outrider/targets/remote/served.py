@@ -22,6 +22,7 @@ from outrider.errors import TargetError, first_line
 from outrider.hub import missing_path
 from outrider.sampling.text import Detokenizer
 from outrider.targets import catalog, quantised
+from outrider.targets.gguf.files import locate
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.identity import hash_stored, load_tokenizer, spec_of
 from outrider.targets.load import default_device, dtype_of
@@ -132,6 +133,11 @@ def load_served(
     Raises TargetError where config or tokenizer can't be read.
     """
     path = catalog.checkpoint(name)
+    if locate(path, revision) is not None:
+        raise TargetError(
+            f"target {name!r} is a GGUF file, whose states no server sends; leave out prepare.servers, or name the "
+            "checkpoint that the server has"
+        )
     pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     place = default_device(device)

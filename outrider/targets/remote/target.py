@@ -26,6 +26,9 @@ from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import Detokenizer, with_stops
+from outrider.targets.gguf import load as gguf
+from outrider.targets.gguf.files import locate
+from outrider.targets.gguf.tokenizer import ends as ends_in
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.remote.rows import IDLE, DrawnRows, LogprobRows, RemoteRows, settings_of
@@ -296,6 +299,10 @@ def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
 def _of_configs(name: str) -> dict[str, Any]:
     """What a folder's config.json and generation_config.json say; nothing where they are not there."""
     known: dict[str, Any] = {}
+    if (files := locate(name)) is not None:
+        config, parts = gguf.described(name, files)
+        own = {"vocabulary": config.vocab_size, "context": config.max_position_embeddings}
+        return own | {"ends": ends_in(parts.keys)}
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
         known |= {"vocabulary": config.vocab_size, "context": getattr(config, "max_position_embeddings", None)}

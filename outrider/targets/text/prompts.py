@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
-from jinja2 import TemplateError
-
 from outrider.errors import DataError, first_line
+from outrider.targets.text import chat
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 WANTED = "give a text, token ids or chat messages, or many of these"
@@ -88,19 +87,10 @@ def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     """Token ids of a text or of chat messages, by the tokenizer."""
     if isinstance(given, str):
         return encoded(given, tokenizer)
-    _refuse_media(given)
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
     options = {} if thinking is None else {"enable_thinking": thinking}
-    try:
-        tokens = tokenizer.apply_chat_template(
-            given, add_generation_prompt=True, tokenize=True, return_dict=False, **options
-        )
-    except TemplateError as error:
-        raise DataError(
-            f"the target's chat template refuses these messages: {error}; ask with roles that it knows"
-        ) from error
-    return list(tokens)
+    return chat.rendered(tokenizer, given, (), options, add_generation_prompt=True)
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
@@ -118,15 +108,6 @@ def _beginning(tokenizer: Any) -> list[int]:
     whole, plain = (list(tokenizer.encode("a", add_special_tokens=adds)) for adds in (True, False))
     starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
     return whole[: next(starts, 0)]
-
-
-def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    for kind in (part.get("type", "text") for part in parts if isinstance(part, Mapping)):
-        if kind != "text":
-            raise DataError(
-                f"a chat message has a part of type {kind!r}, but targets read text alone; give parts of type 'text'"
-            )
 
 
 def unembedded(tokenizer: Any, vocabulary: int) -> dict[str, int]:

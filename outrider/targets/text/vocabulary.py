@@ -96,6 +96,12 @@ def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
     return lambda text: bytes([int(text[3:5], 16)]) if _BYTE.fullmatch(text) else text.replace("▁", " ").encode()
 
 
+def bytes_of_names(tokenizer: Any) -> Callable[[str], bytes | None] | None:
+    """From tokens as a tokenizer's vocabulary writes them to their bytes; None for a slow tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else _alphabet(backend)
+
+
 def _kinds(part: Any) -> set[str]:
     """Types of a tokenizer's part and of the parts it is made of."""
     found: set[str] = set()

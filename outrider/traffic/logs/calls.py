@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from outrider.data.sources.messages import with_system
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -58,7 +60,7 @@ def checked_body(body: Any) -> dict[str, Any]:
     for name in ("max_tokens", "max_completion_tokens"):
         if not isinstance(body.get(name), int | None) or isinstance(body.get(name), bool):
             raise ValueError(f"{name} must be a number of tokens, got {body[name]!r}")
-    return {key: value for key, value in body.items() if key.lower() not in SECRETS}
+    return with_system({key: value for key, value in body.items() if key.lower() not in SECRETS})
 
 
 def _has_role(message: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from outrider.data.sources.messages import read_row
 from outrider.errors import DataError
 from outrider.traffic.logs.calls import Call, checked_body, length_of, seconds_of, synthesised
 from outrider.traffic.logs.redaction import shown_again
@@ -120,34 +121,30 @@ def _burstgpt(row: Any, name: str) -> list[Call]:
 
 
 def _sharegpt(row: Any, name: str) -> list[Call]:
-    """A call for each turn of the user, with the log's own answers before it."""
-    calls: list[Call] = []
-    messages: list[dict[str, str]] = []
-    session = str(row.get("id", name))
-    for turn in row["conversations"]:
-        role = ROLES.get(str(turn.get("from", turn.get("role"))))
-        text = turn.get("value", turn.get("content"))
-        if role is None or not isinstance(text, str):
-            raise ValueError(
-                f"a turn must be from human, gpt or system and have a text, got one from {turn.get('from')!r}"
-            )
-        if role == "assistant" and calls and messages[-1]["role"] == "user":
-            calls[-1] = replace(calls[-1], answer=text)
-        messages.append({"role": role, "content": text})
-        if role == "user":
-            calls.append(Call({"messages": list(messages)}, f"{session}-{len(calls)}", None, session))
+    """A call for each turn of the user, with the log's own answers, its system text and its tools before it."""
+    if row["conversations"] == []:
+        return []
+    reading, calls, session = read_row(row, "the row"), list[Call](), str(row.get("id", name))
+    offered = {"tools": list(reading.tools)} if reading.tools else {}
+    for end, message in enumerate(reading.messages, 1):
+        if message["role"] == "user":
+            body = {"messages": reading.messages[:end], **offered}
+            calls.append(Call(body, f"{session}-{len(calls)}", None, session))
+        elif message["role"] == "assistant" and calls and reading.messages[end - 2]["role"] == "user":
+            calls[-1] = replace(calls[-1], answer=message["content"])
     return calls
 
 
 def _custom(row: Any, name: str) -> list[Call]:
     """vLLM's own: a prompt that is put through the chat template."""
-    tokens = row.get("output_tokens")
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": row["prompt"]}]}
+    tokens, reading = row.get("output_tokens"), read_row(row, "the row")
+    asked = list(reading.messages)
+    answer = asked.pop()["content"] if asked[-1]["role"] == "assistant" else None
+    body: dict[str, Any] = {"messages": asked} | ({"tools": list(reading.tools)} if reading.tools else {})
     if tokens is not None:
         body["max_tokens"] = length_of(tokens)
-    return [
-        Call(checked_body(body), str(row.get("id", name)), seconds_of(row.get("timestamp")), expected_tokens=tokens)
-    ]
+    own = str(row.get("id", name))
+    return [Call(checked_body(body), own, seconds_of(row.get("timestamp")), None, tokens, answer=answer)]
 
 
 FORMATS: dict[str, Callable[[], Parse]] = {
@@ -166,8 +163,3 @@ FORMATS: dict[str, Callable[[], Parse]] = {
 TIMES = ("timestamp", "t", "time", "created_at", "created")
 OURS = {*TIMES, "session_id", "id", "delay"}
 """Keys next to a raw request body that are not sent."""
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant", "system": "system",
-}  # fmt: skip

@@ -8,9 +8,9 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.targets.text.parts import text_of
 from outrider.traffic.logs.calls import Call
 from outrider.traffic.logs.traces import Trace
 from outrider.traffic.replay.servers import Server
@@ -116,7 +116,7 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
     """(path, body) as the server gets it."""
     body = dict(call.body)
     if plan.completions and "messages" in body:
-        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in body["messages"])
+        body["prompt"] = "\n\n".join(text_of(message.get("content")) for message in body["messages"])
         for name in ("messages", "tools", "tool_choice", "response_format", "parallel_tool_calls"):
             body.pop(name, None)
     model = plan.model or server.model_for(body.get("model"))
@@ -134,12 +134,6 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
     body["stream"] = True
     body["stream_options"] = {"include_usage": True}
     return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
-
-
-def _plain_text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
 
 
 def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:

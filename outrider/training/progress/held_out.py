@@ -25,13 +25,15 @@ def acceptance(
 
     `overlap`: mean of sum(min(p, q)) at temperature 1.  `agreement`: share of rows where both models have the same most
     probable token, which is acceptance at temperature 0.  `with_siblings`: share where the target's is the draft's or
-    one of its runners-up at that depth, for drafters that draft some.  config: of the training, for the `divergence` by
-    its losses and weights, which training reports of its own texts; left out unless given.
+    one of its runners-up at that depth, for drafters that draft some.  And the method's own figures.  config: of the
+    training, for the `divergence` by its losses and weights, which training reports of its own texts; left out unless
+    given.
     """
     siblings = torch.tensor([*getattr(model.config, "siblings", ()), 0])
     state = torch.get_rng_state()
     torch.manual_seed(seed)  # which rows are drawn; the random state of the training is put back
     found: list[tuple[torch.Tensor, ...]] = []
+    figures: dict[str, list[torch.Tensor]] = {}
     weighed = torch.zeros(2, dtype=torch.float64)
     """Sums of the weighted divergences, and of the weights."""
     for step in range(source.steps_per_pass):
@@ -39,8 +41,11 @@ def acceptance(
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=source.manifest.dtype == "bfloat16"):
             rows = model.predict(batch)
             for draft, target, part in rows.chunks(chunk_size(rows)):
-                counts = rows.weight[part] > 0
-                q, p, depth = draft[counts].float(), target[counts].float(), rows.depth[part][counts]
+                counts, served = rows.weight[part] > 0, rows.served(part, draft)
+                for name, values in rows.figures(part, draft, target).items():
+                    figures.setdefault(name, []).append(values.double().cpu())
+                q = (draft if served is None else served)[counts].float()
+                p, depth = target[counts].float(), rows.depth[part][counts]
                 choice = p.argmax(-1, keepdim=True)
                 rank = (q > q.gather(-1, choice)).sum(-1)
                 allowed = siblings.to(depth.device)[depth.clamp(max=len(siblings) - 1)]
@@ -57,6 +62,7 @@ def acceptance(
     if not siblings.any():
         del named["with_siblings"]
     extra = {} if config is None else {"divergence": round(float(weighed[0] / weighed[1].clamp(min=1e-9)), 4)}
+    extra |= {name: round(float(torch.cat(values).mean()), 4) for name, values in figures.items()}
     return extra | {name: [round(value, 4) for value in values] for name, values in named.items()}
 
 

@@ -1,0 +1,94 @@
+"""Rows of tables: Parquet and Arrow files, folders that `datasets` wrote with save_to_disk, data sets of the hub.
+
+A table has one type a column, so each struct has the fields of all rows, null where a row has none of its own.  Such
+fields were never in the row and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import DataError
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+"""Files that save_to_disk writes: one in each data set, and one beside several splits."""
+BATCH = 64
+"""Rows that are in memory at the same time."""
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .parquet or .arrow file, each with its place.  Raises DataError for a damaged file."""
+    import pyarrow  # a third of a second to import, and only needed here
+
+    number = 0
+    try:
+        for batch in _parquet(path) if path.suffix == ".parquet" else _arrow(path):
+            for start in range(0, batch.num_rows, BATCH):
+                for row in batch.slice(start, BATCH).to_pylist(maps_as_pydicts="strict"):
+                    yield f"{path.name}[{number}]", without_nulls(row)
+                    number += 1
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
+        problem = f"{path} can't be read after row {number}: {error}"
+        raise DataError(f"{problem}; copy the file again, or leave it out") from None
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=BATCH)
+
+
+def _arrow(path: Path) -> Iterator[Any]:
+    """Batches of a stream, as `datasets` writes it, or of a file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            reader = pyarrow.ipc.open_stream(file)
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            whole = pyarrow.ipc.open_file(file)
+            reader = (whole.get_batch(number) for number in range(whole.num_record_batches))
+        yield from reader
+
+
+def without_nulls(value: Any) -> Any:
+    """A row without the fields that are null, at every depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def saved_files(folder: Path, split: str) -> list[Path] | None:
+    """The files of a folder that save_to_disk wrote, in the order of their rows; None for any other folder.
+
+    Raises DataError where it has several splits and not this one, and where a file of it is missing.
+    """
+    if (folder / SPLITS).exists():
+        splits = _json(folder / SPLITS).get("splits")
+        if not isinstance(splits, list) or split not in splits:
+            raise DataError(
+                f"{folder} has the splits {splits}, and not {split!r}; name one with `split`, or its folder"
+            )
+        folder = folder / split
+    if not (folder / STATE).exists():
+        return None
+    listed = _json(folder / STATE).get("_data_files")
+    names = [one.get("filename") for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    files = [folder / name for name in names if isinstance(name, str)]
+    if not files or (missing := [file for file in files if not file.is_file()]):
+        gone = f"lacks {missing[0].name}" if files else f"has a {STATE} that lists no files"
+        raise DataError(f"{folder}, a data set of save_to_disk, {gone}; copy the folder again, or save it again")
+    return files
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} can't be read: {error}; copy the folder again") from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,259 @@
+"""DFlash 2: DFlash, convolutions that make a block coherent, and a choice among candidates.  (Inco AI, August 2026.)
+
+Short convolutions, whose coefficients follow from their input, go around every sublayer of DFlash's backbone.  Of every
+row the `candidates` likeliest tokens are scored in pairs with those of the row before; drafted is the path that takes
+the best candidate after the one just taken, or a draw from their softmax, which is its q.  With `nodes` it is the tree
+of the likeliest paths, each branch conditional on its own parents.
+
+Differs from the published method: trees; the pairs are trained by the target's distribution over the candidates and all
+other tokens together, and unless `selector_gradient` leave the backbone as it is; the codebook of predecessors begins
+as a projection of the target's embedding; a draft's confidences are the walk's own probabilities, known before each
+token is drawn.
+
+Take it in place of `dflash` where engines that have it serve the draft, or where a tree is verified; its pairs need
+many answers before they help, and are left out as long as they don't.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from torch import Tensor
+from torch.nn.functional import pad
+
+from outrider.decoding.protocols import Drafter
+from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
+from outrider.drafters.dflash2 import selector
+from outrider.drafters.dflash2.selector import PairSelector
+from outrider.drafters.dflash2.tree import LatticeDrafter
+from outrider.errors import DrafterError
+from outrider.method import Method
+from outrider.nn import dynamic_convolution
+from outrider.nn.blocks import ContextLayer
+from outrider.nn.draft_model import Batch
+from outrider.nn.drafting import lattice as lattices
+from outrider.nn.drafting.lattice import Candidates, Lattice
+from outrider.nn.drafting.serving import verifies_trees
+from outrider.nn.dynamic_convolution import DynamicConvolution
+from outrider.nn.sequence import check_heads
+from outrider.sampling.distribution import log_probs, wide
+from outrider.targets.protocol import Target
+
+METHOD = Method(
+    cost="once", tokens=7, length="block", chain={"nodes": 0}, free=("nodes", "block"),
+    engines={
+        "vllm": {
+            "name": "dflash",
+            "formats": ("speculators", "sglang", "zlab"),
+            "varies": True,
+            "notes": ("dflash2 needs a GPU with Triton (model runner V2), and the target's head unquantised",),
+            "bad": (
+                {
+                    "versions": ".*",
+                    "platform": "cpu",
+                    "what": "DFlash 2 needs vLLM's second model runner, which has no CPU build",
+                },
+            ),
+        },
+        "sglang": {"name": "DFLASH", "flag": "speculative-dflash-block-size", "formats": ("sglang", "zlab")},
+        "llamacpp": {"name": "draft-dflash", "formats": ("gguf",), "cuts": True},
+    },
+    instead={
+        "trtllm": "vllm, sglang and llamacpp run it; or train a DFlash",
+    },
+    layers={
+        "speculators": ("aux_hidden_state_layer_ids", 1),
+        "sglang": ("dflash_config.target_layer_ids", 0),
+        "zlab": ("dflash_config.target_layer_ids", 0),
+        "gguf": ("dflash.target_layers", 1),
+    },
+)  # fmt: skip
+
+
+class Config(BackboneConfig):
+    kind: Literal["dflash2"] = "dflash2"
+    anchor_predicts: bool = False
+    """The anchor's slot predicts the first token, and masks the next ones; no: each mask predicts its own position, as
+    the released drafts do."""
+    candidates: PositiveInt = 16
+    """Likeliest tokens of each row among which one is chosen.  llama.cpp needs a hidden size of at least k (k + 1)."""
+    rank: PositiveInt = 256
+    """Rank of the scores of pairs."""
+    conv_taps: PositiveInt = 2
+    """Rows that a convolution mixes: a row and those just before it."""
+    conv_group: PositiveInt = 16
+    """Channels that share what a row adds to a convolution's coefficients; it must divide the hidden size."""
+    window: PositiveInt | None = None
+    """Positions back from each slot that it attends to, its own included; all of the text unless given.  The released
+    drafts have 2048."""
+    nodes: NonNegativeInt = 0
+    """Nodes of the tree that is drafted: the likeliest paths of candidates at temperature 0, drawn siblings else.  0
+    drafts one path."""
+    selector_loss: Literal["kl", "ce"] = "kl"
+    """How the pairs are trained: by the target's distribution over the candidates, or by the token that followed."""
+    selector_start: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the training, 0 to 1, before which the pairs are not trained."""
+    selector_gradient: bool = False
+    """The loss of the pairs trains the backbone too; no: it leaves it as it is."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        if self.siblings:
+            raise ValueError(f"siblings {self.siblings} are those of a dflash; set nodes, for a tree of the pairs")
+        if self.window is not None and self.window <= self.block:
+            raise ValueError(f"window {self.window} must be above block {self.block}: a block attends to all of itself")
+        return self
+
+
+class Model(BlockModel):
+    """Backbone with convolutions, and the selector."""
+
+    has_confidence = True
+    code = (selector, dynamic_convolution, lattices)
+
+    def __init__(self, config: Config, target: Target):
+        size = config.vocabulary or target.spec.vocabulary
+        if config.candidates > size:
+            raise DrafterError(
+                f"candidates must be at most the {size} tokens that it can draft, got {config.candidates}"
+            )
+        width = config.block + (not config.anchor_predicts)
+        around = functools.partial(
+            DynamicConvolution, target.spec.hidden, config.conv_taps, config.conv_group, width
+        )  # fmt: skip
+        super().__init__(config, target, functools.partial(ContextLayer, convolution=around), config.window)
+        self.candidate_selector = PairSelector(target.spec.vocabulary, target.spec.hidden, config.rank)
+        self.candidate_selector.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
+
+    def over_all_tokens(self) -> BlockModel:
+        """And pairs count there as they do here: a selector that is off has a codebook of zeros."""
+        whole = super().over_all_tokens()
+        share = self.candidate_selector.share
+        if float(share) == 1.0:
+            return whole
+        there = whole if whole is not self else copy.deepcopy(self, {id(self.target): self.target})
+        with torch.no_grad():
+            selector = there.candidate_selector
+            assert isinstance(selector, PairSelector)
+            selector.successor_codebook.mul_(share.to(selector.successor_codebook.device))
+            selector.share.fill_(1.0)
+        return there
+
+    def check_split(self, count: int) -> None:
+        check_heads(self.backbone.shape.kv_heads, count)
+
+    def candidates(self, logits: Tensor) -> tuple[Candidates, Tensor]:
+        """The likeliest tokens of logits [..., D], by the target's ids, and by their columns [..., k]."""
+        best = Candidates.of(logits, self.config.candidates)
+        return best._replace(ids=self.named(best.ids)), best.ids
+
+    def lattice(self, states: Tensor, anchors: Tensor) -> Lattice:
+        """Of blocks of states [B, K, H] after anchors [B]."""
+        return self.candidate_selector.lattice(states, anchors, self.candidates(self.logits(states))[0])
+
+    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
+        """The logits are the rows' own, without the pairs."""
+        logits = self.logits(states)
+        best, columns = self.candidates(logits)
+        lattice, tokens = self.candidate_selector.lattice(states, anchors, best), list[Tensor]()
+
+        def choose(scores: Tensor, row: int) -> Tensor:
+            if pick is None:
+                chosen = lattices.likeliest(scores, row)
+                tokens.append(best.ids[:, row].gather(1, chosen[:, None])[:, 0])
+                return chosen
+            tokens.append(pick(lattices.spread(scores, columns[:, row], logits.shape[-1]), row))
+            # none is found only where every candidate is banned; the draft then ends, or is deterministic
+            return (best.ids[:, row] == tokens[-1][:, None]).long().argmax(-1)
+
+        _, scores = lattices.walk(lattice, choose)
+        return torch.stack(tokens, 1), logits, lattices.confidence(scores, lattice.rest)
+
+    # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def terms(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        if self.progress < self.config.selector_start:
+            return {"selector": draft.new_zeros(len(draft), dtype=torch.float32)}
+        states, logits = rows.leaf(part), draft if self.reduced is None else draft[:, : len(self.reduced.ids)]
+        if not self.config.selector_gradient:
+            states, logits = states.detach(), logits.detach()
+        best, columns = self.candidates(logits)
+        scores = self.candidate_selector.taught(states, rows.previous[part], best)
+        p = shares(target, columns) if self.config.selector_loss == "kl" else hits(rows.labels[part], columns)
+        return {"selector": selector_loss(scores, best.rest, p)}
+
+    def served(self, rows: BlockRows, part: slice, draft: Tensor) -> Tensor:
+        size = draft.shape[-1] if self.reduced is None else len(self.reduced.ids)
+        best, columns = self.candidates(draft[:, :size])
+        scores = self.candidate_selector.taught(rows.states[part], rows.previous[part], best)
+        scores = torch.where(self.candidate_selector.share > 0, scores, best.logits)
+        return lattices.spread(scores, columns, draft.shape[-1])
+
+    def figures(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """Share of rows whose candidates have the target's choice (`recall`), and are best as scored after known tokens
+        (`selector_accuracy`); expected tokens per step of the walk, of the rows' own choices and of the best path there
+        is.
+
+        Counted are rows up to the first at which the text is not the target's choice, as verification would get there.
+        """
+        blocks, choice = draft.unflatten(0, (-1, rows.slots)), target.argmax(-1).view(-1, rows.slots)
+        states, previous = rows.whole(rows.states[part], part)
+        size = draft.shape[-1] if self.reduced is None else len(self.reduced.ids)
+        best, columns = self.candidates(blocks[..., :size])
+        chosen, _ = lattices.walk(self.candidate_selector.lattice(states, previous[:, 0], best), lattices.likeliest)
+        scores = self.candidate_selector.taught(states, previous, best)
+        picked = lambda own: columns.gather(2, own[..., None])[..., 0] == choice
+        goes_on = (rows.labels[part].view_as(choice) == choice).cumprod(-1)
+        live = (rows.weight[part].view_as(choice) > 0) & pad(goes_on[:, :-1], (1, 0), value=1).bool()
+        recalled, walked, own = (columns == choice[..., None]).any(-1), picked(chosen), columns[..., 0] == choice
+        tokens = {"walk": walked, "unary": own, "oracle": recalled}
+        begun = live[:, 0]
+        steps = {
+            f"tokens_{name}": 1 + (right & live).long().cumprod(-1).sum(-1)[begun] for name, right in tokens.items()
+        }
+        return {"recall": recalled[live], "selector_accuracy": picked(scores.argmax(-1))[live], **steps}
+
+    def settled(self, held_out: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """The pairs count where their walk is longer than that of the rows' own choices."""
+        helps = held_out.get("tokens_walk", 0.0) > held_out.get("tokens_unary", 0.0)
+        return {"candidate_selector.share": torch.tensor(float(helps))}
+
+    def predict(self, batch: Batch) -> BlockRows:
+        if self.training:
+            self.candidate_selector.share.fill_(1.0)
+        return super().predict(batch)
+
+    def drafter(self) -> Drafter:
+        config = self.config
+        if config.nodes and verifies_trees(self.target, config.kind, f"a chain of {config.block}, as with nodes 0"):
+            return LatticeDrafter(self)
+        return BlockDrafter(self)
+
+
+def selector_loss(scores: Tensor, rest: Tensor, p: Tensor) -> Tensor:
+    """[m] forward KL over the candidates and, as one, all other tokens.
+
+    scores [m, k] and rest [m] as in `Lattice`; p [m, k], how likely the candidates should be.
+    """
+    q = torch.cat([wide(scores), wide(rest)[:, None]], -1).log_softmax(-1)
+    p = torch.cat([p, (1 - p.sum(-1, keepdim=True)).clamp(min=0)], -1).to(q)
+    # a token without a share has no part in it, whatever its logarithm
+    return (torch.special.xlogy(p, p) - torch.where(p > 0, p * q, 0.0)).sum(-1)
+
+
+def shares(target: Tensor, columns: Tensor) -> Tensor:
+    """The target's probabilities [m, k] of the tokens in these columns of its logits [m, V]."""
+    return log_probs(target).gather(-1, columns).exp()
+
+
+def hits(labels: Tensor, columns: Tensor) -> Tensor:
+    """1 for the token that followed, [m, k]; nothing where it is no candidate."""
+    return (columns == labels[:, None]).float()
+
+
+build = Model.build

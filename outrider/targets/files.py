@@ -1,0 +1,72 @@
+"""What is wrong with the files of a model's folder, found before a library trips over them.  No torch.
+
+Folders arrive cut short, with Git LFS pointers in place of weights, or with a LoRA adapter in place of a model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+ADAPTER = "adapter_config.json"
+LONGEST_HEADER = 100_000_000
+"""Bytes, as safetensors has it."""
+READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".gguf", ".txt")
+
+
+def problem_of(name: str) -> str | None:
+    """What is wrong with a folder's files, and what to do; None where nothing is, or for a Hugging Face id."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return None
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return _adapter(folder)
+    files = sorted(path for path in folder.iterdir() if path.suffix in READ and path.is_file())
+    return next((problem for path in files if (problem := file_problem(path)) is not None), None)
+
+
+def file_problem(path: Path) -> str | None:
+    """What is wrong with one file, and what to do; None where nothing is seen."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(len(POINTER))
+    except OSError as error:
+        return f"{path} can't be read: {error.strerror}; copy it again"
+    if start == POINTER:
+        return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` there, or download it again"
+    if not size and path.suffix != ".txt":
+        return f"{path} is empty; copy it again"
+    return _cut(path, size) if path.suffix == ".safetensors" else None
+
+
+def _cut(path: Path, size: int) -> str | None:
+    """Whether a safetensors file is shorter than its header says, or has none."""
+    with path.open("rb") as file:
+        count = int.from_bytes(file.read(8), "little")
+        if size >= 8 and count > min(LONGEST_HEADER, size - 8):
+            what = "cut within its header" if count <= LONGEST_HEADER else "not a safetensors file"
+            return f"{path} is {what}: it has {size:,} bytes; copy it again"
+        try:
+            header = json.loads(file.read(count) if size >= 8 else b"")
+            ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+            end = 8 + count + max(map(int, ends), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return f"{path} is not a safetensors file, or damaged; copy it again"
+    return None if end <= size else f"{path} is cut short: it has {size:,} bytes of {end:,}; copy it again"
+
+
+def base_of(adapter: Path) -> str:
+    """The model that an adapter's config names; empty where it names none."""
+    try:
+        found = json.loads((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _adapter(folder: Path) -> str:
+    base = base_of(folder) or "BASE"
+    how = f"`target: {{name: {base}, adapter: {folder}}}` or load_target({base!r}, adapter={str(folder)!r})"
+    return f"{folder} is an adapter, not a whole model; load its base with it: {how}; or merge it first with peft"

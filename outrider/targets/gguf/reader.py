@@ -1,0 +1,246 @@
+"""Read a GGUF file: every length in it is checked against the file before memory is taken for it.
+
+Nothing is mapped: a file that is cut while it is read ends in an error, and not in a signal that kills the process.
+Knows no architecture, and is independent of llama.cpp's library.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.targets.gguf.types import TYPES
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""Number of a type of value to its code in `struct`."""
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4
+MOST_KEYS, MOST_TENSORS = 2**16, 2**17
+MOST_VALUES = 2**23
+"""Values of all keys together: several vocabularies.  A list takes many times the bytes that its numbers have in a
+file."""
+MOST_TEXT = 2**24
+"""Bytes of one text, such as a chat template."""
+SHOWN = 80
+"""Most characters of a name from a file that an error repeats."""
+
+
+class Damaged(ValueError):
+    """A file is not GGUF, or is cut or wrong; the message goes on after `it can't be read: `."""
+
+
+class Info(NamedTuple):
+    """Where a tensor is in its file."""
+
+    shape: tuple[int, ...]
+    """As torch has it, rows first."""
+    type: int
+    """ggml's number, see `types`."""
+    offset: int
+    """Bytes from the beginning of the file."""
+    size: int
+    """Bytes; 0 for a type that is unknown here."""
+
+    @property
+    def kind(self) -> str:
+        """The name of its type."""
+        known = TYPES.get(self.type)
+        return f"type {self.type}" if known is None else known.name
+
+
+class Header(NamedTuple):
+    """What a file says before its tensors' numbers."""
+
+    keys: dict[str, Any]
+    tensors: dict[str, Info]
+
+
+def shown(name: str) -> str:
+    """A name from a file as an error may repeat it: no control characters, not endless."""
+    text = ascii(name)[1:-1]
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def read_header(path: Path) -> Header:
+    """Keys, and where the tensors are.  Raises Damaged for a file that is not GGUF, or is cut or wrong; OSError."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise Damaged("it is not a regular file")
+    return _header(path, about.st_mtime_ns, about.st_size)
+
+
+@functools.lru_cache(maxsize=2)  # a vocabulary of 150,000 tokens takes half a second, and is asked for several times
+def _header(path: Path, _changed: int, size: int) -> Header:
+    with opened(path) as file:
+        return _Cursor(file, size).header()
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file, if it still is a regular one: opening a pipe that took its place must not wait for a writer."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Damaged("it is not a regular file")
+    return file
+
+
+def read_bytes(file: BinaryIO, info: Info) -> Tensor:
+    """A tensor's bytes, uint8 [n].  Raises Damaged where the file has become shorter."""
+    data = torch.empty(info.size, dtype=torch.uint8)
+    view, at = memoryview(data.numpy()), 0  # type: ignore[arg-type]
+    file.seek(info.offset)
+    while at < info.size:
+        count = file.readinto(view[at:])  # type: ignore[attr-defined]
+        if not count:
+            raise Damaged("it became shorter while it was read")
+        at += count
+    return data
+
+
+class _Cursor:
+    """Reads a file from the front; Damaged for what lies beyond its end."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self.file, self.size, self.left, self.values = file, size, size, MOST_VALUES
+
+    # ── numbers, texts, values ────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, size: int) -> bytes:
+        if size > self.left:
+            raise Damaged(f"it ends after {self.size} bytes, within a value")
+        self.left -= size
+        data = self.file.read(size)
+        if len(data) != size:
+            raise Damaged("it became shorter while it was read")
+        return data
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        size = int.from_bytes(self.take(8), "little")
+        if size > MOST_TEXT:
+            raise Damaged(f"a text announces {size} bytes, more than {MOST_TEXT}")
+        try:
+            return self.take(size).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Damaged(f"a text is not UTF-8 ({error.reason})") from None
+
+    def value(self) -> Any:
+        kind = self.number("I")
+        if kind == STRING:
+            return self.text()
+        return self.array() if kind == ARRAY else self.number(_code(kind))
+
+    def array(self) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            raise Damaged("a list holds lists")
+        code = "" if kind == STRING else _code(kind)
+        self.check(count, 8 if kind == STRING else struct.calcsize(f"<{code}"))
+        self.values -= count
+        if self.values < 0:
+            raise Damaged(f"its keys hold more than {MOST_VALUES} values")
+        if kind == STRING:
+            return [self.text() for _ in range(count)]
+        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"))))
+
+    def check(self, count: int, size: int) -> None:
+        """Damaged where so many of at least this size are more than what is left of the file."""
+        if count * size > self.left:
+            raise Damaged(f"it announces {count} values, more than it has bytes")
+
+    # ── the whole header ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def header(self) -> Header:
+        if not self.size:
+            raise Damaged("it is empty")
+        if self.size < len(MAGIC) or self.take(4) != MAGIC:
+            raise Damaged("it is not a GGUF file")
+        version, num_tensors, num_keys = self.number("I"), self.number("Q"), self.number("Q")
+        if version not in VERSIONS:
+            big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            raise Damaged("it is big-endian" if big_endian else f"its version is {version}; readable are {VERSIONS}")
+        for count, most in ((num_keys, MOST_KEYS), (num_tensors, MOST_TENSORS)):
+            self.check(count, 12)  # the least that a key or a tensor takes
+            if count > most:
+                raise Damaged(f"it announces {count} keys or tensors, more than {most}")
+        keys: dict[str, Any] = {}
+        for _ in range(num_keys):
+            name = self.fresh(keys)
+            keys[name] = self.named(name, self.value)
+        tensors: dict[str, Info] = {}
+        for _ in range(num_tensors):
+            name = self.fresh(tensors)
+            tensors[name] = self.named(name, self.info)
+        return Header(keys, self.placed(tensors, _alignment(keys)))
+
+    def fresh(self, known: Mapping[str, Any]) -> str:
+        """A name that was not there before."""
+        name = self.text()
+        if name in known:
+            raise Damaged(f"{shown(name)} is there twice")
+        return name
+
+    def named(self, name: str, read: Any) -> Any:
+        """What is read next; an error says of which key or tensor."""
+        try:
+            return read()
+        except Damaged as error:
+            raise Damaged(f"{error}, in {shown(name)}") from None
+
+    def info(self) -> Info:
+        """A tensor whose offset still counts from the first one's."""
+        dimensions = self.number("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise Damaged(f"a tensor has {dimensions} dimensions")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        type, offset = self.number("I"), self.number("Q")
+        if not all(shape):
+            raise Damaged(f"a tensor has shape {shape}")
+        known = TYPES.get(type)
+        if known is None:
+            return Info(shape, type, offset, 0)
+        if shape[-1] % known.values:
+            raise Damaged(f"a tensor {shape} in {known.name} has rows that are no whole number of blocks")
+        return Info(shape, type, offset, math.prod(shape) // known.values * known.bytes)
+
+    def placed(self, tensors: Mapping[str, Info], alignment: int) -> dict[str, Info]:
+        """The tensors with offsets from the file's beginning; each lies within the file, and none within another."""
+        begin = -(-(self.size - self.left) // alignment) * alignment
+        for name, info in tensors.items():
+            if info.offset % alignment:
+                raise Damaged(f"{shown(name)} begins at {info.offset}, which is no multiple of {alignment}")
+            if info.offset + info.size > self.size - begin:
+                raise Damaged(f"it ends within {shown(name)}")
+        order = sorted(tensors, key=lambda name: tensors[name].offset)
+        for name, after in itertools.pairwise(order):
+            if tensors[name].offset + tensors[name].size > tensors[after].offset:
+                raise Damaged(f"{shown(name)} and {shown(after)} overlap")
+        return {name: info._replace(offset=begin + info.offset) for name, info in tensors.items()}
+
+
+def _code(kind: int) -> str:
+    if kind not in SCALARS:
+        raise Damaged(f"a value has type {kind}, which is unknown")
+    return SCALARS[kind]
+
+
+def _alignment(keys: Mapping[str, Any]) -> int:
+    alignment = keys.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+        raise Damaged(f"general.alignment is {shown(str(alignment))}, and not a power of two up to {2**20}")
+    return alignment

@@ -1,0 +1,226 @@
+"""Control tokens, by which a chat template tells turns apart: in what messages say they are text like any other.
+
+A user who writes `<|im_end|>` must not end the own turn.  What messages, tools and variables spell is put aside while
+the template renders them, so that every control token in the rendering is the template's.  The rendering is then
+encoded by a copy of the tokenizer in which these have names that nobody can guess, and what was spelled is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from outrider.errors import DataError
+
+Span = tuple[int, int]
+BARS = re.compile(r"<[|｜].*[|｜]>")
+OWN = ("assistant", "system", "developer")
+"""Roles whose texts may hold the template's marks that are not special tokens, such as <think>: the model writes them,
+and an operator explains them."""
+
+
+def chat_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
+    variables: Mapping[str, Any] | None = None, parse_special: bool = False, add_generation_prompt: bool = True,
+) -> list[int]:  # fmt: skip
+    """Token ids of a chat by the tokenizer's template.
+
+    parse_special: control tokens that messages spell become control tokens.  Raises DataError where a tokenizer that is
+    written in Python would have to read one as text, else what the template raises.
+    """
+    settings = {"add_generation_prompt": add_generation_prompt, **(variables or {})}
+    aside = Aside(tokenizer)
+    if not parse_special:
+        messages = [aside.message(message) for message in messages]
+        tools, settings = [aside.plain(tool) for tool in tools], aside.plain(settings, is_own=True)
+    options = settings | ({"tools": list(tools)} if tools else {})
+    is_plain = not aside.spelled
+    found: Any = tokenizer.apply_chat_template(list(messages), tokenize=is_plain, return_dict=False, **options)
+    return list(found) if is_plain else list(aside.encoded(found).ids)
+
+
+def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text without control: what it spells is text.  Raises DataError as `chat_tokens`."""
+    aside = Aside(tokenizer)
+    hidden = aside.plain(text)
+    if not aside.spelled:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return list(aside.encoded(hidden, add_special_tokens=add_special_tokens).ids)
+
+
+class Encoded:
+    """Token ids [S], where in the text each begins and ends, and spans of the rendering in that text."""
+
+    def __init__(self, ids: list[int], offsets: list[Span], spans: list[Span]):
+        self.ids, self.offsets, self.spans = ids, offsets, spans
+
+
+class Aside:
+    """Control tokens that messages spell, put aside until the messages are rendered."""
+
+    def __init__(self, tokenizer: Any):
+        self.controls = _controls_of(tokenizer)
+        self.spelled: list[str] = []
+        self._nonce = f"{secrets.randbelow(10**24):024d}"  # digits alone survive what templates do with texts
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the template may read it."""
+        found: dict[str, Any] = self.plain(message, is_own=message.get("role") in OWN)
+        return found
+
+    def plain(self, value: Any, is_own: bool = False) -> Any:
+        """A value with all its texts, names of fields too, without control tokens."""
+        if isinstance(value, str):
+            pattern = self.controls.special if is_own else self.controls.all
+            return value if pattern is None else pattern.sub(self._put, value)
+        if isinstance(value, Mapping):
+            return {self.plain(name, is_own): self.plain(one, is_own) for name, one in value.items()}
+        return [self.plain(one, is_own) for one in value] if isinstance(value, list | tuple) else value
+
+    def _put(self, match: re.Match[str]) -> str:
+        self.spelled.append(match[0])
+        return f"{self._nonce}{len(self.spelled) - 1:09d}"
+
+    def encoded(self, rendered: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> Encoded:
+        """Token ids of what the template made of it; spans [start, end): of the rendering."""
+        names, text, moved = self.controls.names, rendered, list(spans)
+        if self.controls.all is not None:
+            text, moved = _replaced(self.controls.all, lambda match: names[match[0]], text, moved)
+        back = re.compile(f"{self._nonce}([0-9]{{9}})")
+        text, moved = _replaced(back, lambda match: self.spelled[int(match[1])], text, moved)
+        made = self.controls.copy.encode(text, add_special_tokens=add_special_tokens)
+        return Encoded([self.controls.ids.get(token, token) for token in made.ids], made.offsets, moved)
+
+
+def chat_with_answers(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> Encoded:  # fmt: skip
+    """A whole chat by a template that marks what the assistant generates: the spans.  Otherwise as `chat_tokens`."""
+    aside = Aside(tokenizer)
+    hidden, tools = [aside.message(message) for message in messages], [aside.plain(tool) for tool in tools]
+    options = ({"tools": tools} if tools else {}) | aside.plain(variables, is_own=True)
+    draw: Any = render_jinja_template  # its annotation says that it returns one text
+    texts, marks = draw(
+        conversations=[hidden], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
+        **(tokenizer.special_tokens_map | options),
+    )  # fmt: skip
+    if aside.spelled:
+        return aside.encoded(texts[0], marks[0])
+    made = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    return Encoded(made["input_ids"], made["offset_mapping"], list(marks[0]))
+
+
+# ── the tokenizer's control tokens ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Controls:
+    """A tokenizer's control tokens: its special ones, and added ones that are marks, such as <tool_call>."""
+
+    def __init__(self, tokenizer: Any, template: str):
+        added = {entry.content: entry.special for entry in tokenizer.added_tokens_decoder.values()}
+        special = {text for text, is_special in added.items() if is_special or text in tokenizer.all_special_tokens}
+        written = {text for text in added if _is_mark(text, template)}
+        self.template = template
+        self.special, self.all = _pattern(special), _pattern(special | written)
+        nonce = secrets.token_hex(16).translate(str.maketrans("abcdef", "012345"))
+        self.names = {text: f"\ue000{nonce}{i:06d}\ue001" for i, text in enumerate(sorted(special | written))}
+        """Of each control token in the copy."""
+        self.ids: dict[int, int] = {}
+        """From the copy's id of a control token to the tokenizer's own, once there is a copy."""
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._copy: Tokenizer | None = None
+
+    @property
+    def copy(self) -> Tokenizer:
+        """The tokenizer with other names for control tokens; made when it is first needed."""
+        if self._copy is None:
+            if not isinstance(self._backend, Tokenizer):
+                raise DataError(
+                    f"a text spells a control token of the chat template, such as {next(iter(self.names))!r}, and this "
+                    "tokenizer, which has no tokenizer.json, can't read one as text; take it out"
+                )
+            copy = Tokenizer.from_str(json.dumps(_renamed(json.loads(self._backend.to_str()), self.names)))
+            for text, name in self.names.items():
+                theirs, own = copy.token_to_id(name), self._backend.token_to_id(text)
+                if theirs is not None and own is not None and theirs != own:
+                    self.ids[theirs] = own
+            self._copy = copy
+        return self._copy
+
+
+def _is_mark(text: str, template: str) -> bool:
+    """Whether an added token is a mark: the template writes it or the one that it opens or closes, or it has bars.
+    Others stand for text, such as a run of spaces or HTML's <b>."""
+    other = text.replace("</", "<", 1) if text.startswith("</") else text.replace("<", "</", 1)
+    return bool(text.strip()) and (text in template or other in template or BARS.fullmatch(text) is not None)
+
+
+_known: WeakKeyDictionary[Any, Controls] = WeakKeyDictionary()
+
+
+def _controls_of(tokenizer: Any) -> Controls:
+    template = str(tokenizer.chat_template or "")
+    found = _known.get(tokenizer)
+    if found is None or found.template != template:
+        found = _known[tokenizer] = Controls(tokenizer, template)
+    return found
+
+
+def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A tokenizer.json in which tokens have other names, those that are words of its model too."""
+    model = state["model"]
+    for entry in state["added_tokens"]:
+        entry["content"] = names.get(entry["content"], entry["content"])
+    vocabulary = model.get("vocab", {})
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): token for text, token in vocabulary.items()}
+    else:  # Unigram: pieces with their scores
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return state | {"truncation": None, "padding": None}
+
+
+def _replaced(pattern: re.Pattern[str], by: Any, text: str, spans: Iterable[Span]) -> tuple[str, list[Span]]:
+    """The text with each match replaced, and where these spans of it are then."""
+    parts, ends, longer = [], [0], [0]  # of each match: where it ends, and how much longer the text is up to there
+    for match in pattern.finditer(text):
+        new = by(match)
+        parts += [text[ends[-1] : match.start()], new]
+        ends.append(match.end())
+        longer.append(longer[-1] + len(new) - len(match[0]))
+    at = ends[-1]
+
+    def moved(position: int) -> int:
+        return position + longer[bisect_right(ends, position) - 1]
+
+    return "".join([*parts, text[at:]]), [(moved(start), moved(end)) for start, end in spans]
+
+
+def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
+    """What matches any of these texts, the longest first, in a time that does not depend on how many there are."""
+    tree: dict[str, Any] = {}
+    for text in filter(None, texts):
+        at = tree
+        for letter in text:
+            at = at.setdefault(letter, {})
+        at[""] = {}
+    return re.compile(_branch(tree)) if tree else None
+
+
+def _branch(tree: Mapping[str, Any]) -> str:
+    """A tree of letters as a regular expression."""
+    tails = [f"{re.escape(letter)}{_branch(rest)}" for letter, rest in sorted(tree.items()) if letter]
+    if not tails:
+        return ""
+    joined = tails[0] if len(tails) == 1 else f"(?:{'|'.join(tails)})"
+    return f"(?:{joined})?" if "" in tree else joined

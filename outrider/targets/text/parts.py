@@ -1,0 +1,29 @@
+"""The text of a message's content, which may be a list of parts.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import DataError
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, a line for each of its parts, as vLLM joins them.
+
+    Raises DataError for a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"a chat message has a part of type {kind!r}, but targets read text alone; give text as content, or "
+                "parts of type 'text'"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

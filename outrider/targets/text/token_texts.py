@@ -1,0 +1,60 @@
+"""The text of a token by itself, as answers with log probabilities name it.
+
+`decode` of one token hides what belongs to the text: the space before a word, and which bytes a part of a character
+has.  So tokens are named by the bytes they add in the middle of a text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Any
+
+from outrider.targets.text.vocabulary import bytes_of_names
+
+
+class TokenTexts:
+    """Bytes and names of a tokenizer's ids; of a special token its name's.  Nothing for ids that it does not have."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._as_bytes = None if tokenizer is None else bytes_of_names(tokenizer)
+        self._added = {} if tokenizer is None else {t: e.content for t, e in tokenizer.added_tokens_decoder.items()}
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        if token not in self._known:
+            self._known[token] = self._read(token)
+        return self._known[token]
+
+    def name_of(self, token: int) -> str:
+        """Its text; of a part of a character, as OpenAI has it, `bytes:` and its bytes."""
+        piece = self.bytes_of(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def _read(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        if token in self._added:
+            return str(self._added[token]).encode()
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        found = None if self._as_bytes is None or name is None else self._as_bytes(name)
+        return str(self._tokenizer.decode([token])).encode() if found is None else found
+
+
+class Offsets:
+    """Where in a text its tokens begin, in characters; a character of several tokens begins with the first of them."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.length = 0
+
+    def push(self, pieces: Iterable[bytes]) -> list[int]:
+        found = []
+        for piece in pieces:
+            found.append(self.length)
+            self.length += len(self._decoder.decode(piece))
+        return found
