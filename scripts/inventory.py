@@ -28,7 +28,8 @@ from outrider.policies.named import LOSSY
 HOMES = {
     "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
     "evaluate": "measure.run", "ENGINES": "engines.engine",
-    "NAMES": "traffic.counters", "FORMATS": "traffic.logs.formats", "Sampling": "sampling.settings decoding.sampling sampling",
+    "NAMES": "traffic.counters",
+    "FORMATS": "traffic.logs.formats", "Sampling": "sampling.settings decoding.sampling sampling",
     "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
