@@ -183,5 +183,5 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(bpe, tmp_path):
 
 def test_every_kind_goes_both_ways():
     assert {kind for kind, layout in find("gguf").items() if layout.config and layout.settings} == {
-        "small_model", "dflash", "dspark", "eagle3", "mtp",
+        "small_model", "dflash", "dflash2", "dspark", "eagle3", "mtp",
     }  # fmt: skip

@@ -18,9 +18,9 @@ MASSIVE = (3, 11)
 needs_kernels = pytest.mark.skipif(kernels.library() is None, reason="needs a C++ compiler")
 
 
-def massive_model() -> PreTrainedModel:
+def massive_model(seed: int = 2) -> PreTrainedModel:
     """A Llama whose weights are bfloat16's and whose states reach 10^4; its norms take those channels back."""
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
@@ -80,16 +80,24 @@ def test_attention_over_a_long_text_loses_no_more_than_torchs():
 
 @needs_kernels
 def test_a_pass_with_massive_activations_is_as_near_to_float64_as_transformers(target):
-    """Catches a kernel that is right on toys, whose states are small, and wrong on real checkpoints."""
+    """Catches a kernel that is right on toys, whose states are small, and wrong on real checkpoints.
+
+    Of one such model either side may lose ten times what the other does, by chance; so it is the middle of seven.
+    """
     states = target.model.model(torch.arange(40)[None], output_hidden_states=True).hidden_states
     assert max(float(each.abs().max()) for each in states[1:-1]) > 1e4
-    exact = list(accuracy.logits(accuracy.converted(target, torch.float64)))
-    ours = Loss.between(zip(accuracy.logits(target), exact, strict=True))
-    with prepacked.disabled():
-        theirs = Loss.between(zip(accuracy.logits(target), exact, strict=True))
-    assert theirs.rms > 0
-    assert ours.rms <= 1.5 * theirs.rms
-    assert ours.largest <= 3 * theirs.largest
+    ratios = []
+    for seed in range(2, 9):
+        machine.forget()
+        model = load_target(massive_model(seed), compile=False)
+        exact = list(accuracy.logits(accuracy.converted(model, torch.float64)))
+        ours = Loss.between(zip(accuracy.logits(model), exact, strict=True))
+        with prepacked.disabled():
+            theirs = Loss.between(zip(accuracy.logits(model), exact, strict=True))
+        assert theirs.rms > 0
+        ratios.append((ours.rms / theirs.rms, ours.largest / theirs.largest))
+    rms, largest = (sorted(each)[3] for each in zip(*ratios, strict=True))
+    assert rms <= 1.5 and largest <= 3
 
 
 @needs_kernels

@@ -106,7 +106,10 @@ class Model(DraftModel, MaskedModule):
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, self, batch)
 
-    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
+    def prefixes(self, batch: Batch, blocks: int) -> None:
+        """No first token of a block is known in training."""
+
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor, known: Tensor | None = None) -> Tensor:
         """States [B, A, K, H] of blocks after the tokens at positions `at` [B, A], which they attend to."""
         length, block = batch.tokens.shape[1], self.config.block
         line = torch.arange(length, device=at.device)
