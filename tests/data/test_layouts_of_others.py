@@ -22,6 +22,7 @@ from outrider.data.sources.mixture import select
 from outrider.errors import DataError
 from outrider.measure.tasks import names
 from outrider.serve.bodies import chat
+from outrider.serve.bodies.refusals import Refusal
 from outrider.serve.bodies.schema import ChatRequest
 from outrider.targets.text.prompts import ids_of
 from outrider.traffic.logs import traces
@@ -299,6 +300,12 @@ def test_what_trains_is_what_is_served(template: str) -> None:
     for number in range(200):
         asked = drawn(random.Random(number))
         body = ChatRequest.model_validate(asked)
+        if template is TEMPLATE and any(message.get("tool_calls") for message in asked["messages"]) | (
+            "tools" in asked
+        ):
+            with pytest.raises(Refusal, match="can't be shown to this model"):  # which trains without them
+                chat.tokens_of(body.messages, body.tools, None, tokenizer)
+            continue
         served = chat.tokens_of(body.messages, body.tools, None, tokenizer)
         found = parse(asked, "a:1")
         assert prompt_tokens(tokenizer, found.messages, tools=found.tools) == served, asked
