@@ -53,7 +53,7 @@ from outrider.training.progress import resume
 from outrider.training.progress.held_out import facts as held_out_facts
 
 log = logging.getLogger(__name__)
-NOT_SERVED = ("adapter", "compile", "device_map", "tensor_parallel")
+NOT_SERVED = ("activations", "adapter", "compile", "device_map", "tensor_parallel")
 """Settings of a target whose weights are here."""
 Stage = Literal["prepare", "train", "evaluate"]
 

@@ -135,7 +135,7 @@ QUICK = """
 import sys
 from outrider.cli import app, complete
 import outrider.cli.drafters, outrider.cli.report, outrider.report.compare
-from outrider.engines import commands, flags, manifests
+from outrider.engines import commands, manifests
 from outrider.engines.tuning import tune
 from outrider.runs import settings
 from tests.gate.test_verdict import Report, made, outrider_with

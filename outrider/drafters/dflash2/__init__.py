@@ -85,7 +85,7 @@ class Config(BackboneConfig):
     rank: PositiveInt = 256
     """Rank of the scores of pairs."""
     conv_taps: PositiveInt = 2
-    """Rows that a convolution mixes: a row and those just before it."""
+    """Number of rows that a convolution mixes: a row and those just before it."""
     conv_group: PositiveInt = 16
     """Channels that share what a row adds to a convolution's coefficients; it must divide the hidden size."""
     window: PositiveInt | None = None
