@@ -99,7 +99,7 @@ def test_a_dry_run_says_sizes_memory_disk_and_hours(path: Path, tmp_path: Path) 
     kind, config, parameters = of(path)
     folder = tmp_path / "target"
     AutoConfig.for_model(kind, **config).save_pretrained(folder)
-    (folder / "model.safetensors").touch()  # a folder without weights is refused, and a plan reads none
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # a plan reads no weights
     lines = plan(path, [*here(folder), "prepare.count=64", "target.device=cpu"])
     found = {(line.stage, line.what): line.value for line in lines}
     count = found["target", "parameters"]
