@@ -39,7 +39,7 @@ from outrider.fast.block import alike
 from outrider.fast.passes.compiled import TracedPass
 from outrider.kernels import prepacked
 from outrider.targets.accuracy import Loss
-from outrider.targets.hf.selftest import chain_of
+from outrider.targets.hf.proof.selftest import chain_of
 from outrider.targets.load import load_target
 
 ROOT = Path(__file__).resolve().parent.parent

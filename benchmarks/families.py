@@ -43,8 +43,8 @@ from outrider.decoding.state import Request
 from outrider.errors import TargetError
 from outrider.generation import serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.hf.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
-from outrider.targets.hf.selftest import plain_words
+from outrider.targets.hf.proof.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
+from outrider.targets.hf.proof.selftest import plain_words
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

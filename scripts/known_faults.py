@@ -1451,7 +1451,7 @@ FAULTS = [
     ),
     fault(
         "null fields that a table gives each of its rows are shown to the model",
-        ("without_nulls", " if one is not None}", "}"),
+        ("without_nulls", " if one is not None or key in kept}", "}"),
     ),
     fault(
         "a system text that stands beside a conversation is dropped in silence",

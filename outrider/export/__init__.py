@@ -8,10 +8,16 @@ from outrider import drafters
 from outrider.errors import ConfigError
 
 
-def names() -> list[str]:
-    """The names of all formats.  No drafter is imported."""
-    found: set[str] = set()
+def kinds() -> dict[str, list[str]]:
+    """Of each format the kinds that can be stored in it.  No drafter is imported."""
+    found: dict[str, list[str]] = {}
     for kind in drafters.kinds():
         with suppress(ConfigError):  # what others' code does wrong stops nobody else
-            found |= {*drafters.formats(kind)}
-    return sorted(found)
+            for format in drafters.formats(kind):
+                found.setdefault(format, []).append(kind)
+    return dict(sorted(found.items()))
+
+
+def names() -> list[str]:
+    """The names of all formats."""
+    return list(kinds())

@@ -21,7 +21,7 @@ from outrider import drafters
 from outrider.checkpoint import is_there, manifest_of
 from outrider.config import nearest
 from outrider.errors import ConfigError, ExportError
-from outrider.export import names
+from outrider.export import kinds, names
 from outrider.export.manifest import read_manifest
 from outrider.formats import folder as folders
 from outrider.formats.keys import CONFIG
@@ -34,15 +34,10 @@ BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_he
 
 def find(format: str) -> dict[str, Layout]:
     """The layouts of a format, by kind.  Raises ConfigError with the nearest name for an unknown one."""
-    if format not in names():
-        raise ConfigError(f"unknown format {format!r}{nearest(format, names())}; known: {', '.join(names())}")
-    return {kind: drafters.layouts(kind)[format] for kind in drafters.kinds() if format in _formats_of(kind)}
-
-
-def _formats_of(kind: str) -> Collection[str]:
-    with suppress(ConfigError):  # what others' code does wrong stops nobody else
-        return drafters.formats(kind)
-    return ()
+    found = kinds()
+    if format not in found:
+        raise ConfigError(f"unknown format {format!r}{nearest(format, found)}; known: {', '.join(found)}")
+    return {kind: drafters.layouts(kind)[format] for kind in found[format]}
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -119,11 +114,14 @@ def candidates(
     config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()
 ) -> list[tuple[str, str]]:
     """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of its weights."""
+    formats = names() if format is None else [format]
+    if kind is not None:
+        return [(name, kind) for name in formats]
     found = []
-    for name in names() if format is None else [format]:
-        for own, layout in [(kind, None)] if kind else sorted(find(name).items()):
+    for name in formats:
+        for own, layout in sorted(find(name).items()):
             with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
-                found += [(name, own)] if layout is None or layout.is_of(config, weights) else []
+                found += [(name, own)] if layout.is_of(config, weights) else []
     return found
 
 

@@ -19,7 +19,6 @@ VERSION = 1
 WANTED = {
     dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one per layer",
 }  # fmt: skip
-IDS = "eagle_aux_hidden_state_layer_ids"
 TYPES: Mapping[str, Mapping[str, Any]] = {
     MANIFEST: {
         "kind": str, "format": str, "config": dict, "target": dict, "target.name": str, "target.precision": str,

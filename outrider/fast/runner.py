@@ -26,7 +26,7 @@ from outrider.kernels.selection import acceptance_kernels
 from outrider.policies import named
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets.hf.selftest import plain_words
+from outrider.targets.hf.proof.selftest import plain_words
 
 log = logging.getLogger(__name__)
 

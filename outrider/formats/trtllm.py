@@ -18,9 +18,7 @@ from outrider.formats.layout import Source
 SETTINGS = "llm_api.yaml"
 
 
-def files(
-    speculation: Callable[[Source], Mapping[str, Any]], more: Mapping[str, Any] = {}  # noqa: B006: never written to
-) -> Callable[[Source, Path], None]:  # fmt: skip
+def files(speculation: Callable[[Source], Mapping[str, Any]], **more: Any) -> Callable[[Source, Path], None]:
     """Writes llm_api.yaml, which names the folder by its final path.  speculation: the settings of a drafter there.
     more: settings beside them."""
 

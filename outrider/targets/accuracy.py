@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from outrider import machine
 from outrider.decoding.draft import Draft
 from outrider.kernels import prepacked
-from outrider.targets.hf.selftest import PARENTS, chain_of, plain_words, tree_of
+from outrider.targets.hf.proof.selftest import PARENTS, chain_of, plain_words, tree_of
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from outrider.storage import cache
 from outrider.targets import catalog, quantised
 from outrider.targets.gguf import files as gguf_files
 from outrider.targets.gguf import load as gguf
-from outrider.targets.hf.adapters import merged, without_wrapper
 from outrider.targets.hf.anatomy import output_layer
-from outrider.targets.hf.classes import loader_of
+from outrider.targets.hf.checkpoints.adapters import merged, without_wrapper
+from outrider.targets.hf.checkpoints.classes import loader_of
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.identity import hash_stored, hash_weights, load_tokenizer
 from outrider.targets.parallel import tensor_parallel as tensor_parallelism

@@ -15,7 +15,7 @@ from outrider.targets import catalog
 from outrider.targets.gguf import load as gguf
 from outrider.targets.gguf.files import locate
 from outrider.targets.hf.anatomy import PartialHead
-from outrider.targets.hf.classes import text_model
+from outrider.targets.hf.checkpoints.classes import text_model
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row

@@ -151,12 +151,13 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
         "intermediate_size": 32,
         "num_hidden_layers": 2,
     }
-    heads = {"emb_dim": 4, "gru_hidden_dim": 4, "pure_draft_prefix_len": 1}
+    heads = {"emb_dim": 4, "gru_hidden_dim": 4, "pure_draft_prefix_len": 1, "block_size": 8}
+    pairs = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 4, "selector_top_k": 4}
     architecture = {"eagle3": "eagle3", "mtp": "glm4moe"}.get(kind, "dflash")
     sizes = {
         "embedding_length": 16, "block_count": 1, "attention.head_count": 2, "feed_forward_length": 32,
         "attention.layer_norm_rms_epsilon": 1e-6, "expert_shared_count": 32, "target_layers": [1, 2, 4],
-        "block_size": 8, **more,
+        "block_size": 8, **pairs, **more,
     }  # fmt: skip
     gguf = {
         "general.architecture": architecture, "outrider.kind": kind, "tokenizer.ggml.tokens": ["a"] * 64,
@@ -169,7 +170,8 @@ def everything(kind: str, **more: Any) -> dict[str, Any]:
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}, "block_size": 8, "num_heads": 3,
         IDS: [1, 3, 5], "aux_hidden_state_layer_ids": [1, 4], "target_layer_ids": [0, 2], "eagle_config": {IDS: [0, 1,
         3]},
-        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **more}, **gguf, **more,
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **pairs, **more},
+        **pairs, **gguf, **more,
     }  # fmt: skip
 
 
@@ -189,6 +191,10 @@ def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) 
             if layout.settings is None or kind == "small_model":  # which reads no layers and says no length
                 continue
             config = everything(kind, **more)
+            if (kind, name) == ("dflash2", "speculators") and more.get("sample_from_anchor"):
+                with pytest.raises(ExportError, match="sample_from_anchor is true, which a DFlash 2 has not"):
+                    layout.settings(config, target)
+                continue
             ours = layout.settings(config, target)
             assert keys.layers(method(kind), name, config) == tuple(ours.get("taps", ())), (name, kind)
             key = method(kind).length

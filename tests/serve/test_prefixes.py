@@ -23,7 +23,7 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.serve.prefixes import PrefixStore
 from outrider.targets.cache.slots import SlotCache
-from outrider.targets.hf.miniature import enlivened
+from outrider.targets.hf.proof.miniature import enlivened
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

@@ -20,7 +20,7 @@ from outrider.errors import ConfigError, OutriderError, TargetError
 from outrider.plan.paper.anatomy import anatomy
 from outrider.targets import files, quantised
 from outrider.targets.catalog import checkpoint
-from outrider.targets.hf.classes import loader_of
+from outrider.targets.hf.checkpoints.classes import loader_of
 from outrider.targets.load import load_target
 from outrider.targets.sketch import sketch
 

@@ -19,8 +19,8 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.cache.attention_mask import Limit
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.cache.states import RecurrentStates
-from outrider.targets.hf import selftest
 from outrider.targets.hf.anatomy import ARGUMENTS
+from outrider.targets.hf.proof import selftest
 from outrider.targets.hf.sparse_index import earliest
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target

@@ -24,7 +24,7 @@ from outrider.fast.gpu import cuda_graphs
 from outrider.fast.gpu.kernel_pass import GpuPass
 from outrider.fast.passes.compiled import TracedPass, passed
 from outrider.kernels import gpu
-from outrider.targets.hf.selftest import tree_of
+from outrider.targets.hf.proof.selftest import tree_of
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

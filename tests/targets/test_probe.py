@@ -16,7 +16,7 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.nn.drafting import trees
 from outrider.targets.hf import hooks
-from outrider.targets.hf.miniature import enlivened
+from outrider.targets.hf.proof.miniature import enlivened
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.decoding import scheduler as decoding
 from outrider.generation import generate
-from outrider.targets.hf.miniature import enlivened
+from outrider.targets.hf.proof.miniature import enlivened
 from outrider.targets.load import load_target
 
 SIZES = {

@@ -12,7 +12,7 @@ from benchmarks.families import CAUSAL, NESTED, built, continued
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
 from outrider.storage import cache
-from outrider.targets.hf import miniature, selftest, trust
+from outrider.targets.hf.proof import miniature, selftest, trust
 from outrider.targets.load import load_target
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_answer_is_asked_again_and_a_model_that_does_not_agree_is_aske
     found = trust._read(path)
     trust._write(path, replace(found, masks="one", found=replace(found.found, mode="chain")))
     assert load_target(tiny_model()).spec.mode == "chain"
-    monkeypatch.setattr("outrider.targets.hf.selftest.agreed", lambda *asked: None)
+    monkeypatch.setattr("outrider.targets.hf.proof.selftest.agreed", lambda *asked: None)
     assert load_target(tiny_model()).spec.mode == target.spec.mode == "tree"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import DataError
+from outrider.targets.text.parts import without_nulls
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files that save_to_disk writes: one in each data set, and one beside several splits."""
@@ -54,13 +55,6 @@ def _arrow(path: Path) -> Iterator[Any]:
             whole = pyarrow.ipc.open_file(file)
             reader = (whole.get_batch(number) for number in range(whole.num_record_batches))
         yield from reader
-
-
-def without_nulls(value: Any) -> Any:
-    """A row without the fields that are null, at every depth."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def saved_files(folder: Path, split: str) -> list[Path] | None:

@@ -79,10 +79,7 @@ def to_speculators(source: Source) -> dict[str, Any]:
 
 
 def to_gguf(source: Source) -> dict[str, Any]:
-    backbone: Any = source.model.backbone
-    settings = source.settings
-    keys = drafters.common(source, "dflash", settings.layers)
-    keys |= {"dflash.block_size": backbone.width, "tokenizer.ggml.mask_token_id": source.mask_token}
+    settings, keys = source.settings, drafters.block(source)
     keys |= {f"dflash.{key}": value for key, value in sizes(source).items()} | {"dflash.attention.causal": False}
     if settings.window is None:
         return keys
@@ -206,7 +203,7 @@ def is_folder(config: Config, names: Collection[str]) -> bool:
 
 def is_file(config: Config, names: Collection[str]) -> bool:
     """Whether a GGUF file has one."""
-    return config.get("general.architecture") == "dflash" and "selector_hidden.weight" in names
+    return config.get("general.architecture") == "dflash" and drafters.SELECTOR in names
 
 
 FORMATS = {

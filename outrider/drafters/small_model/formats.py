@@ -64,7 +64,7 @@ def is_plain(config: Config, names: Collection[str]) -> bool:
 
 speculation = trtllm.files(
     lambda source: {"decoding_type": "Draft_Target", "max_draft_len": source.settings.length},
-    {"disable_overlap_scheduler": True},
+    disable_overlap_scheduler=True,
 )
 
 

@@ -38,6 +38,8 @@ BLOCK = [
     ("backbone.norm.weight", "output_norm.weight"),
 ]  # fmt: skip
 MARKOV = ("markov_w1.weight", "markov_w2.weight")
+SELECTOR = "selector_hidden.weight"
+"""A tensor that only a DFlash 2 has."""
 BLOCK_SIZE = 16
 """Slots of a block whose file does not say."""
 INTERLEAVED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
@@ -98,7 +100,7 @@ def is_block(kind: str, markov: bool) -> Callable[[Config, Collection[str]], boo
     def fits(config: Config, names: Collection[str]) -> bool:
         if config.get("general.architecture") != "dflash":
             return False
-        if "selector_hidden.weight" in names:  # a DFlash 2
+        if SELECTOR in names:  # a DFlash 2
             return False
         if config.get("dflash.hyper_connection.count"):
             raise ExportError(

@@ -43,9 +43,9 @@ from outrider.targets.hf.anatomy import (
 )
 from outrider.targets.hf.family import learn, media_tokens
 from outrider.targets.hf.passes import Passes, passed
+from outrider.targets.hf.proof.selftest import plain_words, refusal, refusing
+from outrider.targets.hf.proof.trust import trust, trusted
 from outrider.targets.hf.rotary import reading_prompt, verify_by_length
-from outrider.targets.hf.selftest import plain_words, refusal, refusing
-from outrider.targets.hf.trust import trust, trusted
 from outrider.targets.identity import hash_weights, spec_of
 from outrider.targets.parallel import spread
 from outrider.targets.protocol import Skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.errors import DataError
 from outrider.targets.text.control import Encoded, chat_tokens, chat_with_answers
-from outrider.targets.text.parts import text_of
+from outrider.targets.text.parts import text_of, without_nulls
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -85,14 +85,8 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool's definition with its `function` around it, and without what a table's other rows have."""
-    found: dict[str, Any] = _filled(tool)
+    found: dict[str, Any] = without_nulls(tool, NULLS)
     return found if "function" in found or "name" not in found else {"type": "function", "function": found}
-
-
-def _filled(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _filled(one) for key, one in value.items() if one is not None or key in NULLS}
-    return [_filled(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _call(call: Any) -> Any:

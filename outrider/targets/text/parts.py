@@ -1,8 +1,8 @@
-"""The text of a message's content, which may be a list of parts.  No torch."""
+"""The text of a message's content, which may be a list of parts; and rows without their nulls.  No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from outrider.errors import DataError
@@ -27,3 +27,10 @@ def text_of(content: Any) -> str:
             )
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def without_nulls(value: Any, kept: Collection[str] = ()) -> Any:
+    """A value of JSON without its fields that are null, at every depth, but for those under the keys `kept`."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one, kept) for key, one in value.items() if one is not None or key in kept}
+    return [without_nulls(one, kept) for one in value] if isinstance(value, list | tuple) else value

@@ -27,9 +27,9 @@ from outrider.errors import TargetError
 from outrider.storage import cache
 from outrider.storage.sources import code
 from outrider.targets.cache.own import past_name
-from outrider.targets.hf import miniature, selftest
 from outrider.targets.hf.family import Masks
-from outrider.targets.hf.selftest import SelfTest, WrongText
+from outrider.targets.hf.proof import miniature, selftest
+from outrider.targets.hf.proof.selftest import SelfTest, WrongText
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _place(model: PreTrainedModel) -> Path:
     kernels = own._attn_implementation, getattr(own, "_experts_implementation", None)
     sources = [
         *code(draft, sys.modules[type(model).__module__]),
-        *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))),
     ]
     asked = (
         torch.__version__,
