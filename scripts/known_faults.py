@@ -525,7 +525,11 @@ FAULTS = [
     ),
     fault(
         "answers that run on into further turns train",
-        ("runs_on", "return after != closing.rest[: len(after)]", "return False"),
+        (
+            "runs_on",
+            "return closing is not None and tokenizer.convert_ids_to_tokens(closing.end) in answer",
+            "return False",
+        ),
     ),
     fault(
         "a continuation loses the space after its prompt",

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from outrider import checkpoint, config, kernels
 from outrider.cli import console
 from outrider.errors import CheckpointError, ConfigError, ExportError, NotCompiled
-from outrider.export import folder as exported
 from outrider.fast import Graph
+from outrider.formats import folder
 from outrider.storage import trusted
 
 # ── what is run ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,12 +94,12 @@ def test_weights_are_files(tmp_path: Path, kind: str) -> None:
         place.mkdir()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ExportError, match="not a regular file"):
-        exported.read_names(tmp_path)
+        folder.read_names(tmp_path)
     with pytest.raises(CheckpointError, match="not a regular file"):
         checkpoint.load_weights(tmp_path, None)  # type: ignore[arg-type]
     place.rmdir() if kind == "folder" else place.unlink()
     save_file({}, place)
-    assert exported.read_names(tmp_path) == frozenset()
+    assert folder.read_names(tmp_path) == frozenset()
 
 
 def repeated(count: int, each: str) -> str:

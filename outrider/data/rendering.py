@@ -2,8 +2,8 @@
 
 Where the chat template marks what the assistant generates (`{% generation %}`), the marks decide.  Else an answer is
 what follows its prompt: it trains where the prompt, as the engine renders it, is a beginning of the whole.  Where a
-boundary is not sure (a template that rewrites earlier turns, a token on both sides), or where an answer goes on after
-the token that ends a turn, it does not train and is counted.
+boundary is not sure (a template that rewrites earlier turns, a token on both sides), or where an answer spells the
+token that ends a turn, it does not train and is counted.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from outrider.data.sources.conversations import Conversation, at_place
 from outrider.errors import DataError
 from outrider.targets.text import chat
 from outrider.targets.text.control import text_tokens
+from outrider.targets.text.parts import text_of
 from outrider.targets.text.turns import runs_on
 
 Tools = chat.Tools
@@ -83,12 +84,17 @@ def render(
     if not last:  # a greeting answers nothing, and there is no prompt before it
         return Rendered([], [])
     messages = messages[: last + 1]
+    sure = [{**message, "weight": 0} if _runs_on(tokenizer, message) else message for message in messages]
     template = getattr(tokenizer, "chat_template", None)
     is_marked = isinstance(template, str) and MARKS.search(template) is not None
-    whole = (_by_marks if is_marked else _by_prompts)(tokenizer, messages, tools, _variables(thinking))
-    learn = [(start, end) for start, end in whole.learn if not runs_on(whole.tokens[start:end], tokenizer)]
-    cut = [(start, min(end, length)) for start, end in learn if start < length]
-    return Rendered(whole.tokens[:length], cut, whole.unstable + len(whole.learn) - len(learn))
+    whole = (_by_marks if is_marked else _by_prompts)(tokenizer, sure, tools, _variables(thinking))
+    cut = [(start, min(end, length)) for start, end in whole.learn if start < length]
+    unsure = sum(map(_trains, messages)) - sum(map(_trains, sure))
+    return Rendered(whole.tokens[:length], cut, whole.unstable + unsure)
+
+
+def _runs_on(tokenizer: Any, message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and runs_on(text_of(message.get("content")), tokenizer)
 
 
 def _by_marks(tokenizer: Any, messages: chat.Messages, tools: Tools, variables: Mapping[str, Any]) -> Rendered:

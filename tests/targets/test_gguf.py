@@ -12,8 +12,8 @@ import torch
 
 from outrider import checkpoint, generate, load_drafter, load_target
 from outrider.errors import CheckpointError, ConfigError, ExportError, TargetError
-from outrider.export import gguf_target
-from outrider.plan import anatomy
+from outrider.export import target as exported
+from outrider.plan.paper import anatomy
 from outrider.targets.gguf import load as gguf
 from outrider.targets.gguf import model as gguf_model
 
@@ -225,8 +225,8 @@ def test_a_plan_counts_the_bytes_of_its_blocks(file: Path) -> None:
 
 def test_it_is_exported_as_it_is(file: Path, tmp_path: Path) -> None:
     """Catches a file that is dequantised and written anew, larger and slower."""
-    assert gguf_target.is_model([file])
-    gguf_target.pass_on(str(file), [file], tmp_path / "out")
+    assert exported.is_model([file])
+    exported.pass_on(str(file), [file], tmp_path / "out")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == file.read_bytes()
     with pytest.raises(ExportError, match="exists already"):
-        gguf_target.pass_on(str(file), [file], tmp_path / "out")
+        exported.pass_on(str(file), [file], tmp_path / "out")

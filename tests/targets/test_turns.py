@@ -88,8 +88,12 @@ def test_an_answer_that_runs_on_does_not_train():
     assert (run_on.learn, run_on.unstable) == ([], 1)
     cut = render(tokenizer, chat("c d."), len(fine.tokens) - 1)
     assert cut.learn and not cut.unstable, "cut in what closes the turn"
-    ids = tokenizer.encode("c<|im_end|>\n<|im_end|>\n", add_special_tokens=False)
-    assert runs_on(ids, tokenizer) and not runs_on(ids[:3], tokenizer) and not runs_on(ids[:1], tokenizer)
+    marks = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    tokenizer.chat_template = marks + "<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+    assert runs_on("c<|im_end|>\nd", tokenizer) and not runs_on("c<|im_start|>", tokenizer)
+    again = [*chat("c<|im_end|>d"), {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    both = render(tokenizer, again, 200)
+    assert (len(both.learn), both.unstable) == (1, 1), "by marks, and only the answer that runs on"
 
 
 def test_a_template_that_wrote_the_beginning_gets_no_second_one():

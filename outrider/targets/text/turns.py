@@ -54,13 +54,10 @@ def _read(tokenizer: Any) -> Closing | None:
     return Closing(ids[0], tuple(ids[1:])) if ids and ids[0] in special else None
 
 
-def runs_on(tokens: Sequence[int], tokenizer: Any) -> bool:
-    """Whether an answer [n], with what closes it, goes on after a token that ends turns."""
+def runs_on(answer: str, tokenizer: Any) -> bool:
+    """Whether an answer's text spells the token that ends turns: it was written with another end, and goes on."""
     closing = closing_of(tokenizer)
-    if closing is None or closing.end not in tokens:
-        return False
-    after = tuple(tokens[tokens.index(closing.end) + 1 :])
-    return after != closing.rest[: len(after)]
+    return closing is not None and tokenizer.convert_ids_to_tokens(closing.end) in answer
 
 
 def names_of(tokens: Sequence[int], tokenizer: Any) -> str:
