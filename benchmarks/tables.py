@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ def glance(found: dict[str, Any]) -> str:
     """One line a page: what was promised, how much of it holds, and what is furthest from it."""
     families, soak = found["families"]["totals"], found["soak"]["totals"]
     wrong = sum(row["outcome"] not in ("exact", "refused", "not built") for row in found["every_family"]["rows"])
-    tasks = found["lm_eval"]["tasks"]
     engines = [row for row in found["engines"]["rows"] if row.get("steps_equal")]
     parted = [row["row"] for row in engines if row["steps_equal"] < 1]
     orders = [order for order in found["methods"]["orders"] if order["holds"] is not None]
@@ -51,8 +49,6 @@ def glance(found: dict[str, Any]) -> str:
         ("families", "greedy text is `generate`'s: tokens that differ", families["mismatches"], families["tokens"]),
         ("every_family", "a form is exact or refused by name: neither", wrong, len(found["every_family"]["rows"])),
         ("soak", "with a seed, text is plain decoding's: tokens that differ", soak["mismatches"], soak["tokens"]),
-        ("lm_eval", "answers to tasks are equal with a drafter: answers that differ",
-         sum(task["answers"] - task["equal"] for task in tasks), sum(task["answers"] for task in tasks)),
     ]  # fmt: skip
     lines = [_line(name, promise, "0", f"{bad:,} of {every:,}", not bad) for name, promise, bad, every in at_most_none]
     by_engine = f"vLLM accepts what is accepted here, step by step; not, by faults of its own: {', '.join(parted)}"
@@ -138,16 +134,6 @@ def _why(row: dict[str, Any]) -> str:
     return " ".join(reason.replace("|", "/").split())[:110]
 
 
-def loading(found: dict[str, Any]) -> str:
-    lines = [
-        [row["dtype"], *(f"{statistics.median(row[f'{way}_s']):.2f}" for way in ("transformers", "first", "again")),
-         f"{row['first_more_s']:.2f}", f"{row['again_more_s']:.2f}"]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["type", "from_pretrained, s", "first load, s", "again, s", "first, more s", "again, more s"]
-    return f"{_source(found)}\n\n{_table(heads, lines, right=slice(1, 6))}"
-
-
 def kills(found: dict[str, Any]) -> str:
     counts: dict[str, list[int]] = {}
     for kill in found["spent"]:
@@ -221,24 +207,6 @@ def soak(found: dict[str, Any]) -> str:
     return "\n\n".join([said, *tables])
 
 
-def versus_transformers(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            row["name"], f"{row['tokens_per_step']:.2f}", f"{row['over_generate']:.2f}", f"{row['over_plain']:.2f}",
-            f"{row['bound_over_plain']:.2f}", f"{100 * row['of_bound']:.0f} %",
-        ]
-        for row in found["rows"]
-    ]  # fmt: skip
-    theirs = [
-        [f"transformers: {name}", "", f"{one['over_generate']:.2f}", "", "", ""]
-        for name, one in found["transformers"].items()
-    ]
-    heads = ["way", "tokens per step", "over generate", "over plain", "bound", "of the bound"]
-    tokens, texts = found["compared_tokens"], found["mismatches"]
-    said = f"{tokens:,} tokens compared with `generate`, {texts} texts differ. {_machine(found)}"
-    return "\n\n".join([said, _table(heads, [*lines, *theirs], slice(1, 6)), _promises(found)])
-
-
 def overhead(found: dict[str, Any]) -> str:
     lines = [
         [row["path"], str(row["batch"]), row["drafter"], f"{row['ms_per_step']:.2f}", f"{100 * row['overhead']:.1f} %"]
@@ -288,41 +256,6 @@ def step_of_models(own: dict[Any, dict[str, Any]], name: str, way: str, temperat
     return f"{step['ms_per_step'] / models['model_ms_per_step']:.2f}" if step and models else ""
 
 
-def one_call(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            row["drafter"], f"{row['temperature']:g}", str(row["batch"]), f"{row['time_over_several_calls']:.2f}",
-            f"{row['tokens']:,}", f"{row['texts'] - row['mismatches'] - row['ties']} of {row['texts']}",
-        ]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["drafter", "temperature", "at a time", "time over several calls", "tokens", "texts equal"]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(2, 5)), _promises(found)])
-
-
-def batch(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "auto")),
-            f"{row['speedup']:.2f}",
-            "{:.2f} ({})".format(
-                row["auto_over_better"],
-                "{:.2f} to {:.2f}".format(*row["interval"]) if "interval" in row else "interval not measured",
-            ),
-        ]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = [
-        "batch",
-        "plain, tokens/s",
-        f"{found['drafter']}, fixed",
-        "auto",
-        "fixed over plain",
-        "auto over the better",
-    ]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 6))])
-
-
 def retrieval(found: dict[str, Any]) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
     by_name: dict[str, list[str]] = {}
@@ -344,74 +277,6 @@ def corpus(found: dict[str, Any]) -> str:
         f"{build['peak_bytes'] / 1e6:.0f} MB at most, {build['disk_bytes'] / 1e6:.0f} MB on disk. {_machine(found)}"
     )
     return "\n\n".join([said, _table(["a search", "p50, µs", "p99, µs"], lines, slice(1, 3)), _promises(found)])
-
-
-def trie(found: dict[str, Any]) -> str:
-    native = [row for row in found["curves"]["native"] if row["samples"]]
-    python = {row["stored_tokens"]: row for row in found["curves"]["python"]}
-    lines = [
-        [
-            f"{row['stored_tokens']:,}", f"{row['us_per_token']:.1f}",
-            f"{python[row['stored_tokens']]['us_per_token']:.0f}",
-            f"{row['bytes_per_token']:.0f}",
-        ]
-        for row in native
-    ]  # fmt: skip
-    heads = ["tokens stored", "native, µs a token", "Python, µs a token", "bytes a token, native"]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 4)), _promises(found)])
-
-
-def layer_skip(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            str(row["left_out"]), f"{row['agreement']:.2f}", f"{row['draft_pass_ms']:.2f}", f"{row['plain_ms']:.2f}",
-            f"{row['bound']:.2f}",
-        ]
-        for row in found["by_size"]
-    ]  # fmt: skip
-    heads = ["sublayers left out, of " + str(2 * found["layers"]), "agreement", "draft pass, ms", "plain, ms", "bound"]
-    decoded = [[row["way"], f"{row['tokens_per_step']:.2f}", f"{row['over_plain']:.2f}"] for row in found["decoded"]]
-    said = f"The best of {found['sets_tried']} sets by size; {found['path']} path. {_machine(found)}"
-    ways = _table(["decoded with", "tokens per step", "over plain"], decoded, slice(1, 3))
-    return "\n\n".join([said, _table(heads, lines, slice(0, 5)), ways])
-
-
-def pipeline(found: dict[str, Any]) -> str:
-    """Equivalent lengths, then ways to run two halves, with what bounds them."""
-    lines = []
-    for row in found["cycles"]:
-        length, over = row["equivalent_length"], row["over_eagle3"]
-        seeds = f"{length['seeds']} x {length['prompts']}"
-        lines.append(
-            [str(row["stages"]), f"{row['temperature']:g}", seeds, f"{row['tokens']:,}", f"{row['cycles']:,}",
-             _within(length), "" if over is None else _within(over)]
-        )  # fmt: skip
-    heads = [
-        "stages", "T", "seeds x prompts", "tokens", "cycles", "equivalent length (95 %)", "over eagle3's (95 %)",
-    ]  # fmt: skip
-    parts = [_machine(found), _table(heads, lines, slice(0, 7))]
-    if (timed := found["processes"]) is not None:
-        ways = [
-            [row["way"], f"{row['ms_per_token']:.1f}", _within(row["one_thread"]), _within(row["two_threads"])]
-            for row in timed["rows"]
-        ]
-        ms, bound = timed["parts_ms"], timed["bound"]
-        parts += [
-            _table(
-                ["decoded with", "ms a token", "over one thread (95 %)", "over two threads (95 %)"], ways, slice(1, 4)
-            ),
-            f"Alone on one core a whole step takes {ms['whole']:.2f} ms, the first half {ms['first']:.2f}, the second "
-            f"with the head {ms['second']:.2f}, a guess {ms['guess']:.2f}. With "
-            f"{timed['tokens_per_cycle']:.3f} tokens a cycle two cores of their own allow at most "
-            f"{bound['trained']:.2f} times one; with no wrong guess, and "
-            f"guesses for nothing, {bound['no_wrong_guess']:.2f}; with these guesses and no cost but equal stages "
-            f"{bound['no_cost_but_stages']:.2f}.",
-        ]
-    return "\n\n".join(parts)
-
-
-def _within(found: dict[str, Any]) -> str:
-    return f"{found['figure']:.2f} ({found['interval'][0]:.2f} to {found['interval'][1]:.2f})"
 
 
 PASSES = ["plain", "captured", "kernels"]
@@ -614,65 +479,6 @@ def best(found: dict[str, Any]) -> str:
     return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, 6))])
 
 
-def calibration(found: dict[str, Any]) -> str:
-    names = {
-        "as_it_is": "as trained",
-        "temperatures_alone": "temperatures",
-        "temperatures_and_shifts": "temperatures and shifts",
-    }
-    lines = [
-        [
-            said, *(f"{100 * error:.1f}" for error in found["errors"][name]["by_slot"]),
-            f"{100 * found['errors'][name]['mean_error']:.2f}", f"{100 * found['errors'][name]['mean_noise']:.2f}",
-        ]
-        for name, said in names.items()
-    ]  # fmt: skip
-    slots = [f"slot {k}, %" for k in range(len(found["survival"]))]
-    heads = ["confidences", *slots, "mean, %", "noise of the mean, %"]
-    said = (
-        f"{found['drafts']['scaled_on']:,} drafts scaled on, {found['drafts']['judged_on']:,} of other prompts judged. "
-    )
-    return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
-
-
-def quantised(found: dict[str, Any]) -> str:
-    lines = [
-        [row["way"], f"{row['tokens_per_step']:.2f}", f"{row['lost']:.3f} ± {row['lost_error']:.3f}"]
-        for row in found["rows"]
-    ]
-    heads = ["target, drafter", "tokens per step", "lost against float32"]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 3)), _promises(found)])
-
-
-def features(found: dict[str, Any]) -> str:
-    reading = {row["way"]: row for row in found["reading"]}
-    trained = found.get("training")  # the longest part, which may not have been run
-    lost = {row["way"]: row for row in trained["ways"]} if trained else {}
-
-    def line(row: dict[str, Any]) -> list[str]:
-        read, less = reading.get(row["way"]), lost.get(row["way"])
-        return [
-            row["way"], f"{row['bytes_per_token']:,.0f}", f"{row['times_less_than_public']:.1f}",
-            *(f"{read[dtype]:,.0f}" if read else "–" for dtype in ("bfloat16", "float32")),
-            f"{100 * less['lost']:.2f} ± {100 * (less['lost_error'] or 0):.2f}" if less else "–",
-        ]  # fmt: skip
-
-    heads = ["stored as", "bytes a token", "times less than 30,726", "read, MB/s of bfloat16", "of float32", "lost, %"]
-    one = found["writing"]
-    said = (
-        f"Writing {one['tokens']:,} tokens of the demo target: passes {one['passes_s']:.1f} s, encoding and writing "
-        f"{one['encoding_and_writing_s']:.1f} s, both at once {one['both_s']:.1f} s. "
-    )
-    said += (
-        f"Trained for {trained['steps']} steps; lost over {trained['rows'][0]['positions']:,} held-out positions, "
-        f"{trained['rows'][0]['rows']:,} rows."
-        if trained
-        else "What is lost was not measured with this file's other parts."
-    )
-    table = _table(heads, [line(row) for row in found["sizes"]], slice(1, 6))
-    return "\n\n".join([_machine(found), table, said, _promises(found)])
-
-
 def training(found: dict[str, Any]) -> str:
     peaks = {(row["target"], row["kind"]): row for row in found["memory"]}
 
@@ -726,31 +532,6 @@ def replay(found: dict[str, Any]) -> str:
     lines = [[name, f"{one['cpu_ms_per_call']:.2f}"] for name, one in found["readers"].items()]
     table = _table(["reader of a streamed answer of 8 pieces", "CPU, ms a call"], lines, right=slice(1, 2))
     return "\n\n".join([_command(found), *said, table])
-
-
-def vllm_replay(found: dict[str, Any]) -> str:
-    server = found["server"]
-    groups = [(name, one) for name, one in found.items() if isinstance(one, dict) and "holds" in one]
-    lines = [
-        [name.replace("_", " "), str(one.get("requests", "–")), f"{one.get('tokens', 0):,}",
-         f"{one.get('counters', {}).get('accepted', one.get('accepted', 0)):,}",
-         f"{sum(one['holds'].values())} of {len(one['holds'])}"]
-        for name, one in groups
-    ]  # fmt: skip
-    heads = ["traffic", "requests", "tokens", "accepted drafts", "identities that hold"]
-    said = f"{server['engine']} {server['version']}, {server['speculation']}, the demo target."
-    return f"{said}\n\n{_table(heads, lines, right=slice(1, 5))}"
-
-
-def lm_eval(found: dict[str, Any]) -> str:
-    lines = [
-        [one["task"], f"{one['equal']} of {one['answers']}",
-         *("–" if not one["scores"] else f"{one['scores'][0][way]:.3f}" for way in ("plain", "drafted")),
-         "–" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"]
-        for one in found["tasks"]
-    ]  # fmt: skip
-    heads = ["task", "answers equal", "score, plain", "score, drafted", "tokens per step"]
-    return f"{_command(found)}\n\n{_table(heads, lines, right=slice(1, 5))}"
 
 
 def engines(found: dict[str, Any]) -> str:
@@ -835,44 +616,6 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, *lines))
 
 
-def second_target(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            row["drafter"], f"{row['temperature']:g}", f"{row['tokens_per_step']:.2f}",
-            f"{row['speedup']:.2f}× ({row['low']:.2f}–{row['high']:.2f})" if row["low"] else "–",
-            {True: "yes", False: "**no**", None: "–"}[row["exact"]], f"{row['compared_tokens']:,}",
-        ]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["drafter", "temperature", "tokens per step", "speed-up", "exact", "tokens compared"]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 4)), _promises(found)])
-
-
-def long_context(found: dict[str, Any]) -> str:
-    ranges = [(part["begin"], part["end"]) for part in next(iter(found["drafters"].values()))["rows"][0]["by_position"]]
-    lines = []
-    for name, own in found["drafters"].items():
-        [row] = own["rows"]
-        reached = {(part["begin"], part["end"]): part["tokens_per_step"] for part in row["by_position"]}
-        minutes = f"{own['training_minutes']:.1f}"
-        lines.append([name, minutes, *(f"{reached[one]:.2f}" if one in reached else "–" for one in ranges)])
-    heads = ["dspark, trained on", "minutes", *(f"from {begin:,} on" for begin, _ in ranges)]
-    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, None))])
-
-
-def machines(found: dict[str, Any]) -> str:
-    lines = [
-        [way, own["turns"][0]["dtype"], f"{own['steps_per_s']:.2f}", f"{own['of_native']:.2f}", str(len(own["turns"]))]
-        for way, own in found["ways"].items()
-    ]
-    return "\n\n".join(
-        [
-            _processor(found),
-            _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5)),
-        ]
-    )
-
-
 def _processor(found: dict[str, Any]) -> str:
     machine = found["machine"]
     return f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}; flags: {machine['flags']}."
@@ -913,21 +656,6 @@ def products(found: dict[str, Any]) -> str:
     return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 3 + len(ways)))])
 
 
-def large(found: dict[str, Any]) -> str:
-    """One line a kind of values."""
-    lines = [
-        [f"{found['shape']}, {row['values']}", f"{row['stored_gb']:.2f}", f"{row['read_ms']:.0f}",
-         f"{row['plain_ms_per_token']:.0f}", f"{row['drafted_ms_per_step']:.0f}", f"{row['tokens_per_step']:.2f}",
-         f"{row['speedup']:.2f}", f"{row['plain_overhead']:.1%}" if "plain_overhead" in row else "–",
-         str(row["texts_that_differ"])]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms",
-    f"step of {found['rows_verified']} rows, ms",
-             "tokens per step", "speed-up", "loop, of a plain step", "texts that differ"]  # fmt: skip
-    return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 9)), _kept(found)])
-
-
 def contexts(found: dict[str, Any]) -> str:
     """One line a context, steps of every width beside each other; then prompts."""
     own = {(row["context"], row["rows"]): row for row in found["steps"]}
@@ -944,17 +672,6 @@ def contexts(found: dict[str, Any]) -> str:
     ]
     said = _table(["prompt", "first token, s", "ms a token"], prompts, slice(1, 3))
     return "\n\n".join([_processor(found), _table(heads, lines, slice(0, len(heads))), said, _kept(found)])
-
-
-def block(found: dict[str, Any]) -> str:
-    """One line a length of the drafted chain."""
-    lines = [
-        [str(row["length"]), *(f"{row['tokens_per_step'][way]:.3f}" for way in ("standard", "block")),
-         f"{row['gain']:.3f} ± {row['standard_error']:.3f}"]
-        for row in found["rows"]
-    ]  # fmt: skip
-    heads = ["length", "standard, tokens/step", "block, tokens/step", "gain"]
-    return "\n\n".join([_processor(found), _table(heads, lines, slice(0, 4))])
 
 
 def serving(found: dict[str, Any]) -> str:
@@ -1207,27 +924,15 @@ def accuracy(found: dict[str, Any]) -> str:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "real_model": real_model, "real_server": real_server, "long_texts": long_texts, "minutes": minutes,
-    "accuracy": accuracy,
-    "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
-    "products": products, "products_avx2": products,
-    "large": large, "large_17b": large, "large_avx2": large,
-    "contexts": contexts, "contexts_avx2": contexts, "block": block,
-    "second_target": second_target, "long_context": long_context,
-    "machines": machines, "families": families, "every_family": every_family, "loading": loading,
-    "soak": soak, "soak_compiled": soak,
-    "kills": kills, "distributed": distributed, "plan": plan,
-    "versus_transformers": versus_transformers, "bounds": bounds, "overhead": overhead,
-    "overhead_avx2": overhead, "one_call": one_call, "one_call_smollm2": one_call, "batch": batch,
-    "retrieval": retrieval,
-    "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip, "pipeline": pipeline,
-    "gpu": gpu, "learning": learning, "remote": remote,
-    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised, "features": features,
-    "sources": sources, "contamination": contamination,
-    "regeneration": regeneration, "regeneration_outrider": regeneration,
-    "regeneration_vllm": regeneration,
-    "training": training, "versus_speculators": versus_speculators,
-    "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
-    "llama_cpp": llama_cpp,
+    "accuracy": accuracy, "serving": serving, "peers": peers, "peers_nearest": peers, "peers_avx2": peers,
+    "products": products, "products_avx2": products, "contexts": contexts, "contexts_avx2": contexts,
+    "families": families, "every_family": every_family, "soak": soak, "soak_compiled": soak, "kills": kills,
+    "distributed": distributed, "plan": plan, "bounds": bounds, "overhead": overhead, "overhead_avx2": overhead,
+    "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "gpu": gpu, "learning": learning,
+    "remote": remote, "methods": methods, "best": best, "sources": sources, "contamination": contamination,
+    "regeneration": regeneration, "regeneration_outrider": regeneration, "regeneration_vllm": regeneration,
+    "training": training, "versus_speculators": versus_speculators, "gate": gate, "replay": replay,
+    "engines": engines, "llama_cpp": llama_cpp,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 
