@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -28,6 +28,8 @@ RENAMED = {
     "parts": "members", "runners_up": "siblings",
 }  # fmt: skip
 """Former names of settings, and their names now."""
+REMOVED = {"rotate": "feature_encoding"}
+"""Settings that were removed, and the one to use instead."""
 
 ELSEWHERE = {
     "target": "model model_name model_name_or_path model_path base_model target_model target_model_path "
@@ -79,6 +81,8 @@ class Config(BaseModel):
     """Base of every config: frozen, strict about keys; the docstring under a field is its help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    REMOVED: ClassVar[Mapping[str, str]] = {}
+    """Former settings, and what to use instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -86,11 +90,16 @@ class Config(BaseModel):
         if not isinstance(data, Mapping):
             return data
         for key in data:
+            if key in cls.REMOVED:
+                raise ValueError(f"{key!r} was removed; {cls.REMOVED[key]}")
             if key not in cls.model_fields:
-                now = RENAMED.get(key)
-                hint = (
-                    f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
-                )
+                now, instead = RENAMED.get(key), REMOVED.get(key)
+                if now in cls.model_fields:
+                    hint = f"; it is called {now!r} now"
+                elif instead in cls.model_fields:
+                    hint = f"; it was removed, use {instead!r} instead"
+                else:
+                    hint = _elsewhere(str(key), cls.model_fields)
                 raise ValueError(f"unknown key {key!r}{hint}")
         return {key: _meant(cls.model_fields[key].annotation, value) for key, value in data.items()}
 
@@ -282,6 +291,11 @@ def _size(node: Any, sizes: dict[int, int], depth: int = 0) -> int:
     if sizes[id(node)] > MOST_NODES:
         raise ValueError(f"it has more than {MOST_NODES} values, or one that holds itself")
     return sizes[id(node)]
+
+
+def to_yaml(value: Any) -> str:
+    """A value as YAML on one line, such as an override's."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix("\n...\n").strip()
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

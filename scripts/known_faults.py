@@ -25,11 +25,11 @@ FAULTS = [
     # gguf targets
     fault(
         "queries and keys of a llama's GGUF file stay in llama.cpp's order",
-        ("_ordered", "if heads is None or not own.rotates_pairs:", "if heads is None or own.rotates_pairs:"),
+        ("_ordered", "if heads is None or not arch.rotates_pairs:", "if heads is None or arch.rotates_pairs:"),
     ),
     fault(
         "norms of a Gemma's GGUF file keep the 1 that llama.cpp adds",
-        ("_whole_vector", "return vector - own.added_to_norms if own.added_to_norms else vector", "return vector"),
+        ("_whole_vector", "return vector - arch.added_to_norms if arch.added_to_norms else vector", "return vector"),
     ),
     fault(
         "tensors of a GGUF file may share bytes, so that a small file takes any memory",
@@ -101,7 +101,7 @@ FAULTS = [
     # decoding
     fault(
         "the residual is not carried to the next sibling, which is tested against what its elder was",
-        ("walk", "residual(left, q), left)", "residual(p[torch.arange(slots), at + 1], q), left)"),
+        ("walk", "residual(r, q), r)", "residual(p[torch.arange(slots), node + 1], q), r)"),
     ),
     fault(
         "all nodes throw the same acceptance coin",
@@ -110,11 +110,11 @@ FAULTS = [
     ),
     fault(
         "a draft's id outside the vocabulary is not counted as a rejection",
-        ("walk", "went = tested & known[:, n] & passed", "went = tested & passed"),
+        ("walk", "is_accepted = is_tested & in_vocabulary[:, n] & passes", "is_accepted = is_tested & passes"),
     ),
     fault(
         "the bonus token comes from the wrong row",
-        ("walk", "went[:, None], _row(p, n + 1), left", "went[:, None], p[:, n], left"),
+        ("walk", "is_accepted[:, None], _row(p, n + 1), r", "is_accepted[:, None], p[:, n], r"),
         ("accept_greedy", "following.append(wanted[at + 1])", "following.append(wanted[max(at, 0)])"),
         ("Chain.accepted", "left = self.p[slots, counts]", "left = self.p[slots, (counts - 1).clamp(min=0)]"),
     ),
@@ -122,13 +122,13 @@ FAULTS = [
         "the tree mask is one column wide: a node sees its sibling",
         (
             "_ancestry",
-            "sees[n + 1] |= sees[parent + 1]",
-            "sees[n + 1] |= sees[parent + 1]\n        sees[n + 1, n] = True",
+            "mask[n + 1] |= mask[parent + 1]",
+            "mask[n + 1] |= mask[parent + 1]\n        mask[n + 1, n] = True",
         ),
     ),
     fault(
         "the position id of a drafted node is one off",
-        ("_rows", "[[0, *(depth + 1 for depth in own)]", "[[0, *(depth + 2 for depth in own)]"),
+        ("_rows", "[[0, *(depth + 1 for depth in tree)]", "[[0, *(depth + 2 for depth in tree)]"),
     ),
     fault(
         "a text that ends takes the first columns of its neighbour with it",
@@ -148,7 +148,7 @@ FAULTS = [
     ),
     fault(
         "a slot that was cut inside a block keeps its last token in the cache",
-        ("step", "path if following >= 0 else path[:-1] for path, following", "path for path, following"),
+        ("step", "path if next_token >= 0 else path[:-1] for path, next_token", "path for path, next_token"),
     ),
     fault(
         "the noise of a rejected draft is used again at the next step",
@@ -170,8 +170,8 @@ FAULTS = [
         "requests swap their seeds when slots change places",
         (
             "DecodeState._select",
-            "sent([self.seeds[row] for row in self.rows], self.device)",
-            "sent([self.seeds[row] for row in sorted(self.rows)], self.device)",
+            "to_device([self.seeds[row] for row in self.rows], self.device)",
+            "to_device([self.seeds[row] for row in sorted(self.rows)], self.device)",
         ),
     ),
     # sampling
@@ -551,8 +551,8 @@ FAULTS = [
         "a slot displaced by a move shares its cache row with the slot that displaced it",
         (
             "SlotCache.gather",
-            "self._put(wanted | dict(zip(others, sorted(set(current) - taken), strict=True)))",
-            "self._put(wanted)",
+            "self._put(placement | dict(zip(others, sorted(set(current) - taken), strict=True)))",
+            "self._put(placement)",
         ),
     ),
     fault(
@@ -601,7 +601,7 @@ FAULTS = [
     ),
     fault(
         "rejected tokens stay in the cache of a model with a cache class of its own",
-        ("OwnCache.given", "copy.deepcopy(self._pasts[row])", "self._pasts[row]"),
+        ("OwnCache.pass_arguments", "copy.deepcopy(self._pasts[row])", "self._pasts[row]"),
     ),
     fault(
         "padding in a tokenizer's output is read as part of the prompt",
@@ -782,8 +782,8 @@ FAULTS = [
         "cached features of other weights are trained on as if they were the target's",
         (
             "differences",
-            'for key in mine.target if key != "name"}',
-            'for key in mine.target if key not in ("name", "weights_hash")}',
+            'if key != "name"',
+            'if key not in ("name", "weights_hash")',
         ),
     ),
     fault(
@@ -1059,13 +1059,13 @@ FAULTS = [
     ),
     fault(
         "of several processes the one that ends first writes the report without the others' prompts",
-        ("first", "            return found, False\n", "            continue\n"),
+        ("first", "            return measured, False\n", "            continue\n"),
     ),
     fault(
         "measurements of edited prompts are used for the new prompts",
-        ("is_of", "index < len(prompts) and digest(prompts[index]) == own", "index < len(prompts)"),
+        ("is_of", "index < len(prompts) and digest(prompts[index]) == expected", "index < len(prompts)"),
     ),
-    fault("a text that ended too early counts as exact", ("first_difference", "min(len(mine), len(theirs)))", "None)")),
+    fault("a text that ended too early counts as exact", ("first_difference", "min(len(one), len(other)))", "None)")),
     fault(
         "the interval of tokens per step is computed over steps, not over prompts",
         (
@@ -1080,19 +1080,11 @@ FAULTS = [
     ),
     fault(
         "prompts that are left out are dropped silently: the report does not name them",
-        ("_summarise", "    found.left_out += lost\n", ""),
+        ("_add_rows", "    measurements.left_out += left_out\n", ""),
     ),
     fault(
         "only plain decoding is timed with a cold start: the target alone looks slower than it is",
         ("_warm_up", "        timing.run_batch(target, batch(temperature), ends=False)\n", "        pass\n"),
-    ),
-    fault(
-        "code of an answer sees the environment, with all secrets in it",
-        ("run", 'env={"PATH": os.defpath}', "env=dict(os.environ)"),
-    ),
-    fault(
-        "an answer is scored by the first number in it, not by the last",
-        ("final_answer", "numbers[-1] if numbers", "numbers[0] if numbers"),
     ),
     fault(
         "the time of a batch is counted once for each of its prompts",
@@ -1237,7 +1229,11 @@ FAULTS = [
     ),
     fault(
         "a key may run one request more than its limit",
-        ("Door._admitted", "self._of_key[key.identity] >= most", "self._of_key[key.name] > most"),
+        (
+            "Admission._admitted",
+            "self._active_by_key[key.identity] >= limit",
+            "self._active_by_key[key.name] > limit",
+        ),
     ),
     fault(
         "slots are never freed in the drafter's memory",
@@ -1261,11 +1257,11 @@ FAULTS = [
     ),
     fault(
         "tokens of a step whose thread was given up are never given out",
-        ("Scheduler.step", "self._found += self._written({})", "pass"),
+        ("Scheduler.step", "self._progress += self._new_progress({})", "pass"),
     ),
     fault(
         "a prompt of one request that can't be read ends all that are being read",
-        ("Scheduler._read_piece", "dict.fromkeys(counts, error)", "dict.fromkeys(self.serving, error)"),
+        ("Scheduler._read_chunk", "dict.fromkeys(counts, error)", "dict.fromkeys(self.serving, error)"),
     ),
     fault(
         "a drafter that returns after it was given up goes on decoding beside the new thread",
@@ -1273,7 +1269,7 @@ FAULTS = [
     ),
     fault(
         "after the key file becomes unreadable, the old keys are still accepted",
-        ("KeyRing._look", "self._keys = ()  # what", "pass  # what"),
+        ("KeyRing._reload", "self._keys = ()  # an", "pass  # an"),
     ),
     fault(
         "a request's prompt tokens and time to first token are counted again in every step",
@@ -1281,7 +1277,7 @@ FAULTS = [
     ),
     fault(
         "when several steps are sent together, only the tokens of the last one arrive",
-        ("Outbox.send", "            found += [(call, output) for output in earlier]\n", ""),
+        ("PendingOutput.send", "            found += [(call, output) for output in earlier]\n", ""),
     ),
     fault(
         "cached prompt prefixes are shared across tenants",
@@ -1310,20 +1306,24 @@ FAULTS = [
     # client
     fault(
         "requests in flight do not count towards the budget, so it is exceeded",
-        ("Account.reserve", "self._spent + self._reserved + most > self.budget", "self._spent + most > self.budget"),
+        (
+            "Account.reserve",
+            "self._spent + self._reserved + amount > self.budget",
+            "self._spent + amount > self.budget",
+        ),
     ),
     fault(
         "attempts that broke off do not count towards the budget, although the server may charge for them",
-        ("Account.doubt", "        self.totals.uncertain_cost += most\n", ""),
+        ("Account.mark_uncertain", "        self.totals.uncertain_cost += amount\n", ""),
     ),
     fault(
         "a stream of several answers that broke off after the first one counts as complete",
-        ("Reading.is_whole", "(bool(self._ended) and self._open <= self._ended)", "bool(self._ended)"),
+        ("StreamParser.is_complete", "(bool(self._ended) and self._open <= self._ended)", "bool(self._ended)"),
     ),
     fault(
         "after a prompt was edited, a resumed run keeps the old answer",
         (
-            "left_of",
+            "unanswered",
             "before.get(prompt.id, prompt.request) != prompt.request",
             "not before.get(prompt.id, prompt.request)",
         ),
@@ -1338,7 +1338,7 @@ FAULTS = [
     ),
     fault(
         "a request is sent again before the Retry-After of the server has passed",
-        ("pause_s", "wanted * (1 + noise.uniform(0, JITTER))", "wanted * (1 - noise.uniform(0, JITTER))"),
+        ("backoff_s", "requested_s * (1 + noise.uniform(0, JITTER))", "requested_s * (1 - noise.uniform(0, JITTER))"),
     ),
     fault(
         "the budget ignores that rejected tokens of a prediction are charged",
@@ -1442,7 +1442,7 @@ FAULTS = [
     fault("outrider serve --log-prompts logs no prompts", ("_service", ", log_prompts=config.log_prompts)", ")")),
     fault(
         "a server started with --keys answers requests without a key",
-        ("_answer_clients", "Door(app, config, keys, telemetry)", "Door(app, config, None, telemetry)"),
+        ("_answer_clients", "Admission(app, config, keys, telemetry)", "Admission(app, config, None, telemetry)"),
     ),
     # others' data and checkpoints
     fault(
@@ -1451,7 +1451,7 @@ FAULTS = [
     ),
     fault(
         "arguments of tools reach the template as a text in training, and as an object when served",
-        ("_object", "return found if isinstance(found, dict) else arguments", "return arguments"),
+        ("_object", "return value if isinstance(value, dict) else arguments", "return arguments"),
     ),
     fault(
         "null fields that a table gives each of its rows are shown to the model",
@@ -1485,7 +1485,7 @@ FAULTS = [
     fault(
         "one key's bodies take all threads that read",
         (
-            "Turns._begin",
+            "FairExecutor._begin",
             "next((one for one in self._waiting if one not in self._running), None)",
             "next(iter(self._waiting), None)",
         ),

@@ -263,3 +263,5 @@ def test_a_setting_of_old_is_an_error_that_gives_the_new_name() -> None:
         assert takes and not any(before in config.model_fields for config in every), before
         with pytest.raises(ConfigError, match=f"unknown key '{before}'; it is called '{now}' now"):
             build(takes[0], {before: 1})
+    with pytest.raises(ConfigError, match="unknown key 'rotate'; it was removed, use 'feature_encoding' instead"):
+        build(PrepareConfig, {"rotate": 64})

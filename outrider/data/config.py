@@ -133,12 +133,10 @@ class Config(Base):
     given."""
     feature_server: str | None = None
     """URL of the vLLM server that computes states, for `features: engine`."""
-    feature_encoding: Literal["bf16", "fp8", "int8", "int4"] = "int8"
+    feature_encoding: Literal["bf16", "int8", "int4"] = "int8"
     """How states are stored; int8 takes half of bf16's bytes, int4 a quarter."""
     top_logprobs: NonNegativeInt = 0
     """Number of likeliest tokens stored per token in place of its final hidden state; 0 stores the state."""
-    rotate: NonNegativeInt = 0
-    """Number of coordinates that a token's taps are rotated to; 0 stores the taps."""
     shard_tokens: PositiveInt = 16_384
     """Tokens of one file of states."""
     recheck_every: NonNegativeInt = 256

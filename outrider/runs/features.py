@@ -76,8 +76,6 @@ def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftMod
             f"prepare.top_logprobs {prepare.top_logprobs} stores no final states, but drafter "
             f"{settings.drafter['kind']!r} reads them; set it to 0"
         )
-    if prepare.rotate and not model.taps:
-        raise ConfigError(f"prepare.rotate {prepare.rotate} has no effect: the drafter reads no taps; set it to 0")
     if prepare.top_logprobs >= target.spec.vocabulary:
         raise ConfigError(
             f"prepare.top_logprobs {prepare.top_logprobs} must be below the target's vocabulary of "
@@ -85,7 +83,7 @@ def bound_to(settings: RunConfig, dtype: str, target: RunTarget, model: DraftMod
         )
     return Binding.of(
         target, template_hash(target.tokenizer), model.taps, dtype, encoding=prepare.feature_encoding,
-        top_logprobs=prepare.top_logprobs, rotate=prepare.rotate, only_learnt=not reads_final,
+        top_logprobs=prepare.top_logprobs, only_learnt=not reads_final,
         source="vllm" if prepare.features == "engine" else "target",
     )  # fmt: skip
 
@@ -115,7 +113,7 @@ class Store:
         learnt = sum(end - start for text in self.texts for start, end in text.learn) / max(1, self.tokens)
         mine, hidden = self.mine, self.target.spec.hidden
         each = encodings.bytes_per_token(
-            mine.encoding, hidden, len(mine.taps), mine.top_logprobs, mine.rotate, learnt if mine.only_learnt else 1.0
+            mine.encoding, hidden, len(mine.taps), mine.top_logprobs, learnt if mine.only_learnt else 1.0
         )
         return round(self.tokens * each)
 

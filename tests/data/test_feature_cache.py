@@ -57,6 +57,17 @@ def read_all(found: CachedFeatures) -> None:
         found.batch(step)
 
 
+def damaged(folder: Path) -> list[Path]:
+    """Shards whose content does not match their hash."""
+    paths = []
+    for path in sorted(folder.glob("features-*.safetensors")):
+        try:
+            feature_shards.open_shard(path)
+        except DataError:
+            paths.append(path)
+    return paths
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -107,12 +118,12 @@ def test_taps_that_are_more_serve_those_that_are_fewer(talker: TransformersTarge
     real = live.documents > 0
     torch.testing.assert_close(found.taps[real], live.taps[real], rtol=1e-2, atol=1e-2)
     fill(talker, tmp_path / "fewer", texts(), taps=(0,))
-    with pytest.raises(DataError, match=r"has taps \[0\], wanted \[0, 2\]; name another prepare.feature_folder"):
+    with pytest.raises(DataError, match=r"has taps \[0\], expected \[0, 2\]; name another prepare.feature_folder"):
         reader(talker, tmp_path / "fewer", bound(talker), texts())
     fill(talker, tmp_path / "all", texts())
     assert reader(talker, tmp_path / "all", bound(talker, only_learnt=True), texts()).batch(0).hidden.all(-1).any()
     fill(talker, tmp_path / "few", texts(), only_learnt=True)
-    with pytest.raises(DataError, match="has only_learnt True, wanted False"):
+    with pytest.raises(DataError, match="has only_learnt True, expected False"):
         reader(talker, tmp_path / "few", bound(talker), texts())
 
 
@@ -152,10 +163,10 @@ def test_a_cache_of_another_target_or_template_is_refused_with_both_values(folde
     mine = fill(talker, tmp_path, texts())
     other = replace(mine, target=mine.target | {"weights_hash": "0123", "precision": "int8"})
     there = mine.target["weights_hash"]
-    with pytest.raises(DataError, match=rf"precision 'float64', wanted 'int8'; target.weights_hash '{there}', wanted"):
+    with pytest.raises(DataError, match=rf"precision 'float64', expected 'int8'; target.weights_hash '{there}', exp"):
         reader(talker, tmp_path, other, texts())
     for key, value in (("template", "another"), ("dtype", "bfloat16"), ("encoding", "int8"), ("top_logprobs", 5)):
-        with pytest.raises(DataError, match=f"has {key} {getattr(mine, key)!r}, wanted {value!r}"):
+        with pytest.raises(DataError, match=f"has {key} {getattr(mine, key)!r}, expected {value!r}"):
             reader(talker, tmp_path, replace(mine, **{key: value}), texts())
         with pytest.raises(DataError, match=f"has {key} "):
             build(tmp_path, texts(), iter, replace(mine, **{key: value}), head=talker.head, shard_tokens=60)  # type: ignore[arg-type]
@@ -186,7 +197,7 @@ def test_texts_are_compared_with_new_passes(folder: Path, talker: TransformersTa
             weight.mul_(1.5)
     false = replace(mine, target=Binding.of(other, None, TAPS, "float32").target)
     cache._write_json(tmp_path / cache.MANIFEST, false.as_json())
-    with pytest.raises(DataError, match=r"text t\d: (tap 2|the final state) differs by \d+% from the target's own"):
+    with pytest.raises(DataError, match=r"text t\d: (tap 2|the final state) differs by \d+% from a pass of the t"):
         reader(other, tmp_path, false, texts(), recheck_every=1).batch(0)
     assert reader(other, tmp_path, false, texts(), recheck_every=0).batch(0)
 
@@ -201,13 +212,13 @@ def test_a_flipped_bit_is_named(where: float, talker: TransformersTarget, tmp_pa
     path.write_bytes(data)
     with pytest.raises(DataError, match=rf"{path.name}.*(damaged|is missing)|texts are not in the feature cache"):
         read_all(reader(talker, tmp_path, mine, texts()))
-    assert [*cache.damaged(tmp_path)] == [path]
+    assert damaged(tmp_path) == [path]
     fewer = reader(talker, tmp_path, mine, texts(), skip_bad=True)
     assert 0 < len(fewer.texts) < 8
     read_all(fewer)
     path.unlink()
     fill(talker, tmp_path, texts())
-    assert not cache.damaged(tmp_path) and len(reader(talker, tmp_path, mine, texts()).texts) == 8
+    assert not damaged(tmp_path) and len(reader(talker, tmp_path, mine, texts()).texts) == 8
 
 
 def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -219,11 +230,11 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, tmp_path:
     place = tmp_path / "full"
     with (
         room_of(largest + 500),
-        pytest.raises(DataError, match=r"can't write features to .*full: File too large; \d shards are there and stay"),
+        pytest.raises(DataError, match=r"can't write features to .*full: File too large; \d shards are written and s"),
     ):
         fill(talker, place, long)
     before = content(place)
-    assert not cache.damaged(place) and before
+    assert not damaged(place) and before
     assert not [name for name in before if name.endswith((".part", ".claim"))]
     fill(talker, place, long)
     assert content(place) == content(tmp_path / "reference")
@@ -240,7 +251,7 @@ def slow_states(answers: Sequence[Answer]) -> Iterator[tuple[int, Tensor, Tensor
 
 def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches shards that depend on where a run was stopped, half of a file under its name."""
-    answers, mine = texts(60), bound(talker, encoding="int4", rotate=6)
+    answers, mine = texts(60), bound(talker, encoding="int4")
     head = torch.nn.Identity()
 
     def write(place: Path) -> None:
@@ -267,7 +278,7 @@ def test_a_killed_writer_loses_nothing_that_is_written(talker: TransformersTarge
     write(place)
     whole, found = content(tmp_path / "whole"), content(place)
     assert {name: data for name, data in found.items() if not name.endswith((".claim", ".part"))} == whole
-    assert not cache.damaged(place)
+    assert not damaged(place)
 
 
 def test_a_cache_behind_a_url_is_read_shard_by_shard(talker: TransformersTarget, tmp_path: Path) -> None:

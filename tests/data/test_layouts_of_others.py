@@ -23,7 +23,7 @@ from outrider.errors import DataError
 from outrider.measure.tasks import names
 from outrider.serve.bodies import chat
 from outrider.serve.bodies.refusals import Refusal
-from outrider.serve.bodies.schema import ChatRequest
+from outrider.serve.bodies.request_models import ChatRequest
 from outrider.targets.text.prompts import ids_of
 from outrider.traffic.logs import traces
 

@@ -40,7 +40,7 @@ def test_a_run_trains_on_stored_features(written: Any, tmp_path: Path) -> None:
     again = run(file, *CACHED, "name=again", "prepare.folder=runs/tiny/answers", stages=["train"])
     assert [type(result) for result in again.results] == [Trained]
     assert {path: path.stat().st_mtime_ns for path in place.glob("features-*")} == before
-    with pytest.raises(DataError, match="has encoding 'int8', wanted 'int4'"):
+    with pytest.raises(DataError, match="has encoding 'int8', expected 'int4'"):
         run(file, *CACHED, "name=other", "prepare.folder=runs/tiny/answers", "prepare.feature_encoding=int4")
 
 

@@ -1,4 +1,4 @@
-"""Features from a cache on disk: the states are read, decoded and padded while the step before trains."""
+"""Features from a cache on disk: the next batch is read, decoded and padded while the current one trains."""
 
 from __future__ import annotations
 
@@ -29,44 +29,42 @@ from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
 OPEN = 2 * BUFFER
-"""Most shards that are open at a time, and of a remote cache on this disk."""
+"""Maximum number of open shards; of a remote cache, also of local copies."""
 OTHER_KERNELS = 0.05
-"""Relative error that an engine's own kernels add."""
-UNRELATED = 0.9
-"""Relative error from which rotated states are not those of this text; what a rotation leaves out is less."""
+"""Additional relative error of states computed by an engine's kernels."""
 
 
 class CachedFeatures(OfTexts):
-    """Batches from a feature cache, in the order of `LiveFeatures`, or where there are many shards a few at a time."""
+    """Batches from a feature cache, in the order of `LiveFeatures`; with many shards, a few are shuffled at a time."""
 
     def __init__(
-        self, target: Target, answers: Sequence[Answer], mine: Binding, folder: str | Path, *, batch: int,
+        self, target: Target, answers: Sequence[Answer], binding: Binding, folder: str | Path, *, batch: int,
         length: int, seed: int = 0, recheck_every: int = 0, skip_bad: bool = False,
         ngram_hashes: Named | None = None, copy_to: Path | None = None, budget: int | None = None,
     ):  # fmt: skip
-        """folder: of the cache, or an fsspec URL, whose shards are copied to the folder `copy_to` as they are needed.
+        """folder: the cache, or an fsspec URL, whose shards are copied to the folder `copy_to` when they are needed.
 
-        recheck_every: texts between two that are compared with a pass of the target; 0 compares none.
-        skip_bad: leave out texts of damaged shards, and those that the cache lacks.
-        Raises DataError where the cache is bound to something else than `mine`, or lacks a text.
+        recheck_every: every `recheck_every`-th text is compared with a pass of the target; 0 compares none.
+        skip_bad: leave out texts of damaged shards and texts that the cache lacks.
+        Raises DataError if the cache has another binding, or lacks a text.
         """
         self.ngram_hashes = ngram_hashes
-        """Hashes of the texts, stored with a checkpoint; None where there are none."""
-        self.target, self.taps, self.size, self.dtype = target, mine.taps, batch, mine.dtype
+        """Hashes of the texts, stored with a checkpoint; None if there are none."""
+        self.target, self.taps, self.size, self.dtype = target, binding.taps, batch, binding.dtype
         self._folder = open_folder(folder, copy_to)
-        self.cache = cache.check(self._folder.path, mine)
+        self.cache = cache.check(self._folder.path, binding)
         self.place, self.is_cached, self.bytes = str(folder), False, 0
         context = min(length, target.spec.context)
         self._shard_of = self._folder.shards_by_key(skip_bad)
-        answers, lacks = self._known(answers, context)
-        if lacks and not skip_bad:
+        answers, missing = self._cached(answers, context)
+        if missing and not skip_bad:
             raise DataError(
-                f"{len(lacks)} of {len(lacks) + len(answers)} texts are not in the feature cache {folder}, such as "
-                f"{lacks[0]}; run `outrider prepare` again, which adds them"
+                f"{len(missing)} of {len(missing) + len(answers)} texts are not in the feature cache {folder}, such as "
+                f"{missing[0]}; run `outrider prepare` again, which adds them"
             )
-        if lacks:
+        if missing:
             log.warning(
-                "%d texts are left out: the feature cache %s lacks them or is damaged there", len(lacks), folder
+                "%d texts are left out: they are missing or damaged in the feature cache %s", len(missing), folder
             )
         self.order = Texts(answers, batch=batch, length=context, seed=seed, budget=budget)
         self.texts, self.left_out = self.order.answers, self.order.left_out
@@ -76,42 +74,42 @@ class CachedFeatures(OfTexts):
             shards.setdefault(self._shard_of[key], []).append(i)
         self.order.in_shards([shards[name] for name in sorted(shards)])
         self.manifest = Manifest(
-            target.spec, mine.taps, mine.dtype, mine.template, len(self.texts), self.order.tokens
-        )  # fmt: skip
-        self._states_type = torch.bfloat16 if mine.dtype == "bfloat16" else getattr(torch, target.spec.dtype)
+            target.spec, binding.taps, binding.dtype, binding.template, len(self.texts), self.order.tokens
+        )
+        self._states_type = torch.bfloat16 if binding.dtype == "bfloat16" else getattr(torch, target.spec.dtype)
         self._recheck_every, self._checked = recheck_every, set[int]()
         self._ahead = Ahead(self.made, target.device)
 
-    def _known(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
-        """Answers whose states are there, or that have too little to learn; and the ids of the others."""
+    def _cached(self, answers: Sequence[Answer], length: int) -> tuple[Sequence[Answer], list[str]]:
+        """Answers that are in the cache or have too few tokens to learn, and the ids of the missing ones."""
 
-        def lacks(answer: Answer) -> bool:
-            found = usable([answer], length)
-            return bool(found) and key_of(found[0], self.cache.only_learnt) not in self._shard_of
+        def is_missing(answer: Answer) -> bool:
+            texts = usable([answer], length)
+            return bool(texts) and key_of(texts[0], self.cache.only_learnt) not in self._shard_of
 
-        ids = [answer.id for answer in answers if lacks(answer)]
-        return [answer for answer in answers if not lacks(answer)] if ids else answers, ids
+        missing = [answer.id for answer in answers if is_missing(answer)]
+        return [answer for answer in answers if not is_missing(answer)] if missing else answers, missing
 
     @property
     def disk_bytes(self) -> int:
-        """What the cache takes on disk."""
+        """Size of the cache on disk."""
         return self._folder.size_bytes
 
     @property
     def waited_s(self) -> float:
-        """Seconds that training stood still for batches."""
+        """Seconds that training waited for batches."""
         return self._ahead.waited_s
 
     def batch(self, step: int) -> Batch:
-        """The batch of optimiser step `step`; the next one is read meanwhile."""
+        """The batch of optimiser step `step`; the next one is prefetched."""
         return self._ahead.batch(step)
 
     def packed(self, steps: range) -> Iterator[Batch]:
-        """As `OfTexts.packed`; the next batch is read meanwhile."""
+        """As `OfTexts.packed`; the next batch is prefetched."""
         return self._ahead.packed(steps, len(self.order.packed(steps)))
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         self._ahead.close()
 
     def _states(self, texts: Sequence[int]) -> dict[int, Stored]:
@@ -119,101 +117,99 @@ class CachedFeatures(OfTexts):
 
     def _text(self, i: int) -> Stored:
         key = self._keys[i]
-        shard, rotated = self._folder.open(self._shard_of[key])
-        found = shard.read(key, self.taps, self._states_type, self.target.device, rotated)
+        shard = self._folder.open(self._shard_of[key])
+        stored = shard.read(key, self.taps, self._states_type, self.target.device)
         if self._recheck_every and i % self._recheck_every == 0 and i not in self._checked:
-            self._recheck(i, found, shard)
+            self._recheck(i, stored, shard)
             self._checked.add(i)
-        return found
+        return stored
 
-    def _recheck(self, i: int, found: Stored, shard: Shard) -> None:
-        """Raises DataError where the states of a text are not what a pass of the target gives, but for rounding."""
+    def _recheck(self, i: int, stored: Stored, shard: Shard) -> None:
+        """Compare the states of a text with a pass of the target; raises DataError if they differ beyond rounding."""
         text = self.texts[i]
         taps, hidden = (
             states[0] for states in states_of(self.target, torch.tensor([text.tokens]), self.taps, self.dtype)
         )
-        there = found.hidden.abs().amax(-1) > 0 if found.hidden.shape[-1] else found.hidden.new_zeros(0).bool()
-        errors = [encodings.relative_error(found.hidden[there], hidden[there]) if len(there) else 0.0]
-        errors += [encodings.relative_error(found.taps[:, t], taps[:, t]) for t in range(len(self.taps))]
-        most = encodings.TOLERANCE[self.cache.encoding]
+        limit = encodings.TOLERANCE[self.cache.encoding]
         if self.cache.source != "target":
-            most += OTHER_KERNELS
-        limits = [most, *[UNRELATED if self.cache.rotate else most] * len(self.taps)]
-        names = ["the final state", *(f"tap {tap}" for tap in self.taps)]
-        for name, error, limit in zip(names, errors, limits, strict=True):
+            limit += OTHER_KERNELS
+        pairs = {}
+        if stored.hidden.shape[-1]:
+            is_stored = stored.hidden.abs().amax(-1) > 0
+            pairs["the final state"] = stored.hidden[is_stored], hidden[is_stored]
+        pairs |= {f"tap {tap}": (stored.taps[:, t], taps[:, t]) for t, tap in enumerate(self.taps)}
+        for name, (states, reference) in pairs.items():
+            error = encodings.relative_error(states, reference)
             if not error <= limit:
                 raise DataError(
-                    f"{shard.path}, text {text.id}: {name} differs by {error:.0%} from the target's own pass, at most "
-                    f"{limit:.0%} is rounding; the cache is of other weights or was written wrongly: delete it and run "
-                    "`outrider prepare` again"
+                    f"{shard.path}, text {text.id}: {name} differs by {error:.0%} from a pass of the target, and "
+                    f"rounding explains at most {limit:.0%}; the cache has states of other weights or is damaged: "
+                    "delete it and run `outrider prepare` again"
                 )
 
 
 class Folder:
-    """The shards of a cache folder, a few of them open at a time."""
+    """The shards of a local cache folder, a few of them open at a time."""
 
     def __init__(self, path: Path, names: Sequence[str], size_bytes: int):
         self.path, self.names, self.size_bytes = path, names, size_bytes
-        self._open: OrderedDict[str, tuple[Shard, cache.Rotation | None]] = OrderedDict()
+        self._open: OrderedDict[str, Shard] = OrderedDict()
 
     def fetch(self, name: str) -> Path:
-        """Where a shard is on this machine."""
+        """The local path of a shard, which is downloaded if needed."""
         return self.path / name
 
     def reading(self, name: str) -> Any:
-        """A shard as an open file."""
+        """A shard as an open binary file."""
         return (self.path / name).open("rb")
 
     def drop(self, name: str) -> None:
-        """A shard is closed, and will be fetched again when it is asked for."""
+        """Called when a shard is closed; a remote folder deletes its local copy."""
 
     def shards_by_key(self, skip_bad: bool) -> dict[int, str]:
-        """The shard of every text, by its key.  skip_bad: read all shards, and leave out damaged ones, with a
-        warning."""
-        found: dict[int, str] = {}
+        """The shard of every text, by its key.  skip_bad: check all shards and skip damaged ones, with a warning."""
+        shards: dict[int, str] = {}
         for name in self.names:
             try:
                 if skip_bad:
                     feature_shards.open_shard(self.fetch(name))
                     self.drop(name)
                 with self.reading(name) as file:
-                    found |= dict.fromkeys(feature_shards.keys_in(file, self.path / name), name)
+                    shards |= dict.fromkeys(feature_shards.keys_in(file, self.path / name), name)
             except DataError as error:
                 if not skip_bad:
                     raise
                 log.warning("%s; its texts are left out", error)
-        return found
+        return shards
 
-    def open(self, name: str) -> tuple[Shard, cache.Rotation | None]:
-        """A shard, checked when it is opened, and the rotation it was written with."""
+    def open(self, name: str) -> Shard:
+        """An open shard, checked when it is opened; the least recently used one is closed if there are too many."""
         if name not in self._open:
             while len(self._open) >= OPEN:
                 self.drop(self._open.popitem(last=False)[0])
-            shard = feature_shards.open_shard(self.fetch(name))
-            self._open[name] = shard, cache.open_rotation(self.path, shard)
+            self._open[name] = feature_shards.open_shard(self.fetch(name))
         self._open.move_to_end(name)
         return self._open[name]
 
 
 class RemoteFolder(Folder):
-    """The same behind an fsspec URL: a shard is copied to a local folder while it is open."""
+    """The shards behind an fsspec URL; a shard is copied to a local folder while it is open."""
 
     def __init__(self, url: str, path: Path):
         try:
             self._files, root = fsspec.url_to_fs(url)
-            listed = self._files.ls(root, detail=True)
+            entries = self._files.ls(root, detail=True)
         except (OSError, ValueError, ImportError) as error:
             raise DataError(
                 f"prepare.feature_folder {url} can't be listed: {error}; check the URL and the access"
             ) from None
         self._root = root.rstrip("/")
-        sizes = {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in listed}
+        sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
         names = sorted(name for name in sizes if name.startswith("features-") and name.endswith(".safetensors"))
         super().__init__(path, names, sum(sizes[name] for name in names))
         path.mkdir(parents=True, exist_ok=True)
-        for name in (cache.MANIFEST, cache.ROTATION):
-            if name in sizes:
-                self._copy(name)
+        if cache.MANIFEST in sizes:
+            self._copy(cache.MANIFEST)
 
     def fetch(self, name: str) -> Path:
         return self.path / name if (self.path / name).exists() else self._copy(name)
@@ -234,7 +230,7 @@ class RemoteFolder(Folder):
 
 
 def open_folder(folder: str | Path, copy_to: Path | None = None) -> Folder:
-    """The shards of a local folder, or of an fsspec URL.  Raises DataError where there is none."""
+    """The shards of a local folder or an fsspec URL.  Raises DataError if the URL can't be listed."""
     if "://" in str(folder):
         assert copy_to is not None
         return RemoteFolder(str(folder), copy_to)
@@ -243,7 +239,7 @@ def open_folder(folder: str | Path, copy_to: Path | None = None) -> Folder:
 
 
 def target_states(target: Target, taps: tuple[int, ...], dtype: str, batch: int = 16) -> States:
-    """States from passes of the target, over batches of texts of similar length."""
+    """Computes states by passes of the target over batches of texts of similar length."""
 
     def states(texts: Sequence[Answer]) -> Iterator[tuple[int, Tensor, Tensor]]:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))

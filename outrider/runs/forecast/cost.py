@@ -20,7 +20,7 @@ from outrider.runs.file import RunConfig
 from outrider.runs.forecast.checks import Inputs
 from outrider.targets.load import default_device
 
-KINDS: tuple[encodings.Kind, ...] = ("bf16", "fp8", "int8", "int4")
+KINDS: tuple[encodings.Kind, ...] = ("bf16", "int8", "int4")
 """Encodings of stored states."""
 ID_BYTES = 6
 """A token's id, and its share of the spans that train."""
@@ -69,7 +69,7 @@ def bytes_per_token(settings: RunConfig, inputs: Inputs, kind: encodings.Kind) -
     """What a stored token takes: its tapped states and its final one, or what is stored in their place."""
     assert inputs.target is not None
     config, hidden = settings.prepare, inputs.target.spec.hidden
-    return encodings.bytes_per_token(kind, hidden, num_taps(settings, inputs), config.top_logprobs, config.rotate)
+    return encodings.bytes_per_token(kind, hidden, num_taps(settings, inputs), config.top_logprobs)
 
 
 def num_taps(settings: RunConfig, inputs: Inputs) -> int:
