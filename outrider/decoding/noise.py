@@ -1,6 +1,7 @@
-"""Counter-based noise: a number is a hash of (seed, output index, purpose, salt) and of nothing else.
+"""Counter-based noise: each number is a hash of (seed, output index, purpose, salt) and nothing else.
 
-So a slot's text does not depend on the rest of its batch, and a repeated step draws the same.  B slots, V vocabulary.
+So a slot's text does not depend on the rest of its batch, and a repeated step draws the same tokens.  B slots, V
+vocabulary, W rows of a slot.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from torch import Tensor
 
 # SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), as int64, which wraps.
 _STEP, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-MANY = 8192  # from this vocabulary on, noise is drawn only for tokens that can win
+SPARSE_FROM = 8192  # from this vocabulary size on, noise is only computed for tokens with nonzero weight
 on_cpu: Callable[[Tensor, Tensor], Tensor] | None = None
-"""A faster `race` of weights [..., V] and keys [...] on a CPU, with the same winners; set by `outrider.kernels`, where
-it can be compiled."""
+"""A faster `race` for weights [..., V] and keys [...] on a CPU, with the same winners; set by `outrider.kernels` if it
+can be compiled."""
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for; numbers of different purposes are independent."""
+    """What a number is drawn for.  Numbers of different purposes are independent."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -29,35 +30,35 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The noise of every live slot, from its next token on."""
+    """The noise of every live slot, starting at its next token."""
 
     seeds: Tensor
     """[B] int64."""
     index: Tensor
-    """[B] int64, output index of the next token; depth d of a draft has index + d."""
+    """[B] int64, output index of the next token; a node at depth d uses index + d."""
     seeded: Tensor | None = None
-    """[B] bool, slots that draft with the target's own noise, or None.  Their nodes are deterministic to the acceptance
-    rule, which emits the target's own draw, whatever was drafted.  (Daliri, Musco and Suresh 2024.)"""
+    """[B] bool, slots that draft with the target's noise, or None.  The acceptance rule treats their nodes as
+    deterministic and emits the target's draw, whatever was drafted.  (Daliri, Musco and Suresh 2024.)"""
 
     def uniform(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
         """[B] float64 in (0, 1)."""
-        # a number is multiplied here, as int64 wraps: a tensor of it would have to be sent to the device
-        more = salt * _STEP if isinstance(salt, Tensor) else (salt * _STEP + 2**63) % 2**64 - 2**63
-        return _to_unit(_mix(self.key(depth, purpose) + more))
+        # an int is multiplied here and wrapped to int64: as a tensor it would have to be copied to the device
+        offset = salt * _STEP if isinstance(salt, Tensor) else (salt * _STEP + 2**63) % 2**64 - 2**63
+        return _to_unit(_mix(self.key(depth, purpose) + offset))
 
     def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         """One token per row with probability proportional to its weight.  weights [B, V], or [B, W, V] with a salt [W]
-        that differs between a slot's rows (a seeded slot drafts without); returns [B] or [B, W] int64.
+        that tells a slot's rows apart (seeded slots ignore it when drafting); returns [B] or [B, W] int64.
 
-        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index,
-        purpose, salt, x) alone.  So two similar distributions mostly draw the same token from the same noise, and with
-        the winner's weight set to 0 the same noise draws the second as a new draw would.
+        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends only on (seed, index,
+        purpose, salt, x).  So two similar distributions mostly draw the same token from the same noise, and with the
+        winner's weight set to 0 the same noise draws a second token as a new draw would.
         """
         key = self.key(depth, purpose, salt)
-        is_here = weights.device.type == "cpu" and type(weights) is Tensor  # not while it is traced
-        if on_cpu is not None and is_here:
+        is_plain_cpu = weights.device.type == "cpu" and type(weights) is Tensor  # not while it is traced
+        if on_cpu is not None and is_plain_cpu:
             return on_cpu(weights, key)
-        if weights.shape[-1] > MANY and is_here:
+        if weights.shape[-1] > SPARSE_FROM and is_plain_cpu:
             flat = weights.flatten(0, -2)
             rows, tokens = flat.nonzero().unbind(-1)
             if 8 * len(rows) < flat.numel():
@@ -67,29 +68,30 @@ class Streams:
 
     def key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         """Key of the race: [B] int64, or [B, W] for a salt [W]."""
-        own = self._hash(depth, purpose, salt)
+        key = self._hash(depth, purpose, salt)
         if purpose is not Purpose.DRAFT or self.seeded is None:
-            return own
-        pair = self.seeded, self._hash(depth, Purpose.TARGET)
-        seeded, target = pair if salt is None else (x.unsqueeze(-1) for x in pair)
-        return torch.where(seeded, target, own)
+            return key
+        seeded, target_key = self.seeded, self._hash(depth, Purpose.TARGET)
+        if salt is not None:
+            seeded, target_key = seeded.unsqueeze(-1), target_key.unsqueeze(-1)
+        return torch.where(seeded, target_key, key)
 
     def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         counter = (self.index + depth) * (3 * _STEP + 2**64) + int(purpose)
         if purpose is Purpose.DRAFT:
-            # New in every step: a policy may know what an earlier draft had here, after its rejected token.
+            # new in every step: a policy may have seen an earlier draft here, after its rejected token
             counter = counter + _mix(self.index + 1)
         seeds = _mix(self.seeds + _STEP)
         if salt is not None:
-            # salt 0 adds nothing: it gives the noise of a draw without salt
+            # salt 0 adds nothing and gives the noise of a draw without salt
             counter, seeds = counter.unsqueeze(-1) + _mix(salt * _STEP), seeds.unsqueeze(-1)
         return _mix(seeds ^ _mix(counter))
 
 
 def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
-    """The token with the largest weight / E, where E is exponential noise of this key.  weights [..., V], key [...].
+    """The token with the largest weight / E, where E is exponential noise of `key`.  weights [..., V], key [...].
 
-    tokens: 0 to V - 1; if made during tracing, torch 2.13 would compile them into code that crashes.
+    tokens: 0 to V - 1.  Passed in, since torch 2.13 compiles an arange made during tracing into code that crashes.
     """
     return (weights / _exponential(key.unsqueeze(-1), tokens)).argmax(-1)
 
@@ -100,7 +102,7 @@ def _exponential(key: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _first_of_largest(values: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """For each of `count` rows the token with the largest value, the lowest of equals; 0 for a row without any."""
+    """The token with the largest value of each of `count` rows, the lowest among equals; 0 for an empty row."""
     best = values.new_zeros(count).scatter_reduce(0, rows, values, "amax", include_self=False)
     wins = values == best[rows]
     return tokens.new_zeros(count).scatter_reduce(0, rows[wins], tokens[wins], "amin", include_self=False)
@@ -113,5 +115,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _to_unit(x: Tensor) -> Tensor:
-    """float64 in (0, 1) from the upper 52 bits: never 0, never 1.  With 53, the half would be rounded up to 1."""
+    """float64 in (0, 1) from the upper 52 bits, never 0 or 1: with 53 bits, the added half would round up to 1."""
     return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52

@@ -17,20 +17,19 @@ from outrider.decoding.state import DecodeState, Scores, Timing
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Extra rows of the verified pass.  No drafted row attends to them and none is cached; results are in
-    `Scores.probe`."""
+    """Extra rows of the verified pass.  No drafted row attends to them and they are not cached; their hidden states are
+    in `Scores.probe`."""
 
     embeddings: Tensor
-    """[B, P, H] inputs in place of token embeddings, the family's scale applied."""
+    """[B, P, H] inputs in place of token embeddings, with the model's embedding scale applied."""
     mask: Tensor
-    """[B, P, N+1+P] bool: their attention mask over the rows of anchor, nodes and probe; they attend to the whole
-    cache."""
+    """[B, P, N+1+P] bool: attention mask over the rows of anchor, nodes and probe; they attend to the whole cache."""
     depths: Tensor
-    """[B, P] int64, positions counted from the anchor's, which is 0."""
+    """[B, P] int64, positions relative to the anchor."""
 
 
 class NoStatic(Exception):
-    """A step can't be one of tensors alone; the message says why."""
+    """A step can't run entirely on the device; the message gives the reason."""
 
 
 class Cache(Protocol):
@@ -40,16 +39,16 @@ class Cache(Protocol):
     length: int
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """The anchor and the nodes on each slot's path stay; the rest is forgotten."""
+        """Keep the anchor and the nodes on each slot's path; drop the rest."""
 
     def free(self, rows: Sequence[int]) -> None: ...
 
 
 class Target(Protocol):
-    """The model that verifies, as the loop needs it; `targets.protocol.Target` has more for drafters."""
+    """The model that verifies, as the loop uses it; `targets.protocol.Target` adds what drafters use."""
 
     spec: Any
-    """`mode` is what it can verify: tree, chain or off."""
+    """`spec.mode` is what it can verify: tree, chain or off."""
     device: torch.device
     ends: frozenset[int]
 
@@ -70,38 +69,38 @@ class Target(Protocol):
         taps: tuple[int, ...],
         probe: Probe | None = None,
     ) -> Scores:
-        """One pass over anchor and draft.  Nothing is cached for good until `cache.keep`."""
+        """One pass over anchor and draft.  `cache.keep` decides which of them stay cached."""
 
 
 class Drafter:
-    """Proposes tokens; this base class proposes none, which is plain decoding.  A method overrides what it needs.
+    """Proposes tokens.  This base class proposes none, which is plain decoding; override what your method needs.
 
-    Holds weights, never a request: everything per slot lives in `memory`, which is what `allocate` returns."""
+    A drafter holds weights and nothing of a request: all state per slot is in `memory`, which `allocate` returns."""
 
     taps: tuple[int, ...] = ()
     """Target layers whose outputs it reads; () for none."""
     limit: int = 0
     """Most nodes it can propose."""
     hidden: int | None = None
-    """Size of the hidden states it reads; None for any, or none."""
+    """Size of the hidden states it reads; None for any size, or if it reads none."""
     confidence_before_draw: bool = False
-    """Its confidences are known before each node's token is drawn, so a policy may stop by them."""
+    """Whether each node's confidence is known before its token is drawn, so that a policy may stop by it."""
     probe_rows: int = 0
-    """Most rows of its probe; the cache has room for this many more."""
+    """Most rows of its probe; the cache is allocated with room for them."""
     steps: tuple[Any, ...] = ()
-    """Its own passes that can be compiled, as `fast.Compiled`."""
+    """The drafter's passes that can be compiled, as `fast.Compiled`."""
     learns: bool = False
-    """What it read of one request changes what it proposes in later ones."""
+    """Whether one request changes what it proposes in later ones."""
     nested: bool = True
-    """Where it drafts fewer tokens, they are the first ones of a larger draft; not those that are likeliest."""
+    """Whether a smaller draft is a prefix of a larger one.  False if it has the most likely nodes instead."""
     watches: bool = False
-    """As a member of an ensemble it observes every step as it was, with other members' nodes; see `nn.drafting`."""
+    """Whether, in an ensemble, it observes the other members' nodes too; see `nn.drafting`."""
 
     def refresh(self) -> None:
-        """Take note of weights that were changed since the last batch, however that was done; called before each."""
+        """Called before each batch, in case weights have changed."""
 
     def allocate(self, cache: Cache) -> Any:
-        """Its memory; slots and length are the cache's."""
+        """Its memory, for the cache's number of slots and length."""
 
     def admit(
         self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
@@ -113,15 +112,17 @@ class Drafter:
         """At most budget[b] nodes under each live slot's anchor.  budget [B] int64 on the CPU."""
         return Draft.empty(len(state.rows), state.device)
 
-    def look_up(self, memory: Any, state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor) -> Draft | None:
-        """As `propose`, but after each slot's text and the drafted tokens ahead[b], all nodes deterministic.  None, the
-        default, of a drafter that can't, or not without a pass of a model."""
+    def look_up(
+        self, memory: Any, state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
+    ) -> Draft | None:
+        """As `propose`, but after each slot's text followed by drafted[b], with deterministic nodes only.  The default
+        returns None: the drafter can't do this, or only with a pass of a model."""
         return None
 
     def static(self, memory: Any, is_greedy: bool) -> Any:
-        """Its part of a step that is tensors alone, a `fast.static.step.StaticDrafter`; called at most twice a batch.
+        """A `fast.static.step.StaticDrafter`, its part of a step without the host; called at most twice per batch.
 
-        is_greedy: every live request is.  Raises NoStatic, which says why, where the host must read something.
+        is_greedy: whether every live request is.  Raises NoStatic with the reason if the host must read something.
         """
         raise NoStatic("its drafts are made by the host")
 
@@ -130,26 +131,25 @@ class Drafter:
         return None
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        """Called after every commit, also when nothing was drafted.  `draft` is what was verified; see
+        """Called after every commit, even when nothing was drafted.  `draft` is the verified one; see
         `Draft.origin`."""
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
-        """The requests in these slots are over."""
+        """Forget the requests in these slots: they have ended."""
 
 
 class Policy(Protocol):
-    """A stopping rule: how many nodes to ask for, and how many of them are verified.
+    """A stopping rule: how many nodes to draft, and how many of them to verify.
 
-    Whether node n of a slot stays may depend on the confidences of that slot's nodes 0 to n, each known before its own
-    token was drawn, and on other slots.  Reading a later confidence, or the drafted tokens, makes the output
-    inexact."""
+    Whether node n of a slot is verified may depend on the confidences of that slot's nodes 0 to n, each known before
+    its token was drawn, and on other slots.  Using a later confidence or the drafted tokens makes the output inexact.
+    """
 
     def budget(self, state: DecodeState) -> Tensor:
-        """[B] int64 on the CPU, nodes wanted."""
+        """[B] int64 on the CPU, most nodes to draft."""
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
-        """[B] int64 on the CPU, at most `sizes`: how many of each slot's nodes stay; all unless a policy says
-        otherwise."""
+        """[B] int64 on the CPU: how many of each slot's `sizes` nodes to verify; all by default."""
         return sizes
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None: ...

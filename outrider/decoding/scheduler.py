@@ -1,7 +1,7 @@
-"""Requests over slots: a few slots serve any number of requests; one that ends gives its slot to the next.
+"""Continuous batching: a few slots serve any number of requests; when one ends, its slot goes to the next.
 
-A `step` admits what waits, reads prompts, advances every slot by one verified step, and says what that wrote.  One
-prompt, a benchmark and a server differ in how long they let a prompt hold up the others, and in nothing else.
+A `step` admits waiting requests, reads prompts, advances every live slot by one verified step, and returns what is new.
+A single prompt, a benchmark and a server differ only in how long a prompt may delay the other slots.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import padded
-from outrider.decoding.loop import StepRunner, nodes_wanted, step
+from outrider.decoding.loop import StepRunner, draft_budget, step
 from outrider.decoding.protocols import Drafter, Policy, Target
 from outrider.decoding.state import DecodeState, FinishReason, Request, Scores
 
-PREFILL_CHUNK, ON_A_CPU = 512, 96
-"""Most prompt tokens of a slot that are read in one pass; a CPU's caches hold what fewer need."""
+PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 96
+"""Most prompt tokens of a slot in one pass; fewer on a CPU, whose caches are small."""
 GRAIN = 8
-"""Prompts are read in multiples of it beside steps."""
+"""Between steps, prompts are read in multiples of this many tokens."""
 
 
 class Progress(NamedTuple):
@@ -31,99 +31,99 @@ class Progress(NamedTuple):
     request: int
     """Its number."""
     row: int
-    """Its slot, which it keeps until the next step."""
+    """Its slot, at least until the next step."""
     tokens: list[int]
-    """Committed."""
+    """Committed in this step."""
     accepted: int = 0
-    """How many of the tokens were drafted, the first ones."""
+    """How many of the tokens were drafted; they come first."""
     drafted: int = 0
-    """Nodes that were verified."""
+    """Number of verified nodes."""
     reached: int = 0
-    """How deep they go."""
+    """Their depth."""
     finish_reason: FinishReason | None = None
     text: str = ""
-    """What became final of its text."""
+    """The part of its text that became final."""
     logprobs: tuple[Any, ...] = ()
-    """One for each of the tokens, where the request asks for them."""
+    """One per token, if the request asks for them."""
     error: Exception | None = None
-    """Why it ends here, and without these tokens."""
+    """Why the request failed; it has no tokens then."""
 
 
 class Pace:
-    """How many prompt tokens are read between two steps of other slots: as many as hold them up for `STEPS`, and for
-    longer where more prompts wait than texts are written."""
+    """How many prompt tokens are read between two steps of the live slots: as many as take `STEPS` steps, and more if
+    more prompts than live slots are waiting."""
 
-    STEPS, LATELY = 3.2, 0.3
-    """Steps that reading may take as long as; and how much the newest time counts."""
+    STEPS, NEWEST = 3.2, 0.3
+    """Duration of reading, in steps; weight of the newest time in the moving averages."""
 
     def __init__(self, chunk: int):
-        """chunk: most of a pass."""
+        """chunk: most prompt tokens of a slot in one pass."""
         self.chunk, self.step_s, self.token_s = chunk, 0.0, 0.0
-        """Seconds from one step to the next without prompts, and of a prompt's token, lately; 0 before the first."""
+        """Moving averages: seconds of a step without reading, and of a prompt token; 0 before the first."""
         self.since, self.read_s = 0.0, 0.0
-        """When the last step ended, 0 where nobody waits for the next; and seconds of reading since."""
+        """When the last step ended (0 if no slot is live), and seconds of reading since then."""
 
     def stepped(self, now: float) -> None:
-        """A step ended; what its callers do with it is part of the next one."""
+        """A step ended at `now`; what the caller does before the next step counts as part of that one."""
         if self.since:
             seconds = now - self.since - self.read_s
-            self.step_s += (self.LATELY if self.step_s else 1.0) * (seconds - self.step_s)
+            self.step_s += (self.NEWEST if self.step_s else 1.0) * (seconds - self.step_s)
         self.since, self.read_s = now, 0.0
 
     def read(self, seconds: float, tokens: int) -> None:
-        """So many tokens of prompts were read."""
+        """This many prompt tokens were read."""
         self.read_s += seconds
-        self.token_s += (self.LATELY if self.token_s else 1.0) * (seconds / tokens - self.token_s)
+        self.token_s += (self.NEWEST if self.token_s else 1.0) * (seconds / tokens - self.token_s)
 
     def most(self, live: int, reading: int) -> int:
-        """Prompt tokens, where so many slots take part in steps, and so many prompts are to be read."""
+        """Prompt tokens to read before the next step.  live: number of live slots; reading: of unread prompts."""
         if not live:
             return self.chunk
         steps = self.STEPS * max(1.0, reading / live)
-        wanted = steps * self.step_s / self.token_s if self.token_s else 0.0
-        return max(GRAIN, min(int(wanted) // GRAIN * GRAIN, PREFILL_CHUNK))
+        tokens = steps * self.step_s / self.token_s if self.token_s else 0.0
+        return max(GRAIN, min(int(tokens) // GRAIN * GRAIN, PREFILL_CHUNK))
 
 
 class Prefixes:
-    """A store of beginnings that prompts share; this one stores nothing."""
+    """A cache of prefixes that prompts share; this one stores nothing."""
 
     def shares(self, state: DecodeState, row: int, other: int) -> bool:
-        """Whether a slot could take over what another is about to read."""
+        """Whether slot `row` could reuse what slot `other` is about to read."""
         return False
 
     def take(self, target: Any, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, row: int) -> int:
-        """Put what is known of a slot's prompt, after what it has read, into the cache; count it in
-        `state.prefilled`.  Returns how many tokens that is."""
+        """Put the stored continuation of what a slot has read of its prompt into the cache, and count it in
+        `state.prefilled`.  Returns its number of tokens."""
         return 0
 
     def put(
         self, target: Any, drafter: Drafter, cache: Any, state: DecodeState, counts: Mapping[int, int], scores: Scores
     ) -> None:
-        """Store what a pass over the next counts[row] prompt tokens of these slots has computed."""
+        """Store the result of a pass over the next counts[row] prompt tokens of these slots."""
 
 
-def everyone(state: DecodeState, error: Exception) -> Sequence[int]:
-    """Slots that end where a step failed before its commit."""
+def all_live(state: DecodeState, error: Exception) -> Sequence[int]:
+    """The slots that end when a step fails before its commit: every live one."""
     return list(state.rows)
 
 
 class Scheduler:
-    """Requests over the slots of `state`, each of at most `length` tokens, prompt and answer.
+    """Serves requests over the slots of `state`, each of at most `length` tokens, prompt and answer.
 
-    Requests are numbered from 0 in the order in which they are added.  A slot stays as it was when its text ended until
-    the next step, or `release`.
+    Requests are numbered from 0 in the order in which they are added.  A slot whose text has ended can be read until
+    the next step or `release`.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, policy: Policy, state: DecodeState, length: int, *,
         is_patient: bool = False, prefixes: Prefixes | None = None, takes_text: bool = True,
-        suspects: Callable[[DecodeState, Exception], Sequence[int]] = everyone, tokens: int | None = None,
+        suspects: Callable[[DecodeState, Exception], Sequence[int]] = all_live, tokens: int | None = None,
         fast: StepRunner | None = None,
     ):  # fmt: skip
-        """is_patient: prompts are read whole before the next step; else in pieces, so that no text waits long.
-        tokens: most of all texts together, drafted ones included; a request that would exceed it waits until others
-        have ended.  takes_text: `Progress.text` is filled; else the caller asks the judge.
-        suspects: slots that end where a step fails before its commit.  fast: takes the steps that it can; its caches
+        """is_patient: read prompts whole before the next step; else in chunks, so that live slots are not delayed.
+        tokens: most tokens of all texts together, drafted ones included; a request that would exceed it waits until
+        others have ended.  takes_text: fill `Progress.text`; else the caller takes the text from the judge.
+        suspects: the slots that end when a step fails before its commit.  fast: runs the steps that it can; its caches
         hold texts of `length`."""
         self.target, self.drafter, self.policy, self.state = target, drafter, policy, state
         self.is_patient, self.takes_text, self.suspects, self.tokens = is_patient, takes_text, suspects, tokens
@@ -138,28 +138,28 @@ class Scheduler:
         state.judge.allocate(target, self.cache)
         self.queue: deque[tuple[int, Request]] = deque()
         self.serving: dict[int, int] = {}
-        """Whose request each slot serves, in the order of admission."""
+        """By slot: its request's number, in the order of admission."""
         self.cached: dict[int, int] = {}
-        """By request that was admitted: prompt tokens that `prefixes` knew."""
-        self.pace = Pace(chunk_on(target.device))
+        """By admitted request: prompt tokens found in `prefixes`."""
+        self.pace = Pace(max_prefill_chunk(target.device))
         self.read_tokens, self.step_s = 0, 0.0
-        """Prompt tokens read since the last verified step, and that step's seconds."""
-        self._over: set[int] = set()
-        """Slots whose requests have ended."""
+        """Prompt tokens read since the caller last reset this; seconds of the last step."""
+        self._ended: set[int] = set()
+        """Slots whose requests have ended and that are not yet freed."""
         self._added = 0
-        self._told: dict[int, int] = {}
-        """By slot: tokens of its answer that were given out."""
-        self._found: list[Progress] = []
-        """Of the step that is under way."""
+        self._emitted: dict[int, int] = {}
+        """By slot: number of tokens of its answer that were returned."""
+        self._progress: list[Progress] = []
+        """Progress of the current step."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.queue) or len(self.serving) > len(self._over)
+        return bool(self.queue) or len(self.serving) > len(self._ended)
 
     @property
     def free(self) -> int:
-        """Slots that nobody has or waits for."""
-        return len(self.state.tokens) - len(self.serving) + len(self._over) - len(self.queue)
+        """Free slots that no queued request will take."""
+        return len(self.state.tokens) - len(self.serving) + len(self._ended) - len(self.queue)
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is added now would be admitted by the next step."""
@@ -167,14 +167,14 @@ class Scheduler:
         return self.free > 0 and (not (self.serving or waiting) or self._has_room([*waiting, request]))
 
     def _has_room(self, more: Sequence[Request]) -> bool:
-        """Whether there are tokens for these beside those that are served."""
+        """Whether these requests fit into `tokens` beside those that are being served."""
         if self.tokens is None:
             return True
-        live = [self.state.requests[row] for row in self.serving if row not in self._over]
+        live = [self.state.requests[row] for row in self.serving if row not in self._ended]
         return sum(map(self._most, [*live, *more])) <= self.tokens
 
     def _most(self, request: Request) -> int:
-        """Tokens that a request may come to hold."""
+        """Most tokens that a request may come to hold."""
         whole = len(request.prompt) + request.max_new_tokens
         return min(whole, self.state.context) + draft_columns(self.drafter)
 
@@ -186,28 +186,28 @@ class Scheduler:
         return self._added - 1
 
     def cancel(self, number: int) -> None:
-        """Forget a request, wherever it is; there is no progress of it any more."""
+        """Forget a request, queued or running; it makes no more progress."""
         self.queue = deque(each for each in self.queue if each[0] != number)
-        self._over.update(row for row, other in self.serving.items() if other == number)
+        self._ended.update(row for row, other in self.serving.items() if other == number)
         self.release()
 
     def release(self) -> None:
         """Free the slots of requests that have ended."""
-        rows = [row for row in self.serving if row in self._over]
+        rows = [row for row in self.serving if row in self._ended]
         if self.fast is not None:
             self.fast.free(rows)
         for row in rows:
             self.cache.free([row])
             self.state.free(row)
-            self._over.discard(row)
+            self._ended.discard(row)
             self.cached.pop(self.serving.pop(row), None)
         if rows:
-            self.drafter.free(self.memory, rows)  # last: what is not ours may not return
+            self.drafter.free(self.memory, rows)  # last, since a drafter is foreign code and may not return
 
     def step(self) -> list[Progress]:
-        """Admit, read prompts, advance what is read by one verified step."""
-        self._found += self._written({})
-        if not self._found:  # else a step that did not come to its end, as its thread was given up, has left them
+        """Admit requests, read prompts, and advance the live slots by one verified step."""
+        self._progress += self._new_progress({})
+        if not self._progress:  # else it was left by a step that was abandoned with its thread
             self.release()
             if not self.state.rows:
                 self.pace.since = 0.0
@@ -215,8 +215,8 @@ class Scheduler:
             self._read()
             if self.state.rows:
                 self._advance()
-        found, self._found = self._found, []
-        return found
+        progress, self._progress = self._progress, []
+        return progress
 
     def _admit(self) -> None:
         for row in range(len(self.state.tokens)):
@@ -225,23 +225,23 @@ class Scheduler:
                 if self.serving and not self._has_room([request]):
                     return
                 self.queue.popleft()
-                self.serving[row], self._told[row] = number, 0
+                self.serving[row], self._emitted[row] = number, 0
                 self.state.admit(row, request, is_live=False)
 
     def _read(self) -> None:
-        """Read prompts, the eldest first; those that are read take part in steps."""
-        left = self.pace.most(len(self.state.rows), len(self.state.reading - self._over))
-        while (reading := self.state.reading - self._over) and (self.is_patient or left >= GRAIN):
-            left -= max(GRAIN, self._read_piece(reading, min(left, self.pace.chunk)))
+        """Read prompts, the oldest request first; slots whose prompt has been read become live."""
+        left = self.pace.most(len(self.state.rows), len(self.state.reading - self._ended))
+        while (reading := self.state.reading - self._ended) and (self.is_patient or left >= GRAIN):
+            left -= max(GRAIN, self._read_chunk(reading, min(left, self.pace.chunk)))
 
-    def _read_piece(self, reading: Collection[int], most: int) -> int:
-        """One pass over prompts of these slots, of at most so many tokens where texts wait; returns how many."""
+    def _read_chunk(self, reading: Collection[int], most: int) -> int:
+        """One pass over prompts of these slots, of at most `most` tokens unless is_patient; returns the number read."""
         state = self.state
         unread = ((row, self._unread(row)) for row in self.serving if row in reading)
         if self.is_patient:
-            counts = {row: piece(left, self.pace.chunk) for row, left in unread if left > 0}
+            counts = {row: chunk_size(left, self.pace.chunk) for row, left in unread if left > 0}
         else:
-            counts = pieces(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
+            counts = chunk_sizes(unread, most, lambda row, other: self.prefixes.shares(state, row, other))
         if counts:
             began = perf_counter()
             try:
@@ -250,14 +250,14 @@ class Scheduler:
             except Exception as error:
                 self._fail(dict.fromkeys(counts, error))
             self.pace.read(perf_counter() - began, sum(counts.values()))
-        ready = [row for row in reading if state.unread(row) <= 0 and row not in self._over]
+        ready = [row for row in reading if state.unread(row) <= 0 and row not in self._ended]
         if ready:
             state.start(ready)
         self.read_tokens += sum(counts.values())
         return sum(counts.values())
 
     def _unread(self, row: int) -> int:
-        """Prompt tokens left of a slot, once what others have read of the same beginning is taken over."""
+        """Number of a slot's unread prompt tokens, after reusing what is stored of its prefix."""
         taken = self.prefixes.take(self.target, self.drafter, self.cache, self.memory, self.state, row)
         number = self.serving[row]
         self.cached[number] = self.cached.get(number, 0) + taken
@@ -266,7 +266,7 @@ class Scheduler:
     def _advance(self) -> None:
         began = perf_counter()
         try:
-            accepted, errors = self._stepped()
+            accepted, errors = self._step()
         except Exception as error:
             self._fail(dict.fromkeys(self.suspects(self.state, error), error))
             return
@@ -274,42 +274,42 @@ class Scheduler:
         self.step_s = now - began
         self.pace.stepped(now)
         self._fail(errors)
-        self._found += self._written(dict(zip(self.state.rows, accepted.counts, strict=True)))
+        self._progress += self._new_progress(dict(zip(self.state.rows, accepted.counts, strict=True)))
 
-    def _stepped(self) -> tuple[Accepted, Mapping[int, Exception]]:
-        """One step of the live slots, by the fast runner where it can take it and drafts are wanted, or there are
-        none."""
+    def _step(self) -> tuple[Accepted, Mapping[int, Exception]]:
+        """One step of the live slots, by the fast runner if it can take it; a runner that drafts is not used for plain
+        steps."""
         state, fast = self.state, self.fast
         is_fast = fast is not None and fast.prepare(state)
         state.runner = "whole" if is_fast else "plain"
-        wanted = nodes_wanted(self.target, self.drafter, self.policy, state)
-        if fast is not None and is_fast and (any(wanted) or not fast.drafts):
-            return fast.step(self.policy, state, wanted)
+        budget = draft_budget(self.target, self.drafter, self.policy, state)
+        if fast is not None and is_fast and (any(budget) or not fast.drafts):
+            return fast.step(self.policy, state, budget)
         if fast is not None:
             fast.leave(state)
-        return step(self.target, self.drafter, self.policy, self.cache, self.memory, state, wanted)
+        return step(self.target, self.drafter, self.policy, self.cache, self.memory, state, budget)
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
-        self._over.update(errors)
-        self._found += [Progress(self.serving[row], row, [], error=error) for row, error in errors.items()]
+        self._ended.update(errors)
+        self._progress += [Progress(self.serving[row], row, [], error=error) for row, error in errors.items()]
 
-    def _written(self, accepted: Mapping[int, int]) -> list[Progress]:
-        """What is new of every text.  accepted: by slot."""
-        state, found = self.state, []
+    def _new_progress(self, accepted: Mapping[int, int]) -> list[Progress]:
+        """What is new in every text.  accepted: number of accepted nodes, by slot."""
+        state, progress = self.state, list[Progress]()
         for b, row in enumerate(state.rows):
-            if row in self._over:
+            if row in self._ended:
                 continue
-            tokens = state.tokens[row][len(state.requests[row].prompt) + self._told[row] :]
+            tokens = state.tokens[row][len(state.requests[row].prompt) + self._emitted[row] :]
             if not tokens:
                 continue
-            self._told[row] += len(tokens)
-            text, logprobs = state.judge.told(row, len(tokens), self.takes_text)
+            self._emitted[row] += len(tokens)
+            text, logprobs = state.judge.take_output(row, len(tokens), self.takes_text)
             size, depth = (state.drafted[b], state.reached[b]) if accepted else (0, 0)
-            own, reason = min(accepted.get(row, 0), len(tokens)), state.finished[row]
-            found.append(Progress(self.serving[row], row, tokens, own, size, depth, reason, text, logprobs))
+            count, reason = min(accepted.get(row, 0), len(tokens)), state.finished[row]
+            progress.append(Progress(self.serving[row], row, tokens, count, size, depth, reason, text, logprobs))
             if reason is not None:
-                self._over.add(row)
-        return found
+                self._ended.add(row)
+        return progress
 
 
 def advance(
@@ -317,7 +317,7 @@ def advance(
     tokens: int | None = None, fast: Callable[[int], StepRunner | None] = lambda length: None,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over the slots of `state`, one step at a time; `state` can be read between steps.  tokens: as in
-    `Scheduler`.  fast: makes the fast runner for texts of a length.  Raises the first error."""
+    `Scheduler`.  fast: makes a fast runner for texts of this length.  Raises the first error."""
     lengths = [len(request.prompt) + request.max_new_tokens for request in requests if request.max_new_tokens > 0]
     if not lengths:
         return
@@ -340,44 +340,37 @@ def advance(
 
 
 def draft_columns(drafter: Drafter) -> int:
-    """Columns of a slot's cache besides its text's: for the longest draft, its anchor, and a probe's rows."""
+    """Columns of a slot's cache beyond its text: the longest draft, its anchor, and the rows of a probe."""
     return max(drafter.limit, 1) + 1 + drafter.probe_rows
 
 
-def chunk_on(device: torch.device) -> int:
-    """Most prompt tokens of a slot in one pass of this device."""
-    return min(PREFILL_CHUNK, ON_A_CPU) if device.type == "cpu" else PREFILL_CHUNK
+def max_prefill_chunk(device: torch.device) -> int:
+    """Most prompt tokens of a slot in one pass on this device."""
+    return min(PREFILL_CHUNK, CPU_PREFILL_CHUNK) if device.type == "cpu" else PREFILL_CHUNK
 
 
-def piece(left: int, most: int) -> int:
-    """How many of a prompt's tokens one pass reads, about `most`: half as many more where these are the last."""
+def chunk_size(left: int, most: int) -> int:
+    """Prompt tokens to read in one pass, about `most`: up to half as many more if that finishes the prompt."""
     return left if left <= most + most // 2 else most
 
 
-def pieces(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[int, int], bool]) -> dict[int, int]:
-    """By slot, how many of its prompt's tokens are read now, about `most` of all together.
+def chunk_sizes(unread: Iterable[tuple[int, int]], most: int, is_shared: Callable[[int, int], bool]) -> dict[int, int]:
+    """Prompt tokens to read in the next pass, by slot, about `most` in total.
 
-    unread: slots, the eldest first, with how many tokens each has left.  is_shared: whether two slots' prompts begin
-    alike; the later one takes over in the next round what the first has read.
+    unread: slots, the oldest request first, with their number of unread tokens.  is_shared: whether two slots' prompts
+    share a prefix; the later one then waits, and reuses what the first has read.
     """
     counts: dict[int, int] = {}
     for row, left in unread:
         if any(is_shared(row, other) for other in counts):
             continue
-        count = piece(left, most)
+        count = chunk_size(left, most)
         width = max(count, *counts.values(), 0)
-        if counts and (len(counts) + 1) * width > most:  # one pass is as wide as the longest piece
+        if counts and (len(counts) + 1) * width > most:  # a pass is as wide as its longest chunk
             break
         if count > 0:
             counts[row] = count
     return counts
-
-
-def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
-    """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter reads each chunk."""
-    most = chunk_on(target.device)
-    while left := {row: count for row in rows if (count := state.unread(row))}:
-        read(target, drafter, cache, memory, state, {row: min(count, most) for row, count in left.items()})
 
 
 def read(

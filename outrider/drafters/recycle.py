@@ -75,12 +75,12 @@ class Recycle(RequestDrafter[Successors]):
         return self.look_up(memory, state, [()] * len(state.rows), budget)
 
     def look_up(
-        self, memory: list[Successors | None], state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor
+        self, memory: list[Successors | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft:
-        slots = zip(state.rows, ahead, budget.tolist(), strict=True)
+        slots = zip(state.rows, drafted, budget.tolist(), strict=True)
         found = [
-            self.of(memory, state, row).grow([*state.tokens[row][-1:], *drafted][-1], most, self.config.depth)
-            for row, drafted, most in slots
+            self.of(memory, state, row).grow([*state.tokens[row][-1:], *path][-1], most, self.config.depth)
+            for row, path, most in slots
         ]
         return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
 

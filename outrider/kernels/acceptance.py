@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.decoding.accept import refuse_other_vocabulary
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.noise import Purpose, Streams
 from outrider.kernels import logits as kernels
 
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
         return triton.next_power_of_2(self.sizes[2])
 
     @property
-    def given(self) -> dict[str, Any]:
+    def launch_options(self) -> dict[str, Any]:
         """Arguments that launches end with."""
         return {"WIDE": tl.float64 if self.temperature.dtype == torch.float64 else tl.float32, "num_warps": WARPS}
 
@@ -86,7 +86,7 @@ class Nodes(NamedTuple):
             ranks = max((tree.count(parent) - 1 for tree in draft.tree for parent in tree), default=0)
         q = tokens if draft.q is None else _dense_rows(draft.q)
         is_there = draft.sizes.device == tokens.device  # as in a captured step, which can send nothing
-        sizes = draft.sizes if is_there else sent(draft.live, tokens.device)
+        sizes = draft.sizes if is_there else to_device(draft.live, tokens.device)
         return cls(tokens, parents, sizes, q, depths.expand(slots, -1).contiguous().flatten(), ranks)
 
 
@@ -150,24 +150,24 @@ def read(logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, stream
     noise = (logits,) * 3 if nodes is None or streams is None else (streams.seeds, streams.index, nodes.depths)
     kernels.read[count, sizes[2]](
         logits, rows.temperature, q, *parts, *sizes, *_strides(logits), *_strides(q), CHUNK=CHUNK, HAS_Q=has_q,
-        **rows.given,
+        **rows.launch_options,
     )  # fmt: skip
     kernels.combine[count,](
         *parts, rows.temperature, tokens, q, *noise, best, choice, total, valid, coins, *sizes, *_strides(q),
-        SPLITS=rows.splits, HAS_Q=has_q, **rows.given,
+        SPLITS=rows.splits, HAS_Q=has_q, **rows.launch_options,
     )  # fmt: skip
     return rows
 
 
 def masses_of(rows: Rows, nodes: Nodes) -> Tensor:
     """[B N, splits]: each chunk's share of what the rejection of a node with younger siblings leaves."""
-    [found] = rows.parts(nodes.tokens.numel(), rows.temperature.dtype)
+    [masses] = rows.parts(nodes.tokens.numel(), rows.temperature.dtype)
     for rank in range(nodes.ranks):
-        kernels.masses[found.shape](
-            *rows[:5], *nodes[:3], rows.valid, nodes.q, found, rank, *rows.sizes, *_strides(rows.logits),
-            *_strides(nodes.q), CHUNK=CHUNK, SPLITS=rows.splits, **rows.given,
+        kernels.masses[masses.shape](
+            *rows[:5], *nodes[:3], rows.valid, nodes.q, masses, rank, *rows.sizes, *_strides(rows.logits),
+            *_strides(nodes.q), CHUNK=CHUNK, SPLITS=rows.splits, **rows.launch_options,
         )  # fmt: skip
-    return found
+    return masses
 
 
 def drawn(
@@ -175,14 +175,14 @@ def drawn(
 ) -> Tensor:
     """[R] tokens drawn from every row.  only_seeded: of seeded slots; others' are not set.  out [R, V]: p."""
     best, token = rows.parts(len(rows.best), torch.float64, torch.int32)
-    found = torch.empty(len(best), dtype=torch.int64, device=best.device)
+    tokens = torch.empty(len(best), dtype=torch.int64, device=best.device)
     kernels.draw[best.shape](
         *rows[:5], streams.seeds, streams.index, _bits(streams.seeded, best), depths, best, token,
         best if out is None else out, *rows.sizes, *_strides(rows.logits), CHUNK=CHUNK, PURPOSE=int(purpose),
-        HAS_SEEDED=streams.seeded is not None, ONLY_SEEDED=only_seeded, WRITES=out is not None, **rows.given,
+        HAS_SEEDED=streams.seeded is not None, ONLY_SEEDED=only_seeded, WRITES=out is not None, **rows.launch_options,
     )  # fmt: skip
-    kernels.drawn[len(best),](best, token, found, best.shape[1], SPLITS=rows.splits, num_warps=1)
-    return found
+    kernels.drawn[len(best),](best, token, tokens, best.shape[1], SPLITS=rows.splits, num_warps=1)
+    return tokens
 
 
 def walk(
@@ -202,7 +202,7 @@ def walk(
         *rows[:5], *nodes[:3], rows.valid, rows.coins, left if masses is None else masses, nodes.q, _bits(seeded, out),
         out if draws is None else draws, left, out, *rows.sizes, *_strides(rows.logits), *_strides(nodes.q),
         SPLITS=rows.splits, HAS_Q=is_judged, HAS_DRAWS=draws is not None, IS_GREEDY=not rows.best.is_floating_point(),
-        **{**rows.given, "num_warps": 1},
+        **{**rows.launch_options, "num_warps": 1},
     )  # fmt: skip
     return out
 
@@ -220,7 +220,7 @@ def emit(
         *rows[:5], *nodes[:3], rows.valid, masses, nodes.q, streams.seeds, streams.index,
         _bits(streams.seeded, best), walked, *parts, mass if out is None else out, *rows.sizes,
         *_strides(rows.logits), *_strides(nodes.q), CHUNK=CHUNK, SPLITS=rows.splits,
-        HAS_SEEDED=streams.seeded is not None, WRITES=out is not None, **rows.given,
+        HAS_SEEDED=streams.seeded is not None, WRITES=out is not None, **rows.launch_options,
     )  # fmt: skip
     kernels.resolve[len(walked),](*parts, walked, *rows.sizes[::2], SPLITS=rows.splits, num_warps=1)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft, padded, sent
+from outrider.decoding.draft import Draft, padded, to_device
 from outrider.errors import DrafterError, TargetError
 from outrider.sampling.distribution import wide
 from outrider.sampling.text import common_prefix
@@ -251,14 +251,14 @@ class AlignedMember:
             scores = self._pass(cache, tries)
             cache.opened(tries)
             for own, (row, trie) in zip(scores, tries.items(), strict=True):
-                found[row] = own[sent([end + 1 for end in trie.ends], own.device)]
+                found[row] = own[to_device([end + 1 for end in trie.ends], own.device)]
         return torch.cat([found[row] for row in rows])
 
     def _trie(self, cache: AlignedCache, row: int, texts: Sequence[list[int]], common: int) -> Trie:
         base, text = cache.begin(row, texts[0], common - 1), texts[0]
         if common - 1 - base > FEW:
             piece = text[base : common - 1]
-            self.target.prefill(cache.cache, [row], sent([piece], self.target.device), [len(piece)])
+            self.target.prefill(cache.cache, [row], to_device([piece], self.target.device), [len(piece)])
             cache.held[row] += piece
             base = common - 1
         return Trie(base, [ids[base:] for ids in texts])
@@ -271,19 +271,19 @@ class AlignedMember:
             draft = Draft.chain(tokens, sizes)
         else:
             draft = Draft(tokens, padded([t.parents for t in own], -1, device), sizes)
-        roots = sent([trie.root for trie in own], device)
+        roots = to_device([trie.root for trie in own], device)
         return self.target.verify(cache.cache, list(tries), roots, draft).logits
 
     def _whole(self, texts: Sequence[list[int]]) -> Tensor:
         """Logits [K, U] after whole texts, without a cache."""
         hidden, _ = self.target.read(padded(texts, 0, self.target.device))
-        last = sent([len(ids) - 1 for ids in texts], self.target.device)
+        last = to_device([len(ids) - 1 for ids in texts], self.target.device)
         return self.target.head(hidden[torch.arange(len(texts), device=hidden.device), last])
 
     def _carried(self, logits: Tensor, at: Sequence[tuple[int, int]], likeliest: Tensor) -> Opinion:
         """Logits [K, U] of rows `at` as an opinion in the first member's vocabulary."""
         own = wide(logits).log_softmax(-1)
-        b, n = sent(at, own.device).T
+        b, n = to_device(at, own.device).T
         log_p = own.new_full((*likeliest.shape, self.theirs.size), -torch.inf)
         log_p[b, n] = self.shared.spread(own)
         rest = own.new_ones(likeliest.shape)

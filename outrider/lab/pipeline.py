@@ -25,7 +25,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import chunk_on
+from outrider.decoding.scheduler import max_prefill_chunk
 from outrider.decoding.state import DecodeState, Request, Scores
 
 
@@ -125,7 +125,7 @@ def cycles(
 
 def _read_prompt(stages: Sequence[Stage], drafter: Drafter, memory: Any, state: DecodeState) -> None:
     """Read all of the prompt but its last token, which is the first in flight, stage after stage."""
-    while count := min(state.unread(0), chunk_on(state.device)):
+    while count := min(state.unread(0), max_prefill_chunk(state.device)):
         start = state.prefilled[0]
         tokens = torch.tensor([state.tokens[0][start : start + count]], device=state.device)
         states = taps = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft, padded
-from outrider.decoding.scheduler import chunk_on
+from outrider.decoding.scheduler import max_prefill_chunk
 from outrider.lab.swap import Swap, SwappedText
 
 CATCH_UP = 32
@@ -84,7 +84,7 @@ class SecondTexts:
         for row in rows:
             reading = self._texts[row]
             while self._is_long(reading):
-                tokens = reading.text.tokens[reading.cached : -1][: chunk_on(self._target.device)]
+                tokens = reading.text.tokens[reading.cached : -1][: max_prefill_chunk(self._target.device)]
                 given = padded([tokens], 0, self._target.device)
                 self._target.prefill(self._cache, [row], given, [len(tokens)], ())
                 reading.cached += len(tokens)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft, padded, sent
+from outrider.decoding.draft import Draft, padded, to_device
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.kernels import prepacked
@@ -176,7 +176,7 @@ class FeatureDrafter(Drafter, ABC):
         states = self.model.target_states(scores)
         if len(wanted) < len(rows):
             rows, lengths = [rows[b] for b in wanted], [lengths[b] for b in wanted]
-            states = states[sent(wanted, states.device)]
+            states = states[to_device(wanted, states.device)]
         memory.features.admit(rows, states, lengths)
         self.catch_up(memory, rows, state, self.most if state.is_drafting else memory.features.MAX_UNREAD)
 
@@ -267,13 +267,13 @@ class StateDrafter(Drafter, ABC):
         """At most sizes[b] nodes a slot; some slot has one."""
 
     def free(self, memory: LastStates, rows: Sequence[int]) -> None:
-        memory.hidden[sent(rows, memory.hidden.device)] = 0
+        memory.hidden[to_device(rows, memory.hidden.device)] = 0
         for row in rows:
             memory.known[row] = False
 
     def _keep(self, memory: LastStates, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
         """Remember states[b, at[b]] of [R, S, H]."""
-        own, slots, last = sent([*zip(range(len(rows)), rows, at, strict=True)], states.device).unbind(-1)
+        own, slots, last = to_device([*zip(range(len(rows)), rows, at, strict=True)], states.device).unbind(-1)
         memory.hidden[slots.to(memory.hidden.device)] = states[own, last].to(memory.hidden)
         for row in rows:
             memory.known[row] = True
@@ -316,12 +316,10 @@ class Lookup(RequestDrafter[Text], ABC):
         return self.look_up(memory, state, [()] * len(state.rows), budget)
 
     def look_up(
-        self, memory: list[Text | None], state: DecodeState, ahead: Sequence[Sequence[int]], budget: Tensor
+        self, memory: list[Text | None], state: DecodeState, drafted: Sequence[Sequence[int]], budget: Tensor
     ) -> Draft:
-        slots = zip(state.rows, ahead, budget.tolist(), strict=True)
-        found = [
-            self._read(memory, state, row).propose(state.tokens[row], most, drafted) for row, drafted, most in slots
-        ]
+        slots = zip(state.rows, drafted, budget.tolist(), strict=True)
+        found = [self._read(memory, state, row).propose(state.tokens[row], most, path) for row, path, most in slots]
         return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
     def observe(

@@ -34,7 +34,7 @@ def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, NodeMaps]:
     unions = [_union(own, other, b, fixed, limit) for b, (fixed, limit) in enumerate(slots)]
     nodes, parents, node_maps = zip(*unions, strict=True)
     if sum(map(len, nodes)) > sum(own.live):
-        own = _renumbered(_side_by_side(own, other).taken(nodes, parents))
+        own = _renumbered(_side_by_side(own, other).select(nodes, parents))
     return own, list(node_maps)
 
 

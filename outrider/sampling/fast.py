@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Accepted, accept, judged_nodes, judged_q, refuse_other_vocabulary, residual
+from outrider.decoding.accept import Accepted, accept, checked_nodes, refuse_other_vocabulary, repaired_q, residual
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 
@@ -99,10 +99,10 @@ class Chain:
     @classmethod
     def of(cls, draft: Draft, p: Tensor) -> Chain:
         assert draft.q is not None
-        tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
+        tokens, known, valid = checked_nodes(draft, draft.q, p.shape[-1])
         own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
         # all valid is the usual case, and a copy would be as large as q
-        q = draft.q if bool(valid.all()) else judged_q(draft.q, tokens, known, valid)
+        q = draft.q if bool(valid.all()) else repaired_q(draft.q, tokens, known, valid)
         q = q.to(p.dtype)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
         p_own = torch.where(known, p[:, :-1].gather(-1, own)[..., 0], 0.0)

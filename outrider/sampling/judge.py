@@ -157,7 +157,7 @@ class SamplingJudge(Judge):
         """What became final of this slot's text since this was last asked; "" where the request has no detokenizer."""
         return self._texts[row].take() if row in self._texts else ""
 
-    def told(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
+    def take_output(self, row: int, count: int, takes_text: bool) -> tuple[str, tuple[TokenLogprob, ...]]:
         found = tuple(self.logprobs[row][-count:]) if self.logprobs[row] else ()
         return self.text(row) if takes_text or found else "", found  # log probabilities tell of each token's text
 

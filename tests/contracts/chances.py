@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from decoding.drafts import prefill
 from scipy import stats
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from outrider.decoding import accept as accepting
 from outrider.decoding.accept import Rule
 from outrider.decoding.draft import Draft
 from outrider.decoding.loop import step
-from outrider.decoding.scheduler import prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.policies.fixed import Fixed
 from outrider.sampling.distribution import Settings

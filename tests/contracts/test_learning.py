@@ -180,7 +180,7 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
     def watched(memory, state, budget):
         draft = propose(memory, state, budget)
         begin = len(state.tokens[0])
-        for depth, node in enumerate(draft.eldest(0)):
+        for depth, node in enumerate(draft.first_children(0)):
             seen[begin + depth, depth] = draft.ids[0][node]
             if begin + depth >= 40 or draft.ids[0][node] != text[0, begin + depth]:
                 break

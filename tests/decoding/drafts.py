@@ -1,11 +1,17 @@
 """Random drafts, distributions and noise for tests of rules, and what every rule's answer must look like."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
+from outrider.decoding.protocols import Drafter, Target
+from outrider.decoding.scheduler import read
+from outrider.decoding.state import DecodeState
 
 V = 4
 
@@ -63,3 +69,9 @@ def numbers(draft: Draft) -> torch.Tensor:
     """`origin` [B, N], spelt out where it is None."""
     every = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
     return every.expand(draft.tokens.shape) if draft.origin is None else draft.origin
+
+
+def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
+    """Read these slots' prompts, each in one pass, up to the anchor."""
+    if left := {row: count for row in rows if (count := state.unread(row))}:
+        read(target, drafter, cache, memory, state, left)

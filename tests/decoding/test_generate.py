@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from contracts.parties import Drawn, Oracle, Proposer, TableTarget
+from decoding.drafts import prefill
 from tiny import folder
 from tiny import talker as writer
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.loop import step
-from outrider.decoding.scheduler import prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.generation import batch, generate, serve, stream

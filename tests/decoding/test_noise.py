@@ -100,7 +100,7 @@ def test_a_place_is_drafted_anew_in_every_step_and_judged_as_before():
 def test_a_race_of_few_among_many_is_the_race_of_all(shape):
     """Catches the short way for wide vocabularies: another token, equals in another order, a row without any weight."""
     generator = torch.Generator().manual_seed(1)
-    wide = noise.MANY + 100
+    wide = noise.SPARSE_FROM + 100
     weights = torch.rand(*shape, wide, generator=generator, dtype=torch.float64)
     weights[torch.rand(weights.shape, generator=generator) > 0.01] = 0
     weights[0] = 0

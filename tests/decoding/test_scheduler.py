@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.decoding import scheduler
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
-from outrider.decoding.scheduler import Pace, Progress, Scheduler, draft_columns, pieces
+from outrider.decoding.scheduler import Pace, Progress, Scheduler, chunk_sizes, draft_columns
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate
@@ -210,9 +210,9 @@ def test_a_prompt_holds_up_the_others_for_a_few_steps():
 def test_pieces_keep_to_the_size_of_a_pass(lefts, live):
     """Catches a pass that is wider than it may be, an eldest prompt that waits, and a prompt that nobody reads."""
     most = Pace(512).most(live, 1)
-    found = pieces(enumerate(lefts), most, lambda row, other: False)
+    found = chunk_sizes(enumerate(lefts), most, lambda row, other: False)
     assert all(0 < count <= lefts[row] for row, count in found.items())
     assert len(found) * max(found.values(), default=0) <= max(most, 1) * (1 if len(found) > 1 else 1.5)
     first = next((row for row, left in enumerate(lefts) if left), None)
     assert first is None or found[first] == (lefts[first] if lefts[first] <= 1.5 * most else most)
-    assert list(pieces(enumerate(lefts), most, lambda row, other: True))[1:] == []
+    assert list(chunk_sizes(enumerate(lefts), most, lambda row, other: True))[1:] == []

@@ -40,7 +40,9 @@ def by_text(seen: list[Proposal]) -> dict[tuple[int, ...], list[int]]:
 def eldest_paths(seen: list[Proposal]) -> dict[tuple[int, ...], list[int]]:
     """The likeliest path behind each text: the first child of every node."""
     return {
-        text: [one.draft.ids[b][n] for n in one.draft.eldest(b)] for one in seen for b, text in enumerate(one.texts)
+        text: [one.draft.ids[b][n] for n in one.draft.first_children(b)]
+        for one in seen
+        for b, text in enumerate(one.texts)
     }
 
 

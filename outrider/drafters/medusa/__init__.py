@@ -33,7 +33,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from outrider.config import Config as Base
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
 from outrider.fast.static.step import (
@@ -224,7 +224,7 @@ class MedusaDrafter(StateDrafter):
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None
-        hidden = memory.hidden[sent(state.rows, memory.hidden.device)]
+        hidden = memory.hidden[to_device(state.rows, memory.hidden.device)]
         step = _Step(self.model, hidden, state.anchor, 1 + int(tree.depths.max()))
         if step.all is not None and not (drawn or state.judge.bans):
             return tree.draft(tree.choices(step.all), sizes)

@@ -23,26 +23,18 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.method import Method
 from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, attending, rotary
-from outrider.nn.draft_model import (
-    Batch,
-    MaskedModule,
-    MaskToken,
-    copy_layers,
-    draw,
-    pair_mask,
-    resolve_taps,
-    with_mask,
-)
+from outrider.nn.draft_model import Batch
 from outrider.nn.drafting import serving
 from outrider.nn.heads import ReducedHead, VocabularyModel
+from outrider.nn.masks import MaskedModule, MaskToken, with_mask
 from outrider.nn.memory import FeatureMemory, PairDrafter
-from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.shape import LayerConfig
+from outrider.nn.rows import DetachedRows, RowLabels, pair_mask, sample_anchors
+from outrider.nn.shape import LayerConfig, copy_layers, resolve_taps
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import Target
 
@@ -79,8 +71,6 @@ class Config(LayerConfig):
     """Target layers, one per draft layer but the first and counted from 0, whose weights training begins with; random
     unless given."""
     mask_token: MaskToken = None
-    """Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  Unless given: the
-    tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     ratio: float = Field(0.7, gt=0, le=1)
     """Share of the positions, above 0 to 1, that each depth retains of the one before in training."""
     floor: float = Field(0.2, ge=0, le=1)
@@ -157,7 +147,7 @@ class PEagle(PairDrafter):
         """Read buffered pairs and `masks` after them.  States [B, 1 + masks, H] of each slot's last pair and the
         masks."""
         cache, (taps, tokens, counts) = memory.kv_cache, memory.features.take_with_tokens(rows, state, leave)
-        new, real = taps.shape[1], sent(counts, taps.device)
+        new, real = taps.shape[1], to_device(counts, taps.device)
         cache.open(rows, new + masks)
         order = torch.arange(new + masks, device=taps.device)
         # masks come after the last real pair
@@ -189,21 +179,21 @@ class Rows(DetachedRows):
 
     def __init__(self, model: Model, batch: Batch):
         config, count = model.config, batch.tokens.shape[1] - 1
-        drawn = draw(batch, config.anchors, 2, config.length)
+        anchors = sample_anchors(batch, config.anchors, 2, config.length)
         draw_for = lambda shape: batch.random(torch.rand, *shape[1:])
-        there = conditional_drop(drawn.learnt, config.ratio, config.floor, draw_for)
-        rows = drafting_rows(drawn.at, there, count)
+        there = conditional_drop(anchors.loss_mask, config.ratio, config.floor, draw_for)
+        rows = drafting_rows(anchors.at, there, count)
         mask = training_mask(pair_mask(batch.documents), rows)[:, None]
         at = batch.positions.gather(1, rows.pair) + rows.depth
         states = model(batch.taps[:, :-1], batch.tokens[:, 1:], at.shape[1] - count, at, mask)
         b, a, depth = there.nonzero().unbind(-1)
-        labelled = Labelled.of(
+        labelled = RowLabels.of(
             batch,
             b,
-            drawn.labels_at[b, a, depth],
+            anchors.labels_at[b, a, depth],
             torch.ones(len(b), device=b.device),
             depth,
-            b * drawn.at.shape[1] + a,
+            b * anchors.at.shape[1] + a,
         )
         super().__init__(model, states[b, rows.of[b, a, depth]], batch.final, labelled)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import fast
-from outrider.decoding.draft import sent
+from outrider.decoding.draft import to_device
 from outrider.decoding.state import Scores, likeliest
 from outrider.errors import first_line
 from outrider.fast import Compiled, Graph, NotCompiled, Runnable, dense
@@ -123,9 +123,14 @@ class CompiledStep(Compiled):
     def settings(self) -> Sequence[object]:
         model = self.target.model
         config = model.config
-        own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
+        versions = (
+            transformers.__version__,
+            type(model).__name__,
+            config.to_json_string(),
+            config._attn_implementation,
+        )
         traced = (sys.modules[type(whose).__module__] for whose in (self, self.target, model))
-        return [own, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
+        return [versions, self.target.family, *code(fast, build, family, attention_mask, passes, *traced)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
@@ -143,14 +148,14 @@ class CompiledStep(Compiled):
         last: the one token of each row whose logits are wanted; those of all tokens unless given.  graph: one to try.
         """
         cache.open(rows, tokens.shape[1])
-        given = self._arguments(tokens, cache, tree, taps, last)
+        arguments = self._arguments(tokens, cache, tree, taps, last)
         with self._lock:  # another thread's replay reads its arguments in the same place
-            logits, hidden, choice, tapped = (graph or self.graph).forward(*given)
+            logits, hidden, choice, tapped = (graph or self.graph).forward(*arguments)
         return Scores(logits, hidden, tapped if taps else None, choice)
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         cache, tokens = self._pass(*EXAMPLE)
-        given = self._arguments(tokens, cache, None, (0, 1))
+        arguments = self._arguments(tokens, cache, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = (
             Dim("width", min=2, max=WIDEST),
@@ -160,11 +165,11 @@ class CompiledStep(Compiled):
         of_rows, taps, of_buffers = (
             {**r, 1: width},
             {0: Dim("taps", min=2, max=2**10)},
-            [{**r, 2: length} for _ in given[-1]],
+            [{**r, 2: length} for _ in arguments[-1]],
         )
-        asked = {**r, 1: Dim("asked", min=2, max=WIDEST)}
-        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, asked, of_buffers
-        return TracedPass(self.target, cache.layers), given, dims
+        logit_indices = {**r, 1: Dim("asked", min=2, max=WIDEST)}
+        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, logit_indices, of_buffers
+        return TracedPass(self.target, cache.layers), arguments, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
         """A plain step of one slot and of several, and the verification of a draft."""
@@ -249,9 +254,11 @@ class CompiledStep(Compiled):
         wanted; buffers."""
         tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = numbers(taps or (0,), tokens.device)
-        asked = _all_of(*tokens.shape, tokens.device) if last is None else sent(last, tokens.device)[:, None]
-        own = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
-        return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
+        logit_indices = (
+            _all_of(*tokens.shape, tokens.device) if last is None else to_device(last, tokens.device)[:, None]
+        )
+        inputs = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
+        return *inputs, cache.starts, cache.columns, tapped, logit_indices, cache.buffers
 
 
 @functools.lru_cache(256)
@@ -277,16 +284,16 @@ class TracedPass(nn.Module):
 
     def forward(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
-        asked: Tensor,
+        logit_indices: Tensor,
         buffers: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of
-        layers `taps` [T]: [R, n, T, H]."""
-        logits, hidden, layers = self.all_layers(tokens, depths, tree_mask, starts, columns, asked, buffers)
+        """Logits [R, K, V] of the tokens at `logit_indices` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and
+        outputs of layers `taps` [T]: [R, n, T, H]."""
+        logits, hidden, layers = self.all_layers(tokens, depths, tree_mask, starts, columns, logit_indices, buffers)
         return logits, hidden, likeliest(logits), torch.stack(layers, 2).index_select(2, taps)
 
     def all_layers(
-        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, asked: Tensor,
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, logit_indices: Tensor,
         buffers: list[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
         """Logits and hidden as above, and the output [R, n, H] of every layer."""
@@ -298,14 +305,16 @@ class TracedPass(nn.Module):
         }
         cache = TracedCache(self.layers, buffers, layout)
         positions = layout.positions(depths).clamp(max=target.spec.context - 1)
-        found: tuple[Tensor, Tensor, list[Tensor]] = target.pass_through(tokens, cache, masks, positions, asked)
-        return found
+        outputs: tuple[Tensor, Tensor, list[Tensor]] = target.pass_through(
+            tokens, cache, masks, positions, logit_indices
+        )
+        return outputs
 
 
-def _share(wanted: Tensor, found: Tensor) -> float:
+def _share(plain: Tensor, fast: Tensor) -> float:
     """The difference of logits over their deviation from the mean, as root mean squares."""
-    wanted = wanted.double()
-    return float((wanted - found.double()).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+    plain = plain.double()
+    return float((plain - fast.double()).norm() / (plain - plain.mean(-1, keepdim=True)).norm())
 
 
 @functools.lru_cache(64)

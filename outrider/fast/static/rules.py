@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Walked, walk, walk_top1
+from outrider.decoding.accept import AcceptedTensors, walk, walk_top1
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Scores
@@ -35,7 +35,7 @@ class Greedy:
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
         return logits.argmax(-1), None
 
-    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> Walked:
+    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> AcceptedTensors:
         if self.kernels is not None:
             return _read(self.kernels.accept_greedy(draft, scores.logits, scores.choice))
         choice, every = scores.choice, torch.arange(draft.tokens.shape[0], device=draft.tokens.device)
@@ -63,7 +63,7 @@ class Tempered:
         q = self.distribution(logits, slots)
         return slots.streams.draw(q, depth, Purpose.DRAFT), q
 
-    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> Walked:
+    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> AcceptedTensors:
         if self.kernels is not None:
             return _read(self.kernels.accept(draft, scores.logits, slots.temperature, slots.streams))
         p, streams = self.distribution(scores.logits, slots), slots.streams
@@ -158,6 +158,6 @@ class Kind(NamedTuple):
         return bool(self.rank) or self.has_top_p or self.has_min_p
 
 
-def _read(found: Tensor) -> Walked:
+def _read(packets: Tensor) -> AcceptedTensors:
     """What kernels returned, [B, N+4]; that logits are finite is known from the pass."""
-    return Walked(found[:, :-4], found[:, -4], found[:, -3], found[:, -2])
+    return AcceptedTensors(packets[:, :-4], packets[:, -4], packets[:, -3], packets[:, -2])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Walked
+from outrider.decoding.accept import AcceptedTensors
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Streams
 from outrider.decoding.state import DecodeState, Scores
@@ -83,11 +83,11 @@ class StaticSlots(Stays):
     def enter(self, row: int, state: DecodeState) -> None:
         """Slot `row` of the state begins; its prompt was read.  Numbers are written one by one: nothing is sent."""
         request, text = state.requests[row], state.tokens[row]
-        asked = request.sampling
+        sampling = request.sampling
         values = (
             text[-1], len(text) - 1, len(text) - len(request.prompt), state.left_of(row), True, state.seeds[row],
-            state.shared_noise and asked.seed is not None, float(asked.temperature), asked.top_k, asked.top_p,
-            asked.min_p,
+            state.shared_noise and sampling.seed is not None, float(sampling.temperature), sampling.top_k,
+            sampling.top_p, sampling.min_p,
         )  # fmt: skip
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor[row] = value
@@ -125,31 +125,31 @@ class Proposed(NamedTuple):
 class StaticDraft(Stays):
     """The draft of every slot that waits for its verification."""
 
-    def __init__(self, slots: int, own: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
-        """own: the drafter's part.  vocabulary, dtype: of the distributions that nodes are drawn from."""
-        self.own = own
-        self.tokens = torch.zeros(slots, own.nodes, dtype=torch.int64, device=device)
+    def __init__(self, slots: int, drafter: StaticDrafter, vocabulary: int, device: torch.device, dtype: torch.dtype):
+        """drafter: the drafter's part.  vocabulary, dtype: of the distributions that nodes are drawn from."""
+        self.drafter = drafter
+        self.tokens = torch.zeros(slots, drafter.nodes, dtype=torch.int64, device=device)
         """[B, N]."""
         self.sizes = torch.zeros(slots, dtype=torch.int64, device=device)
         """[B], how many nodes are verified: those that the drafter offers, or as many as the host leaves."""
-        self.confidence = torch.zeros(slots, own.nodes if own.has_confidence else 0, device=device)
+        self.confidence = torch.zeros(slots, drafter.nodes if drafter.has_confidence else 0, device=device)
         """[B, N] float32, or [B, 0]."""
-        self.parents = above(own.parents, slots, device)
+        self.parents = above(drafter.parents, slots, device)
         """[B, N], or [B, 0]."""
-        if own.varies:
+        if drafter.varies:
             self.parents = torch.full_like(self.tokens, -1)
-        if own.has_q:
-            self.q = torch.zeros(slots, own.nodes, vocabulary, device=device, dtype=dtype)
+        if drafter.has_q:
+            self.q = torch.zeros(slots, drafter.nodes, vocabulary, device=device, dtype=dtype)
             """[B, N, V], where nodes are drawn."""
 
     def draft(self, nodes: int) -> Draft:
         """The first `nodes` of every slot; all of them where that number stays open."""
-        n = nodes if isinstance(nodes, int) else self.own.nodes
+        n = nodes if isinstance(nodes, int) else self.drafter.nodes
         tokens, parents = self.tokens[:, :n], self.parents[:, :n]
-        if self.own.varies:
-            return Draft.grown(tokens, parents, self.sizes, min(self.own.depth, n))
+        if self.drafter.varies:
+            return Draft.grown(tokens, parents, self.sizes, min(self.drafter.depth, n))
         q: Tensor | None = getattr(self, "q", None)
-        return fixed(tokens, self.own.parents[:n], parents, self.sizes, None if q is None else q[:, :n])
+        return fixed(tokens, self.drafter.parents[:n], parents, self.sizes, None if q is None else q[:, :n])
 
     def hold(self, proposed: Proposed) -> None:
         """From now on this draft waits."""
@@ -159,7 +159,7 @@ class StaticDraft(Stays):
             self.parents.copy_(proposed.parents)
         if proposed.q is not None:
             self.q.copy_(proposed.q)
-        if proposed.confidence is not None and self.own.has_confidence:
+        if proposed.confidence is not None and self.drafter.has_confidence:
             self.confidence.copy_(proposed.confidence)
 
 
@@ -206,7 +206,7 @@ class StaticTarget(Protocol):
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
         """As `Target.verify`, of the first `nodes` of the draft, with the choices of its rows."""
 
-    def keep(self, slots: StaticSlots, walked: Walked) -> None:
+    def keep(self, slots: StaticSlots, walked: AcceptedTensors) -> None:
         """Anchor and path stay, moved together."""
 
 
@@ -219,7 +219,7 @@ class StaticRule(Protocol):
     def drawn(self, logits: Tensor, slots: StaticSlots, depth: int) -> tuple[Tensor, Tensor | None]:
         """A drafted token a slot [B], from logits [B, V], and the q [B, V] that it was drawn from."""
 
-    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> Walked:
+    def accept(self, draft: Draft, scores: Scores, slots: StaticSlots) -> AcceptedTensors:
         """What of the draft stays."""
 
 
@@ -248,12 +248,12 @@ class StaticStep(NamedTuple):
 
     def over(self, tensors: Sequence[Tensor], caches: Sequence[Any]) -> StaticStep:
         """The same over other tensors and caches, in these orders."""
-        rest, (own, *theirs) = iter(tensors), caches
+        rest, (target_cache, *drafter_caches) = iter(tensors), caches
         slots = self.slots.over(islice(rest, len(self.slots.tensors)))
         draft = self.draft.over(islice(rest, len(self.draft.tensors)))
-        target = self.target.over(islice(rest, len(self.target.tensors)), caches=[own])
-        drafter = self.drafter.over(rest, caches=theirs)
-        draft.own = drafter
+        target = self.target.over(islice(rest, len(self.target.tensors)), caches=[target_cache])
+        drafter = self.drafter.over(rest, caches=drafter_caches)
+        draft.drafter = drafter
         return self._replace(slots=slots, draft=draft, target=target, drafter=drafter)
 
 
@@ -283,9 +283,9 @@ def drafted(waiting: StaticDraft) -> Tensor:
     """[B, ...] int64, what the host reads of a draft: sizes, tokens, and parents and confidences where it needs
     them."""
     parts = [waiting.sizes[:, None], waiting.tokens]
-    if waiting.own.varies:
+    if waiting.drafter.varies:
         parts.append(waiting.parents)
-    if waiting.own.has_confidence:
+    if waiting.drafter.has_confidence:
         parts.append((waiting.confidence.double() * SURE).round().long())
     return torch.cat(parts, 1)
 
@@ -295,15 +295,15 @@ SURE = 2**30
 
 
 def cut(
-    draft: Draft, walked: Walked, scores: Scores, slots: StaticSlots, ends: Tensor
+    draft: Draft, walked: AcceptedTensors, scores: Scores, slots: StaticSlots, ends: Tensor
 ) -> tuple[Committed, Tensor]:  # fmt: skip
     """What of path and next token belongs to each text, and [B] whether it ends there."""
     assert scores.choice is not None
     (count, nodes), device = draft.tokens.shape, draft.tokens.device
     path = torch.nn.functional.pad(walked.path.clamp(min=0), (0, nodes + 1 - walked.path.shape[1]))
     order = torch.arange(nodes + 1, device=device).expand(count, -1)
-    own = torch.nn.functional.pad(draft.tokens, (0, 1)).gather(1, path)
-    tokens = torch.where(order == walked.counts[:, None], walked.next_tokens[:, None], own)
+    path_tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).gather(1, path)
+    tokens = torch.where(order == walked.counts[:, None], walked.next_tokens[:, None], path_tokens)
     is_end = (tokens[..., None] == ends).any(-1)
     ended_before = is_end.cumsum(1) - is_end.long()
     stays = (order <= walked.counts[:, None]) & (ended_before == 0) & slots.live[:, None]
@@ -341,11 +341,11 @@ class Drafted(NamedTuple):
     confidence: list[float] | None
 
     @classmethod
-    def read(cls, row: Sequence[int], own: StaticDrafter) -> Drafted:
+    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> Drafted:
         """From a row of `drafted`."""
-        n, (size, *rest) = own.nodes, row
-        parents = rest[n : 2 * n] if own.varies else own.parents
-        sure = [each / SURE for each in rest[-n:]] if own.has_confidence and n else None
+        n, (size, *rest) = drafter.nodes, row
+        parents = rest[n : 2 * n] if drafter.varies else drafter.parents
+        sure = [each / SURE for each in rest[-n:]] if drafter.has_confidence and n else None
         return cls(size, rest[:n], parents, sure)
 
 
@@ -363,17 +363,17 @@ class Outcome(NamedTuple):
     drafted: Drafted
 
     @classmethod
-    def read(cls, row: Sequence[int], own: StaticDrafter) -> Outcome:
+    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> Outcome:
         """From a row of what `step` returns."""
-        n = own.nodes
+        n = drafter.nodes
         committed, count, following, invalid, wrong = row[n : n + 5]
-        return cls(list(row[:count]), committed, following, invalid, bool(wrong), Drafted.read(row[n + 5 :], own))
+        return cls(list(row[:count]), committed, following, invalid, bool(wrong), Drafted.read(row[n + 5 :], drafter))
 
 
-def sizes_of(slots: StaticSlots, nodes: int, known: Tensor | None = None) -> Tensor:
+def sizes_of(slots: StaticSlots, nodes: int, is_ready: Tensor | None = None) -> Tensor:
     """[B], how many of a draft's nodes are verified: as many as a text has room for, none where nothing is known."""
     sizes = torch.where(slots.live, (slots.left - 1).clamp(max=nodes), 0)
-    return sizes if known is None else sizes * known
+    return sizes if is_ready is None else sizes * is_ready
 
 
 def above(parents: Sequence[int], slots: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from outrider.decoding.accept import Walked
+from outrider.decoding.accept import AcceptedTensors
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import NoStatic
 from outrider.decoding.state import Scores, likeliest
@@ -75,26 +75,26 @@ class StaticPass(Stays):
 
     def verify(self, slots: StaticSlots, draft: Draft, nodes: int) -> Scores:
         # one row more than any pass has: a number of nodes that stays open may then be all of them
-        known = pad(draft.tokens.clamp(0, self.target.spec.vocabulary - 1), (0, 1))
+        drafted = pad(draft.tokens.clamp(0, self.target.spec.vocabulary - 1), (0, 1))
         mask, depths = _with_one_more(*draft.rows()) if self.parents is None else (self.mask, self.depths)
         mask, depths = mask[:, : nodes + 1, : nodes + 1].contiguous(), depths[:, : nodes + 1].contiguous()
-        tokens = torch.cat([slots.anchor[:, None], known], 1)[:, : nodes + 1].contiguous()
+        tokens = torch.cat([slots.anchor[:, None], drafted], 1)[:, : nodes + 1].contiguous()
         return self.read(tokens, slots.length, mask, depths)
 
     def read(self, tokens: Tensor, starts: Tensor, mask: Tensor, depths: Tensor) -> Scores:
         """One pass over tokens [B, n] after the first starts[b] of each slot."""
         [cache] = self.caches
-        asked = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        given = tokens, depths, mask, starts, cache.columns
+        logit_indices = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        arguments = tokens, depths, mask, starts, cache.columns
         if isinstance(self.traced, TracedPass):
-            logits, hidden, layers = self.traced.all_layers(*given, asked, cache.buffers)
+            logits, hidden, layers = self.traced.all_layers(*arguments, logit_indices, cache.buffers)
             tapped = torch.stack([layers[tap] for tap in self.taps], 2) if self.taps else None
             return Scores(logits, hidden, tapped, likeliest(logits))
         taps = numbers(self.taps or (0,), tokens.device)
-        logits, hidden, choice, tapped = self.traced(*given, taps, asked, cache.buffers)
+        logits, hidden, choice, tapped = self.traced(*arguments, taps, logit_indices, cache.buffers)
         return Scores(logits, hidden, tapped if self.taps else None, choice)
 
-    def keep(self, slots: StaticSlots, walked: Walked) -> None:
+    def keep(self, slots: StaticSlots, walked: AcceptedTensors) -> None:
         if self.is_chain:  # what was accepted lies where it stays
             return
         order = torch.arange(walked.path.shape[1], device=walked.path.device)

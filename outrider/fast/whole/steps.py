@@ -142,14 +142,14 @@ class WholeSteps:
         if is_greedy not in self.halves:
             target, vocabulary = self.target, self.target.spec.vocabulary
             with prepacked.enabled():
-                own = self.drafter.static(self.memory, is_greedy) if self.drafter.limit else StaticDrafter()
-            passes = StaticPass(target, self.cache, None if own.varies else own.parents, self.drafter.taps)
+                drafter = self.drafter.static(self.memory, is_greedy) if self.drafter.limit else StaticDrafter()
+            passes = StaticPass(target, self.cache, None if drafter.varies else drafter.parents, self.drafter.taps)
             if not passes.is_chain and target.spec.mode != "tree":
                 raise NoStatic(f"{target.spec.name} verifies chains alone, and the drafter's tree has branches")
             dtype = torch.float64 if target.spec.dtype == "float64" else torch.float32  # as of `distribution.wide`
-            draft = StaticDraft(len(self.slots.anchor), own, vocabulary, target.device, dtype)
+            draft = StaticDraft(len(self.slots.anchor), drafter, vocabulary, target.device, dtype)
             rule = Kind(is_greedy, False).rule(self.kernels)
-            self.halves[is_greedy] = StaticStep(self.slots, draft, passes, own, rule, self.ends)
+            self.halves[is_greedy] = StaticStep(self.slots, draft, passes, drafter, rule, self.ends)
         return self.halves[is_greedy]
 
     def _compiled(self, kind: Kind) -> CompiledWholeStep:
@@ -157,38 +157,40 @@ class WholeSteps:
         none."""
         if not is_compiled(self.target) or kind.rank > max(RANKS):  # a CPU would order all tokens for long
             raise NoStatic("such steps are not compiled")
-        own = self._half(kind.is_greedy).drafter
-        known = vars(own.model or self.target.model).setdefault("whole_steps", {})
-        key = kind, own.nodes, own.varies, tuple(own.parents)
-        if key not in known:
+        drafter = self._half(kind.is_greedy).drafter
+        packages = vars(drafter.model or self.target.model).setdefault("whole_steps", {})
+        key = kind, drafter.nodes, drafter.varies, tuple(drafter.parents)
+        if key not in packages:
             # few slots to trace, and never traced itself
             few = WholeSteps(self.target, self.drafter, SLOTS, LENGTH, frozenset({0, 1}), recorder=again)
-            known[key] = CompiledWholeStep(few._made(kind).parts, kind)
+            packages[key] = CompiledWholeStep(few._made(kind).parts, kind)
         try:
-            known[key].get(build=self.builds)
+            packages[key].get(build=self.builds)
         except NotCompiled as error:
             raise NoStatic(str(error)) from error
-        return known[key]
+        return packages[key]
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def step(
-        self, policy: Policy, state: DecodeState, wanted: Sequence[int]
+        self, policy: Policy, state: DecodeState, budget: Sequence[int]
     ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
-        """As `loop.step`, after `prepare`.  wanted [B]: most nodes of each live slot."""
-        are_here, launcher = bool(self.waiting), self._entered(state)
-        own, sizes = launcher.parts.drafter, self._sizes(launcher, policy, state, wanted)
+        """As `loop.step`, after `prepare`.  budget [B]: most nodes of each live slot."""
+        had_drafts = bool(self.waiting)
+        launcher = self._entered(state)
+        drafter = launcher.parts.drafter
+        sizes = self._sizes(launcher, policy, state, budget)
         nodes = max(sizes)
         columns = max(len(state.tokens[row]) for row in state.rows) + nodes
         packets = launcher.launch(columns, state.rows, nodes)
-        outcomes = [Outcome.read(packet, own) for packet in packets]
+        outcomes = [Outcome.read(packet, drafter) for packet in packets]
         accepted, errors = self._committed(state, sizes, outcomes)
         for row, outcome in zip(state.rows, outcomes, strict=True):
             self.waiting[row] = outcome.drafted
             self._note_length(row, state)
         state.timing.lap("verify")
-        if are_here or not own.nodes:  # else nothing could have been verified
+        if had_drafts or not drafter.nodes:  # else nothing could have been verified
             policy.observe(state, torch.tensor(sizes), accepted, state.timing)
         return accepted, errors
 
@@ -211,20 +213,19 @@ class WholeSteps:
         return launcher
 
     def _sizes(
-        self, launcher: StepGraphs | StepPackage, policy: Policy, state: DecodeState, wanted: Sequence[int]
+        self, launcher: StepGraphs | StepPackage, policy: Policy, state: DecodeState, budget: Sequence[int]
     ) -> list[int]:  # fmt: skip
-        """How many nodes of each slot's draft are verified now; the device knows them afterwards."""
-        waiting = [self.waiting[row] for row in state.rows]
-        sizes = [min(own.size, most) for own, most in zip(waiting, wanted, strict=True)]
-        own = launcher.parts.drafter
+        """How many nodes of each slot's draft are verified now; also sets them on the device."""
+        drafts, drafter = [self.waiting[row] for row in state.rows], launcher.parts.drafter
+        sizes = [min(draft.size, most) for draft, most in zip(drafts, budget, strict=True)]
         if any(sizes):
-            sure = None
-            if own.has_confidence and self.drafter.confidence_before_draw:
-                none = [0.0] * own.nodes
-                sure = torch.tensor([each.confidence or none for each in waiting])
-            kept = policy.keep(state, torch.tensor(sizes), sure)
+            confidence = None
+            if drafter.has_confidence and self.drafter.confidence_before_draw:
+                none = [0.0] * drafter.nodes
+                confidence = torch.tensor([draft.confidence or none for draft in drafts])
+            kept = policy.keep(state, torch.tensor(sizes), confidence)
             sizes = [min(pair) for pair in zip(sizes, kept.tolist(), strict=True)]
-        if sizes != [each.size for each in waiting]:
+        if sizes != [draft.size for draft in drafts]:
             launcher.set_sizes(sizes, state.rows)
         return sizes
 
@@ -232,19 +233,24 @@ class WholeSteps:
         self, state: DecodeState, sizes: Sequence[int], outcomes: Sequence[Outcome]
     ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
         """Commit what the device has committed, by the same rules."""
-        waiting, nodes = [self.waiting[row] for row in state.rows], max(sizes)
-        parents = [list(own.parents[:nodes]) or [-1] * nodes for own in waiting]
-        draft = Draft(
-            padded([own.tokens[:nodes] for own in waiting], 0), padded(parents, -1), torch.tensor(sizes),
+        drafts, nodes = [self.waiting[row] for row in state.rows], max(sizes)
+        parents = [list(draft.parents[:nodes]) or [-1] * nodes for draft in drafts]
+        verified = Draft(
+            padded([draft.tokens[:nodes] for draft in drafts], 0), padded(parents, -1), torch.tensor(sizes),
             branches=any(above != list(range(-1, nodes - 1)) for above in parents),
         )  # fmt: skip
-        found = Accepted(*map(list, zip(*((own.path, own.next_token, own.invalid) for own in outcomes), strict=True)))
-        accepted, errors = state.commit(draft, found), dict[int, Exception]()
-        for b, (row, own) in enumerate(zip(state.rows, outcomes, strict=True)):
+        on_device = Accepted(
+            [each.path for each in outcomes],
+            [each.next_token for each in outcomes],
+            [each.invalid for each in outcomes],
+        )
+        accepted = state.commit(verified, on_device)
+        errors: dict[int, Exception] = {}
+        for b, (row, outcome) in enumerate(zip(state.rows, outcomes, strict=True)):
             count = len(accepted.paths[b]) + (accepted.next_tokens[b] >= 0)
-            # a stop string ends it earlier; all other ends are found on the device
-            assert count == own.committed or state.finished[row] == "stop", "host and device disagree on an end"
-            if own.is_wrong:
+            # a stop string ends it earlier; the device finds all other ends
+            assert count == outcome.committed or state.finished[row] == "stop", "host and device disagree on an end"
+            if outcome.is_wrong:
                 where = f"after {len(state.tokens[row]) - count} or more tokens"
                 errors[row] = error_of(float("nan"), False, state.requests[row], where)
         return accepted, errors

@@ -116,7 +116,7 @@ class Graft(Ensemble):
 
     def _under_tip(self, memory: Memory, state: DecodeState, draft: Draft, budget: Tensor) -> Draft:
         """The draft, and what the retriever finds after its eldest path; no part has these nodes for its own."""
-        tips = [draft.eldest(b) for b in range(len(state.rows))]
+        tips = [draft.first_children(b) for b in range(len(state.rows))]
         most = [
             memory.shares[row].split(room)[TIP] if tip else 0
             for row, tip, room in zip(state.rows, tips, (budget - draft.sizes).tolist(), strict=True)

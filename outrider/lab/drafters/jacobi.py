@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted, judged_q
+from outrider.decoding.accept import Accepted, repaired_q
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn.drafting import serving, trees
@@ -180,7 +180,7 @@ def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
     width, device = draft.tokens.shape[1], q.device
     is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
     known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
-    return judged_q(known, draft.tokens, torch.ones_like(is_drawn), is_drawn)
+    return repaired_q(known, draft.tokens, torch.ones_like(is_drawn), is_drawn)
 
 
 def _trunk(parents: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.protocols import Cache, Drafter, Probe
 from outrider.decoding.state import DecodeState, Scores
 from outrider.lab import target_model
@@ -109,10 +109,10 @@ class JacobiDenoising(Drafter):
             levels.append(level)
             positions.append([(len(state.tokens[row]) + drafted + j) % window for j in range(window)])
         mask, depths = draft.rows()
-        last = sent(draft.live, device)
+        last = to_device(draft.live, device)
         mask = mask[torch.arange(len(mask), device=device), last][:, None]
-        words, noise = self.target.embed(torch.stack(tokens)), self.noise[sent(positions, device)]
-        shares = sent(levels, device) / self.config.levels
+        words, noise = self.target.embed(torch.stack(tokens)), self.noise[to_device(positions, device)]
+        shares = to_device(levels, device) / self.config.levels
         at = depths.gather(1, last[:, None])
         return Probe(noised(words, noise, shares), *rows_after(mask, at, window, causal=True))
 

@@ -24,7 +24,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from outrider.config import Config as Base
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.kernels import prepacked
@@ -75,7 +75,7 @@ class NgramDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
         ends = [state.tokens[row][: -self.order - 1 : -1] for row in state.rows]
-        context = sent([[*end, *[-1] * (self.order - len(end))] for end in ends], state.device)
+        context = to_device([[*end, *[-1] * (self.order - len(end))] for end in ends], state.device)
 
         def read_one(tokens: Tensor) -> Tensor:
             nonlocal context

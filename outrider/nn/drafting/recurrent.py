@@ -27,7 +27,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
 from outrider.fast.static.step import StaticDrafter
@@ -138,7 +138,7 @@ class RecurrentDrafter(PairDrafter):
 
     def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
         self._read(memory, state.rows, state)
-        rows = sent(state.rows, memory.outputs.device)
+        rows = to_device(state.rows, memory.outputs.device)
         guide = None if memory.guide is None else memory.guide[rows]
         rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[rows], guide)
         try:
@@ -155,7 +155,7 @@ class RecurrentDrafter(PairDrafter):
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
-        memory.outputs[sent(rows, memory.outputs.device)] = 0
+        memory.outputs[to_device(rows, memory.outputs.device)] = 0
 
     def read(self, memory: Memory, row: int, state: DecodeState) -> None:
         while (unread := memory.features.count(row)) > self.most:
@@ -170,7 +170,7 @@ class RecurrentDrafter(PairDrafter):
         cache.open(rows, tokens.shape[1])
         at = cache.positions()
         words, features, cos_sin = model.target.embed(tokens), model.features(states), model.cos_sin(at)
-        at_rows = sent(rows, memory.outputs.device)
+        at_rows = to_device(rows, memory.outputs.device)
         before = memory.outputs[at_rows][:, None].chunk(model.num_modules, -1)
         found: list[Tensor] = []
         for module in range(model.num_modules):
@@ -181,7 +181,7 @@ class RecurrentDrafter(PairDrafter):
             )
         cache.append(counts)
         read = [(b, rows[b], count - 1) for b, count in enumerate(counts) if count]
-        own, row, last = sent(read, memory.outputs.device).view(-1, 3).unbind(-1)
+        own, row, last = to_device(read, memory.outputs.device).view(-1, 3).unbind(-1)
         memory.outputs[row] = torch.cat(found, -1)[own, last]
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import sent
+from outrider.decoding.draft import to_device
 from outrider.targets.cache.attention_mask import Limit, PassLayout, additive, span
 from outrider.targets.cache.stacks import Buffer, Stacks
 from outrider.targets.cache.states import RecurrentStates, StateCalls
@@ -145,26 +145,26 @@ class SlotCache(StateCalls):
         # where most of them stay; if that leaves no room for all, at the beginning, so that more can follow
         [(first, _)] = Counter(index - n for n, index in enumerate(current)).most_common(1)
         first = first if 0 <= first <= self.slots - len(rows) else 0
-        wanted = dict(zip(rows, range(first, first + len(rows)), strict=True))
-        if current != list(wanted.values()):
-            taken = set(wanted.values())
-            others = [row for row in range(self.slots) if row not in wanted and self.buffer_rows[row] in taken]
-            self._put(wanted | dict(zip(others, sorted(set(current) - taken), strict=True)))
+        placement = dict(zip(rows, range(first, first + len(rows)), strict=True))
+        if current != list(placement.values()):
+            taken = set(placement.values())
+            others = [row for row in range(self.slots) if row not in placement and self.buffer_rows[row] in taken]
+            self._put(placement | dict(zip(others, sorted(set(current) - taken), strict=True)))
         self._gathered = rows
 
     @torch.inference_mode()
-    def _put(self, wanted: Mapping[int, int]) -> None:
+    def _put(self, placement: Mapping[int, int]) -> None:
         """Move slots to these buffer rows; the slots that were there are among them."""
-        moved = [row for row, index in wanted.items() if self.buffer_rows[row] != index and self.lengths[row]]
+        moved = [row for row, index in placement.items() if self.buffer_rows[row] != index and self.lengths[row]]
         come_from = {self.buffer_rows[row]: self.lengths[row] for row in moved}
         for stack in self.stacks.tensors if moved else ():
             # all is read before any is written, and a short text stays as short as it is
             taken = [stack[:, at, :, :held].clone() for at, held in come_from.items()]
-            for row, own in zip(moved, taken, strict=True):
-                stack[:, wanted[row], :, : own.shape[2]] = own
-        for row, index in wanted.items():
+            for row, columns in zip(moved, taken, strict=True):
+                stack[:, placement[row], :, : columns.shape[2]] = columns
+        for row, index in placement.items():
             self.buffer_rows[row] = index
-        for at in come_from.keys() - {wanted[row] for row in moved}:
+        for at in come_from.keys() - {placement[row] for row in moved}:
             self.stacks.give_back(at, come_from[at])
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -293,7 +293,7 @@ class SlotCache(StateCalls):
     @property
     def starts(self) -> Tensor:
         """[R] lengths of the open pass's rows before it."""
-        return sent(self._starts, self.device)
+        return to_device(self._starts, self.device)
 
     @property
     def columns(self) -> Tensor:
@@ -375,8 +375,8 @@ class SlotCache(StateCalls):
         begin, at = self.lengths[row], self.buffer_rows[row]
         end = begin + columns[0].shape[2]
         self.reserve(end)
-        for stack, used, own in zip(self.stacks.tensors, self.stacks.used, columns, strict=True):
-            stack[:used, at, :, begin:end] = own
+        for stack, used, part in zip(self.stacks.tensors, self.stacks.used, columns, strict=True):
+            stack[:used, at, :, begin:end] = part
         self.lengths[row] = end
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -391,7 +391,7 @@ class SlotCache(StateCalls):
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
         if straight == len(path):
             return
-        moved = sent([start + 1 + node for node in path[straight:]], self.device)
+        moved = to_device([start + 1 + node for node in path[straight:]], self.device)
         at, to = self.buffer_rows[row], slice(start + 1 + straight, start + 1 + len(path))
         for stack in self.stacks.tensors:
             stack[:, at, :, to] = stack[:, at].index_select(2, moved.to(stack.device))
@@ -402,7 +402,7 @@ class SlotCache(StateCalls):
             return buffer[self._span, :, : self.end]
         if self._at is None:  # only where layers write by themselves: a compiled step does not ask
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
-            rows = sent(self._open_rows, self.device).unsqueeze(-1)
+            rows = to_device(self._open_rows, self.device).unsqueeze(-1)
             self._at = rows, columns.to(self.device, non_blocking=True)
         rows, columns = self._at
         if buffer.device != rows.device:  # of a layer on another device

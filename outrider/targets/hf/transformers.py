@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.decoding.draft import Draft, sent
+from outrider.decoding.draft import Draft, to_device
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
 from outrider.errors import TargetError
@@ -28,10 +28,10 @@ from outrider.registry import Registry
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import quantised
-from outrider.targets.cache.attention_mask import TextCache, Tree, additive, limited, positions
+from outrider.targets.cache.attention_mask import Tree, additive, limited
 from outrider.targets.cache.own import OwnCache
 from outrider.targets.cache.slots import COLUMNS, SlotCache
-from outrider.targets.hf import chunks, gpu_attention, hooks
+from outrider.targets.hf import chunks, gpu_attention, hooks, probes
 from outrider.targets.hf.anatomy import (
     PartialHead,
     copied,
@@ -91,9 +91,12 @@ class TransformersTarget(Passes):
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
         hooks.watch_output(self._embedding)
-        known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
+        capabilities = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         with refusing(model):
-            self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
+            if capabilities is None:
+                self.family = learn(model)
+            else:
+                self.family = learn(model, capabilities.masks, capabilities.one_by_one, capabilities.past)
         self._trunk = trunk(model)
         self.spec = replace(
             spec_of(model, tokenizer, name, revision, weights_hash),
@@ -108,7 +111,7 @@ class TransformersTarget(Passes):
             [text] = plain_words(self, 1, 8)
             self._scale, self._finish, logits = what_ends_do(self, text)
         if tested:
-            self.selftest = trusted(self, known, text, logits)
+            self.selftest = trusted(self, capabilities, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
@@ -173,8 +176,8 @@ class TransformersTarget(Passes):
     def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
         """What transformers' own `generate` makes of prompts [R, S]: [R, S + new]."""
         made: Any = self.model
-        found: Tensor = made.generate(tokens, **settings)
-        return found
+        output: Tensor = made.generate(tokens, **settings)
+        return output
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], scaled as the family does."""
@@ -192,8 +195,8 @@ class TransformersTarget(Passes):
         Raises TargetError for a family whose norm is not found.
         """
         with torch.no_grad():
-            found: Tensor = self._final_norm(states.to(self.device, self.model.dtype))
-        return found
+            normed: Tensor = self._final_norm(states.to(self.device, self.model.dtype))
+        return normed
 
     @functools.cached_property
     def _final_norm(self) -> nn.Module:
@@ -250,9 +253,8 @@ class TransformersTarget(Passes):
         most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
         shares = chunks.shares(lengths, most)
         if len(shares) > 1:
-            parts = zip(shares, (max(lengths[share]) for share in shares), strict=True)
             return chunks.joined(
-                [self.prefill(cache, rows[own], tokens[own, :width], lengths[own], taps) for own, width in parts]
+                [self.prefill(cache, rows[s], tokens[s, : max(lengths[s])], lengths[s], taps) for s in shares]
             )
         if self.step.reads(cache, rows, tokens):
             scores = self.step.run(cache, rows, tokens, None, taps, [length - 1 for length in lengths])
@@ -267,7 +269,7 @@ class TransformersTarget(Passes):
             with reading_prompt(self, cache, tokens, lengths):
                 hidden, tapped = self._each(self._hidden, tokens, cache, None, taps)
         cache.append(lengths)
-        last = sent([length - 1 for length in lengths], self.device)
+        last = to_device([length - 1 for length in lengths], self.device)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
         return Scores(self.head(rows_of_hidden), hidden, tapped)
 
@@ -281,7 +283,7 @@ class TransformersTarget(Passes):
         Raises TargetError for a probe where the family takes no mask or positions by row.
         """
         if probe is not None:
-            return self._verify_with_probe(cache, rows, anchor, draft, taps, probe)
+            return probes.verify(self, cache, rows, anchor, draft, taps, probe)
         width = draft.tokens.shape[1] + 1
         tokens, tree = passed(anchor, draft, self.spec.vocabulary)
         if self.step.fits(cache, rows, width):
@@ -291,33 +293,9 @@ class TransformersTarget(Passes):
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(self._scores, tokens, cache, tree, taps)
 
-    def _verify_with_probe(
-        self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...], probe: Probe
-    ) -> Scores:
-        """A plain pass with the probe's rows after those of anchor and draft."""
-        self.check_probe()
-        slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
-        tokens, _ = passed(anchor, draft, self.spec.vocabulary)
-        tokens = torch.cat([tokens, tokens.new_zeros(slots, more)], 1)
-        own, depths = draft.rows()
-        mask = torch.cat([torch.nn.functional.pad(own, (0, more)), probe.mask], 1)
-        cache.open(rows, width + more)
-        words = probe.embeddings.to(self.model.dtype) / self._scale
-        with hooks.replacing(self._embedding, words):
-            scores = self._scores(tokens, cache, Tree(mask, torch.cat([depths, probe.depths], 1)), taps)
-        return scores.first(width)._replace(probe=scores.hidden[:, width:])
-
     def check_probe(self) -> None:
-        """Raises TargetError where the family's passes take no probe."""
-        family = self.family
-        is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
-        # embeddings in every layer or of n-grams, and patches, need token ids, which a probe's rows do not have
-        needs_ids = self._has_ids_in_layers or getattr(self.model, "has_ngrams", False)
-        if not is_free or family.follows_one_path or family.rotary is not None or needs_ids or family.has_patches:
-            raise TargetError(
-                f"{self.spec.name} can't run a probe: its passes have no mask by row, follow one path, or depend on "
-                "the length of the text, on token ids in every layer or on n-grams of them; draft without one"
-            )
+        """Raises TargetError if the family's passes can't include a probe."""
+        probes.check(self)
 
     def compile(self) -> float:
         """Have verify passes compiled; returns the seconds it took, 0 where that was done before.
@@ -332,30 +310,12 @@ class TransformersTarget(Passes):
         cache."""
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
-        found: tuple[Tensor, Tensor | None] = self._each(self._hidden, tokens, cache, None, taps)
-        return found
+        states: tuple[Tensor, Tensor | None] = self._each(self._hidden, tokens, cache, None, taps)
+        return states
 
     def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
-        """Hidden states [B, P, H] after the final norm of a probe's rows behind whole texts; the gradient reaches
-        their embeddings.
-
-        As the target's `read_probe` says.  Raises TargetError as `verify` does.
-        """
-        self.check_probe()
-        cache, texts, order = TextCache(), documents[:, None], torch.arange(tokens.shape[1], device=tokens.device)
-        stands = positions(documents)
-        causal = (texts.mT == texts) & (order[:, None] >= order)
-        with torch.no_grad():
-            self._rows_of(tokens, cache, causal, stands, stands)
-        ids = tokens.new_zeros(probe.depths.shape)
-        with hooks.replacing(self._embedding, probe.embeddings.to(self.model.dtype) / self._scale):
-            keys = torch.cat([stands, probe.depths], 1)
-            return self._rows_of(ids, cache, probe.mask, probe.depths, keys)
-
-    def _rows_of(self, tokens: Tensor, cache: TextCache, mask: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        """Hidden states of rows [B, Q]; the rest as in `masked`."""
-        found: Tensor = self._trunk(input_ids=tokens, **self.masked(cache, mask, at, keys)).last_hidden_state
-        return found
+        """As `Target.read_probe`.  Raises TargetError as `verify` does."""
+        return probes.read(self, tokens, documents, probe)
 
     def masked(self, cache: Any, mask: Tensor, at: Tensor, keys: Tensor) -> dict[str, Any]:
         """Arguments of a pass over rows at positions `at` [B, Q], which see keys at positions `keys` [B or 1, K] under
