@@ -237,7 +237,7 @@ FAULTS = [
     ),
     fault(
         "what the last process learnt of steps is tried again by the next",
-        ("Auto._costs_of", "self.known.get(runner, NOTHING)", "NOTHING"),
+        ("Auto._costs_of", "self.known.get(runner, NO_SECONDS)", "NOTHING"),
     ),
     fault(
         "costs of the last process are believed on a machine that has become slower",
@@ -245,7 +245,7 @@ FAULTS = [
     ),
     fault(
         "steps of drafters of other sizes are taken for this one's",
-        ("shape_of", "own = drafter.taps, drafter.limit,", "own = drafter.taps,"),
+        ("cost_key", "settings = drafter.taps, drafter.limit,", "settings = drafter.taps,"),
     ),
     fault(
         "a pass that is larger than all measured ones is thought to take less time",
@@ -772,11 +772,11 @@ FAULTS = [
     ),
     fault(
         "a drafter whose training texts are unknown counts as clean of the evaluation's prompts",
-        ("Found.overlaps", "sure = not self.unknown", "sure = True"),
+        ("OverlapReport.overlaps", "sure = not self.unknown", "sure = True"),
     ),
     fault(
         "decontamination misses an evaluation prompt that is asked in a later turn",
-        ("Evaluated.overlap", "for i, turn in enumerate(turns):", "for i, turn in enumerate(turns[:1]):"),
+        ("EvaluationPrompts.overlap", "for i, turn in enumerate(turns):", "for i, turn in enumerate(turns[:1]):"),
     ),
     fault(
         "cached features of other weights are trained on as if they were the target's",
@@ -877,7 +877,7 @@ FAULTS = [
     ),
     fault(
         "after a kill, answers that were already merged are written to the file a second time",
-        ("take_in", "known = {_prompt_hash(line) for _, line in whole_lines(path)}", "known = set[str]()"),
+        ("merge_parts", "known = {_prompt_hash(line) for _, line in whole_lines(path)}", "known = set[str]()"),
     ),
     fault(
         "held-out prompts are trained on: the held-out source is not removed from the training sources",
@@ -889,7 +889,7 @@ FAULTS = [
     ),
     fault(
         "of prompts with the same text only one is answered, the others are dropped silently",
-        ("iterate_asked", "hash_of_repeat(content, counts[number])", "hash_of_repeat(content, 1)"),
+        ("hash_conversations", "hash_of_repeat(content, counts[number])", "hash_of_repeat(content, 1)"),
     ),
     fault(
         "texts packed into one row attend to each other",

@@ -63,11 +63,13 @@ class Graph:
         """Weights for the package: the module's, and panels as they are in memory."""
         if self.package.has_weights:
             return {}
-        known, layers, found = weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
+        constants, layers, weights = weights_of(traced) | self.package.constants, prepacked.in_panels(traced), {}
         for name in self.package.names:
             numbers = rewrite.numbers_of(name)
-            found[name] = known[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
-        return found
+            weights[name] = (
+                constants[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
+            )
+        return weights
 
     def padded(self, width: int) -> int:
         """Tokens a row that a pass of `width` tokens writes."""
@@ -255,14 +257,14 @@ class Compiled:
             return Graph(parts[way], traced)
 
         def ways() -> dict[str, Callable[[], object]]:
-            found: dict[str, Callable[[], object]] = {}
+            runs: dict[str, Callable[[], object]] = {}
             for way in possible:
                 try:
-                    found[way] = functools.partial(_run_all, build(way).forward, self.trials())
+                    runs[way] = functools.partial(_run_all, build(way).forward, self.trials())
                 except NotCompiled:  # inductor has no templates of float64
-                    if not found:
+                    if not runs:
                         raise
-            return found
+            return runs
 
         try:
             chosen = machine.fastest(question, ways, processes=1) if len(possible) > 1 else next(iter(possible))
@@ -353,10 +355,10 @@ def _run_all(run: Callable[..., Any], trials: Sequence[tuple[Any, ...]]) -> None
 
 def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
     """Tensors and lists of tensors as one list."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for argument in arguments:
-        found += argument if isinstance(argument, list) else [argument]
-    return found
+        tensors += argument if isinstance(argument, list) else [argument]
+    return tensors
 
 
 def dense(tensor: Tensor, *shape: int) -> Tensor:

@@ -93,11 +93,15 @@ class CompiledBlock(Compiled):
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        given = self._arguments(*self._pass(3, 4))
+        arguments = self._arguments(*self._pass(3, 4))
         rows = {0: Dim("rows", min=2, max=1024)}
         new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        buffers = [{**rows, 2: length} for _ in given[-1]]
-        return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
+        buffers = [{**rows, 2: length} for _ in arguments[-1]]
+        return (
+            self.traced,
+            arguments,
+            ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in arguments[-2]], buffers),
+        )
 
     @torch.inference_mode()
     def compare(self, graph: Runnable) -> str:
@@ -114,7 +118,7 @@ class CompiledBlock(Compiled):
             return Allowance.of(alike(plain, exact), dtype)
         # at least that of float32: norms and rotary positions are computed in it
         unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-        most = 64 * unit * max(float(found.abs().max()) for _, found in plain)
+        most = 64 * unit * max(float(values.abs().max()) for _, values in plain)
         return Allowance(most, most)
 
     def exact(self) -> list[tuple[Tensor, Tensor]] | None:
@@ -131,7 +135,7 @@ class CompiledBlock(Compiled):
         """For passes of several sizes, the chain [R, K] and its logits or distributions [R, K, V]."""
         sizes = (1, 1), (1, 4), (3, 1), (3, 4)
         results = [run(*self._arguments(*self._pass(rows, new))) for rows, new in sizes]
-        return [(nodes[:, self.traced.chain], found) for nodes, found, *_ in results]
+        return [(nodes[:, self.traced.chain], values) for nodes, values, *_ in results]
 
     def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
         """Arguments of a pass of so many rows and new taps, after some context."""
@@ -150,8 +154,8 @@ class CompiledBlock(Compiled):
 
     def _taps(self, rows: int, count: int) -> Tensor:
         """The target's states [R, count, T, H] over real text: those of a real model are no noise."""
-        found: Tensor = self.backbone.target.read(texts(self.backbone.target, rows, count), self.backbone.taps)[1]
-        return found
+        taps: Tensor = self.backbone.target.read(texts(self.backbone.target, rows, count), self.backbone.taps)[1]
+        return taps
 
     def _arguments(
         self, taps: Tensor, anchors: Tensor, counts: Sequence[int], cache: SlotCache, noise: list[Tensor]
@@ -165,9 +169,9 @@ def alike(
     one: Sequence[tuple[Tensor, Tensor]], other: Sequence[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What two ways predict, where their tokens before are equal: after a tie that went otherwise all may differ."""
-    for (nodes, found), (others, theirs) in zip(one, other, strict=True):
+    for (nodes, values), (others, other_values) in zip(one, other, strict=True):
         same = nn.functional.pad((nodes == others).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
-        yield found * same, theirs * same
+        yield values * same, other_values * same
 
 
 class _Traced(nn.Module):
@@ -197,10 +201,10 @@ class _Traced(nn.Module):
         layout = PassLayout(starts, columns, new + width)
         mask = additive(seen(layout, new, counts, width, self.draft.backbone.window), taps.dtype)
         cache: Any = TracedCache(range(len(buffers) // 2), buffers, layout)
-        found: tuple[Tensor, Tensor, Tensor | None] = self.draft(
+        predicted: tuple[Tensor, Tensor, Tensor | None] = self.draft(
             taps, layout.positions(torch.arange(new)), anchors, starts + counts, mask, cache, pick
         )
-        return found
+        return predicted
 
 
 class Greedy(_Traced):

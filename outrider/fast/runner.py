@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 PROMPTS, NEW = (3, 9, 5), 16
 """Tokens of the prompts that are tried, and of each answer; two slots serve them."""
 
-_known: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
+_differences: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]] = weakref.WeakKeyDictionary()
 """By drafter, or by target where nothing is drafted."""
 
 
@@ -71,9 +71,11 @@ def runner_of(target: Any, drafter: Drafter, state: DecodeState, length: int) ->
         if before is not None and before.serves(target, drafter, slots, length, ends):
             return Runner(before, WHOLE)
         kernels, builds = acceptance_kernels(target.device), _use.get() == "built"
-        if found := wrong(target, drafter):
-            log.warning("steps are of several calls: whole ones of %s write other texts (%s)", target.spec.name, found)
-            raise NoStatic(f"whole ones write other texts ({found})")
+        if difference := wrong(target, drafter):
+            log.warning(
+                "steps are of several calls: whole ones of %s write other texts (%s)", target.spec.name, difference
+            )
+            raise NoStatic(f"whole ones write other texts ({difference})")
         if _use.get() == "known" and target.device.type != "cuda" and not _pays(target, drafter):
             raise NoStatic("these are no slower on this machine")
         return Runner(WholeSteps(target, drafter, slots, length, ends, kernels, builds=builds), WHOLE)
@@ -125,25 +127,25 @@ def wrong(target: Any, drafter: Drafter) -> str:
     Raises NoStatic where there can be none.
     """
     key: Any = drafter if drafter.limit else target
-    of, found = _known.get(key, (lambda: None, ""))
-    if of() is not target:
-        found = _tried(target, drafter)
-        _known[key] = weakref.ref(target), found
-    return found
+    target_ref, difference = _differences.get(key, (lambda: None, ""))
+    if target_ref() is not target:
+        difference = _tried(target, drafter)
+        _differences[key] = weakref.ref(target), difference
+    return difference
 
 
 def _tried(target: Any, drafter: Drafter) -> str:
-    requests, ways = _asked(target), _ways(target, drafter)
+    requests, ways = _requests(target), _ways(target, drafter)
     plain = ways["several calls"]()
     try:
         whole = ways["whole"]()
     except RuntimeError as error:  # an operation that no graph takes
         return first_line(error)[:300]
-    for request, wanted, found in zip(requests, plain, whole, strict=True):
-        both = enumerate(itertools.zip_longest(wanted, found))
+    for request, expected, written in zip(requests, plain, whole, strict=True):
+        both = enumerate(itertools.zip_longest(expected, written))
         at = next((i for i, (one, other) in both if one != other), None)
-        if at is not None and not is_tie(target, [*request.prompt, *wanted[:at]], wanted[at], found[at]):
-            return f"token {at} after a prompt of {len(request.prompt)} is {found[at]}, not {wanted[at]}"
+        if at is not None and not is_tie(target, [*request.prompt, *expected[:at]], expected[at], written[at]):
+            return f"token {at} after a prompt of {len(request.prompt)} is {written[at]}, not {expected[at]}"
     return ""
 
 
@@ -153,7 +155,7 @@ def _pays(target: Any, drafter: Drafter) -> bool:
     return machine.fastest(question, lambda: _ways(target, drafter), margin=1.02, processes=1) == "whole"
 
 
-def _asked(target: Any) -> list[Request]:
+def _requests(target: Any) -> list[Request]:
     """What is tried."""
     words = plain_words(target, len(PROMPTS), max(PROMPTS))
     prompts = [text[:count] for text, count in zip(words, PROMPTS, strict=True)]
@@ -166,11 +168,11 @@ def _ways(target: Any, drafter: Drafter) -> dict[str, Callable[[], list[list[int
     whole = WholeSteps(target, drafter, 2, max(PROMPTS) + NEW, frozenset(), kernels, builds=builds)
 
     def run(runner: WholeSteps | None) -> list[list[int]]:
-        requests, found = _asked(target), [list[int]() for _ in PROMPTS]
+        requests, texts = _requests(target), [list[int]() for _ in PROMPTS]
         for step in advance(target, requests, drafter, policy, _batch(target), fast=lambda _length: runner):
-            found[step.request] += step.tokens
+            texts[step.request] += step.tokens
         vars(drafter if drafter.limit else target).pop("whole", None)
-        return found
+        return texts
 
     return {"several calls": functools.partial(run, None), "whole": functools.partial(run, whole)}
 

@@ -80,8 +80,8 @@ def _check() -> None:
     torch.testing.assert_close(gated, F.silu(F.linear(x, weight)) * F.linear(x, up))
     q, k, v = torch.rand(1, 2, 3, 64), torch.rand(1, 1, 40, 64), torch.rand(1, 1, 40, 64)
     mask = torch.zeros(1, 1, 3, 40).masked_fill(torch.rand(1, 1, 3, 40) < 0.2, -torch.inf)
-    found = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    torch.testing.assert_close(torch.ops.outrider.attend(q, k, v, mask, 0.125), found)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    torch.testing.assert_close(torch.ops.outrider.attend(q, k, v, mask, 0.125), expected)
     weights, keys, tokens = torch.randn(4, 301).softmax(-1), torch.arange(4) + 5, torch.arange(301)
     torch.testing.assert_close(race(weights, keys), noise.race(weights, keys, tokens))
 
@@ -115,8 +115,8 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
     weights, keys = weights.contiguous(), keys.expand(weights.shape[:-1]).contiguous()
-    found: Tensor = torch.ops.outrider.race(weights, keys)
-    return found
+    tokens: Tensor = torch.ops.outrider.race(weights, keys)
+    return tokens
 
 
 def panel_width() -> int:
@@ -156,8 +156,8 @@ def _built() -> Path:
     question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
     path = cache.folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     torch_folder = Path(torch.__file__).parent
-    given = [*map(str, SOURCES), f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    return shared_library(path, [[*FLAGS, *native, *given] for native in NATIVE])
+    arguments = [*map(str, SOURCES), f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    return shared_library(path, [[*FLAGS, *native, *arguments] for native in NATIVE])
 
 
 def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:

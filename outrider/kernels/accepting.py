@@ -54,9 +54,10 @@ def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) ->
 def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) -> tuple[Tensor, Tensor]:
     """The distribution q [B, V] of logits [B, V] at `temperature` [B], and a drafted token a slot drawn from it."""
     logits, keys = wide(logits).contiguous(), streams.key(depth, Purpose.DRAFT).contiguous()
-    q, tokens, own = torch.empty_like(logits), torch.empty_like(keys), temperature.to(logits.dtype).contiguous()
+    q, tokens = torch.empty_like(logits), torch.empty_like(keys)
+    temperature = temperature.to(logits.dtype).contiguous()
     kernels.call(
-        "sample", logits.dtype == torch.float64, logits.data_ptr(), *logits.shape, own.data_ptr(), keys.data_ptr(),
-        q.data_ptr(), tokens.data_ptr(),
+        "sample", logits.dtype == torch.float64, logits.data_ptr(), *logits.shape, temperature.data_ptr(),
+        keys.data_ptr(), q.data_ptr(), tokens.data_ptr(),
     )  # fmt: skip
     return q, tokens

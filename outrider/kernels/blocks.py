@@ -50,8 +50,8 @@ class Parts(NamedTuple):
 
     def values(self) -> Tensor:
         """The weights [n, values of a block]: products and sums in ggml's order, equal to its own bit for bit."""
-        found = (self.numbers.float() - self.offset) * self.scales[..., None]
-        return (found if self.mins is None else found + self.mins[..., None]).flatten(1)
+        values = (self.numbers.float() - self.offset) * self.scales[..., None]
+        return (values if self.mins is None else values + self.mins[..., None]).flatten(1)
 
 
 def dequantized(kind: str, blocks: Tensor, columns: int) -> Tensor:

@@ -42,7 +42,7 @@ def _fetch(addresses):
 @triton.jit
 def _multiply(
     x, norm, addresses, M, K: tl.constexpr, NORMED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Rows x [M, K] times the weight rows at `addresses` [BLOCK_N], and sums of squares of x: [N, M] and [M].
 
@@ -50,9 +50,9 @@ def _multiply(
     """
     k, m = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_M)
     weights = addresses[:, None] + k[None, :]
-    for ahead in tl.static_range(AHEAD):
+    for step in tl.static_range(PREFETCHED):
         line = tl.arange(0, BLOCK_K // LINE) * LINE
-        _fetch(addresses[:, None] + ahead * BLOCK_K + line[None, :])
+        _fetch(addresses[:, None] + step * BLOCK_K + line[None, :])
     _begin()
     sums, squares = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_K if NORMED else 16, BLOCK_M), tl.float32)
     rows = x + m[None, :] * K + k[:, None]
@@ -82,7 +82,7 @@ def _stored(out, values, columns, M, N, BLOCK_M: tl.constexpr):
 def project(
     x, norm, query, key, value, query_bias, key_bias, value_bias, out, M, eps, K: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """out [M, QUERIES + 2 KEYS]: queries, keys and values of the normed x."""
     tile = tl.program_id(0)
@@ -93,7 +93,9 @@ def project(
     start = tl.where(tile < first, tile, tl.where(tile < second, tile - first, tile - second))
     n = tl.arange(0, BLOCK_N)
     inner = start * BLOCK_N + n
-    sums, squares = _multiply(x, norm, weight + inner.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, AHEAD)
+    sums, squares = _multiply(
+        x, norm, weight + inner.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED
+    )
     sums = sums * tl.rsqrt(squares / K + eps)[None, :]
     if BIASED:
         bias = tl.where(tile < first, query_bias, tl.where(tile < second, key_bias, value_bias))
@@ -104,14 +106,16 @@ def project(
 @triton.jit
 def gate(
     x, norm, gate, up, out, M, eps, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: silu(gate) * up of the normed x.  A program has BLOCK_N / 2 rows of each weight."""
     half: tl.constexpr = BLOCK_N // 2
     n = tl.arange(0, BLOCK_N)
-    own = tl.program_id(0) * half + n % half
+    rows = tl.program_id(0) * half + n % half
     weight = tl.where(n < half, gate, up)
-    sums, squares = _multiply(x, norm, weight + own.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, AHEAD)
+    sums, squares = _multiply(
+        x, norm, weight + rows.to(tl.int64) * K, M, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED
+    )
     sums = sums * tl.rsqrt(squares / K + eps)[None, :]
     gated, lifted = tl.split(tl.permute(tl.reshape(sums, (2, half, BLOCK_M)), (1, 2, 0)))
     _stored(out, gated * tl.sigmoid(gated) * lifted, tl.program_id(0) * half + tl.arange(0, half), M, N, BLOCK_M)
@@ -120,12 +124,12 @@ def gate(
 @triton.jit
 def add(
     x, weight, before, out, M, K: tl.constexpr, N: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: `before` plus the product of x, or the product alone."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    sums, _ = _multiply(x, x, weight + n.to(tl.int64) * K, M, K, False, BLOCK_M, BLOCK_N, BLOCK_K, AHEAD)
+    sums, _ = _multiply(x, x, weight + n.to(tl.int64) * K, M, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PREFETCHED)
     if ADDED:
         sums += tl.load(before + m[None, :] * N + n[:, None], mask=m[None, :] < M, other=0.0).to(tl.float32)
     _stored(out, sums, n, M, N, BLOCK_M)
@@ -137,10 +141,10 @@ def norm(x, weight, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
     k = tl.arange(0, BLOCK)
     _begin()
     at = tl.program_id(0) * K + k
-    own = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(own * own, 0) / K + eps)
-    found = own * scale * tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=k < K)
+    row = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / K + eps)
+    normed = row * scale * tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=k < K)
 
 
 # ── heads, cache, attention ───────────────────────────────────────────────────────────────────────────────────────────
@@ -160,24 +164,26 @@ def rotate(
     _begin()
     slot, token = row // width, row % width
     line = projected + row * (HEADS + 2 * KV) * D + head * D
-    own = tl.load(line + i).to(tl.float32)
+    states = tl.load(line + i).to(tl.float32)
     is_query, is_value = head < HEADS, head >= HEADS + KV
     if not is_value:
         rotated = tl.load(line + other).to(tl.float32)
         if NORMED:
-            scale = tl.rsqrt(tl.sum(own * own, 0) / D + eps)
+            scale = tl.rsqrt(tl.sum(states * states, 0) / D + eps)
             weight = tl.where(is_query, query_norm, key_norm)
-            own = own * scale * tl.load(weight + i).to(tl.float32)
+            states = states * scale * tl.load(weight + i).to(tl.float32)
             rotated = rotated * scale * tl.load(weight + other).to(tl.float32)
         rotated = tl.where(i < half, -rotated, rotated)
-        own = own * tl.load(cos + row * D + i).to(tl.float32) + rotated * tl.load(sin + row * D + i).to(tl.float32)
+        states = states * tl.load(cos + row * D + i).to(tl.float32) + rotated * tl.load(sin + row * D + i).to(
+            tl.float32
+        )
     if is_query:
-        tl.store(query + (row * HEADS + head) * D + i, own.to(query.dtype.element_ty))
+        tl.store(query + (row * HEADS + head) * D + i, states.to(query.dtype.element_ty))
     else:
         start = tl.load(starts + slot)
         own_head = tl.where(is_value, head - HEADS - KV, head - HEADS)
         place = slot.to(tl.int64) * slot_stride + own_head * head_stride + (start + token) * D
-        tl.store(tl.where(is_value, values, keys) + place + i, own.to(keys.dtype.element_ty))
+        tl.store(tl.where(is_value, values, keys) + place + i, states.to(keys.dtype.element_ty))
 
 
 @triton.jit
@@ -210,13 +216,13 @@ def attend(
         value = tl.load(values + cell, mask=held, other=0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         if split * CHUNK + CHUNK > start:
-            own = column - start
-            is_own = (own >= 0) & (own < width)
+            offset = column - start
+            is_own = (offset >= 0) & (offset < width)
             allowed = tl.load(
-                tree + (slot * width + token[:, None]) * width + own[None, :],
+                tree + (slot * width + token[:, None]) * width + offset[None, :],
                 mask=is_row[:, None] & is_own[None, :], other=0,
             )  # fmt: skip
-            scores = tl.where((own < 0)[None, :] | (allowed != 0), scores, float("-inf"))
+            scores = tl.where((offset < 0)[None, :] | (allowed != 0), scores, float("-inf"))
         best = tl.max(scores, 1)
         weights = tl.exp(scores - tl.where(best == float("-inf"), 0.0, best)[:, None])
         sums = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
@@ -241,9 +247,9 @@ def combine(
     for first in range(0, used, SPLITS):
         split = at + first + s
         is_used = first + s < used
-        own = tl.load(largest + split, mask=is_used, other=float("-inf"))
-        new = tl.maximum(best, tl.max(own, 0))
-        shrunk, weights = tl.exp(best - new), tl.exp(own - new)
+        maxima = tl.load(largest + split, mask=is_used, other=float("-inf"))
+        new = tl.maximum(best, tl.max(maxima, 0))
+        shrunk, weights = tl.exp(best - new), tl.exp(maxima - new)
         total = total * shrunk + tl.sum(tl.load(totals + split, mask=is_used, other=0.0) * weights, 0)
         part = tl.load(parts + split[:, None] * D + d[None, :], mask=is_used[:, None], other=0.0)
         sums = sums * shrunk + tl.sum(part * weights[:, None], 0)

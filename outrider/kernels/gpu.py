@@ -42,16 +42,17 @@ class Tiles(NamedTuple):
     inner: int
     warps: int
     stages: int
-    ahead: int
+    prefetched: int
     """Steps whose weights are fetched before the kernel waits for its rows."""
 
-    def given(self, x: Tensor, *outer: int) -> dict[str, Any]:
+    def launch_options(self, x: Tensor, *outer: int) -> dict[str, Any]:
         """Arguments of a launch for x [M, K] and weights of `outer` rows each, which the tiles divide."""
         rows, inner = x.shape
         step = math.gcd(2 * self.inner // x.itemsize, inner)
         return {
             "BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": math.gcd(self.rows, *outer), "BLOCK_K": step,
-            "AHEAD": min(self.ahead, inner // step), "num_warps": self.warps, "num_stages": self.stages, **PDL,
+            "PREFETCHED": min(self.prefetched, inner // step), "num_warps": self.warps, "num_stages": self.stages,
+            **PDL,
         }  # fmt: skip
 
 
@@ -70,10 +71,10 @@ def project(
     """Queries, keys and values of normed x [M, K]: [M, h d + 2 H d].  weights, biases: of all three."""
     query, key, value = weights
     rows, inner = x.shape
-    out, given = x.new_empty(rows, sum(map(len, weights))), tiles.given(x, len(query), len(key))
-    decoder_layer.project[out.shape[1] // given["BLOCK_N"],](
+    out, options = x.new_empty(rows, sum(map(len, weights))), tiles.launch_options(x, len(query), len(key))
+    decoder_layer.project[out.shape[1] // options["BLOCK_N"],](
         x, norm, query, key, value, *(biases or weights), out, rows, eps, K=inner, QUERIES=len(query), KEYS=len(key),
-        BIASED=biases is not None, **given,
+        BIASED=biases is not None, **options,
     )  # fmt: skip
     return out
 
@@ -81,9 +82,9 @@ def project(
 def gate(x: Tensor, norm: Tensor, gates: Tensor, ups: Tensor, eps: float, tiles: Tiles) -> Tensor:
     """silu(gates) * ups of normed x [M, K]: [M, N]."""
     rows, inner = x.shape
-    out, given = x.new_empty(rows, len(gates)), tiles.given(x, 2 * len(gates))
-    decoder_layer.gate[2 * len(gates) // given["BLOCK_N"],](
-        x, norm, gates, ups, out, rows, eps, K=inner, N=len(gates), **given
+    out, options = x.new_empty(rows, len(gates)), tiles.launch_options(x, 2 * len(gates))
+    decoder_layer.gate[2 * len(gates) // options["BLOCK_N"],](
+        x, norm, gates, ups, out, rows, eps, K=inner, N=len(gates), **options
     )  # fmt: skip
     return out
 
@@ -91,10 +92,10 @@ def gate(x: Tensor, norm: Tensor, gates: Tensor, ups: Tensor, eps: float, tiles:
 def multiply(x: Tensor, weight: Tensor, before: Tensor | None, out: Tensor, tiles: Tiles) -> None:
     """The product of x [M, K], and `before` [M, N] where it is given, into out [M, N]."""
     rows, inner = x.shape
-    given = tiles.given(x, len(weight))
-    decoder_layer.add[len(weight) // given["BLOCK_N"],](
+    options = tiles.launch_options(x, len(weight))
+    decoder_layer.add[len(weight) // options["BLOCK_N"],](
         x, weight, out if before is None else before, out, rows, K=inner, N=len(weight), ADDED=before is not None,
-        **given,
+        **options,
     )  # fmt: skip
 
 
@@ -137,15 +138,15 @@ class Attention:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """query [M, h, d] over cached keys and values [slots, H, length, d]: [M, h d]."""
         heads, (slots, width) = self.heads, self.tree.shape[:2]
-        own = dict(HEADS=heads.queries, D=heads.size, CHUNK=CHUNK, **PDL)
+        options = dict(HEADS=heads.queries, D=heads.size, CHUNK=CHUNK, **PDL)
         tiles = triton.cdiv(heads.queries // heads.keys * width, QUERIES)
         decoder_layer.attend[slots * heads.keys, self.splits, tiles](
             query, keys, values, self.starts, self.tree, self.parts, self.largest, self.totals, width, scale,
-            keys.stride(0), keys.stride(1), self.splits, KV=heads.keys, BLOCK_R=QUERIES, num_warps=2, **own,
+            keys.stride(0), keys.stride(1), self.splits, KV=heads.keys, BLOCK_R=QUERIES, num_warps=2, **options,
         )  # fmt: skip
         out = torch.empty_like(query).flatten(1)
         decoder_layer.combine[len(query), heads.queries](
             self.parts, self.largest, self.totals, self.starts, out, width, self.splits, SPLITS=SPLITS, num_warps=4,
-            **own,
+            **options,
         )  # fmt: skip
         return out

@@ -65,10 +65,10 @@ def _race(weights, key, x):
 def _first_of_largest(best, token, at, splits, SPLITS: tl.constexpr):
     """Largest of a row's chunks, and the first token that has it."""
     s = tl.arange(0, SPLITS)
-    own = tl.load(best + at * splits + s, mask=s < splits, other=float("-inf"))
-    top = tl.max(own, 0)
+    maxima = tl.load(best + at * splits + s, mask=s < splits, other=float("-inf"))
+    top = tl.max(maxima, 0)
     held = tl.load(token + at * splits + s, mask=s < splits, other=LAST)
-    return top, tl.min(tl.where((own == top) & (s < splits), held, LAST), 0)
+    return top, tl.min(tl.where((maxima == top) & (s < splits), held, LAST), 0)
 
 
 # ── distributions ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,8 +84,8 @@ def _weights(logits, x, best, choice, temperature):
 @triton.jit
 def _judged(q, x, is_in, token, is_known, is_valid, WIDE: tl.constexpr):
     """q of tokens x as the rule judges it: one-hot where it is not valid, 0 where the node's id is outside."""
-    given = tl.load(q + x, mask=is_in, other=0.0).to(WIDE)
-    return tl.where(is_valid, given, tl.where((x == token) & is_known, 1.0, 0.0).to(WIDE))
+    stored = tl.load(q + x, mask=is_in, other=0.0).to(WIDE)
+    return tl.where(is_valid, stored, tl.where((x == token) & is_known, 1.0, 0.0).to(WIDE))
 
 
 @triton.jit
@@ -104,10 +104,12 @@ def _left(
         node = slot * N + m
         if tl.load(parents + node) == parent:
             token = tl.load(tokens + node)
-            known = (token >= 0) & (token < V)
-            own = _judged(q + slot * q_slot + m * q_node, x, is_in, token, known, tl.load(valid + node) != 0, WIDE)
+            is_known = (token >= 0) & (token < V)
+            child_q = _judged(
+                q + slot * q_slot + m * q_node, x, is_in, token, is_known, tl.load(valid + node) != 0, WIDE
+            )
             mass = _mass(masses, node, splits, SPLITS)
-            p = tl.where(mass > MIN_MASS, tl.maximum(p - own, 0.0) / tl.maximum(mass, MIN_MASS), p)
+            p = tl.where(mass > MIN_MASS, tl.maximum(p - child_q, 0.0) / tl.maximum(mass, MIN_MASS), p)
     return p
 
 
@@ -125,23 +127,23 @@ def read(
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    own = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
-    own = own.to(WIDE)
-    own = tl.where(own == own, own, float("inf"))
-    top = tl.max(own, 0)
+    values = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
+    values = values.to(WIDE)
+    values = tl.where(values == values, values, float("inf"))
+    top = tl.max(values, 0)
     at = row * splits + split
     tl.store(best + at, top)
-    tl.store(choice + at, tl.min(tl.where((own == top) & is_in, x, LAST), 0))
+    tl.store(choice + at, tl.min(tl.where((values == top) & is_in, x, LAST), 0))
     warm = tl.load(temperature + slot).to(WIDE)
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    tl.store(total + at, tl.sum(tl.exp((own - shift) / tl.where(warm == 0, 1.0, warm)), 0))
+    tl.store(total + at, tl.sum(tl.exp((values - shift) / tl.where(warm == 0, 1.0, warm)), 0))
     if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
         if n > 0:
             place = q + slot * q_slot + (n - 1).to(tl.int64) * q_node + x
-            given = tl.load(place, mask=is_in, other=0.0).to(WIDE)
+            q_values = tl.load(place, mask=is_in, other=0.0).to(WIDE)
             node = (slot * N + n - 1) * splits + split
-            tl.store(sums + node, tl.sum(given, 0))
-            tl.store(minima + node, tl.min(given, 0))
+            tl.store(sums + node, tl.sum(q_values, 0))
+            tl.store(minima + node, tl.min(q_values, 0))
 
 
 @triton.jit(do_not_specialize=["N", "splits"])
@@ -155,10 +157,10 @@ def combine(
     slot, n = (row // (N + 1)).to(tl.int64), row % (N + 1)
     is_used = s < splits
     top, first = _first_of_largest(best, choice, row, splits, SPLITS)
-    own = tl.load(best + row * splits + s, mask=is_used, other=float("-inf"))
+    maxima = tl.load(best + row * splits + s, mask=is_used, other=float("-inf"))
     warm = tl.load(temperature + slot).to(WIDE)
     part = tl.load(total + row * splits + s, mask=is_used, other=0.0)
-    shrunk = tl.exp((own - top) / tl.where(warm == 0, 1.0, warm))
+    shrunk = tl.exp((maxima - top) / tl.where(warm == 0, 1.0, warm))
     tl.store(row_best + row, top)
     tl.store(row_choice + row, first)
     tl.store(row_total + row, tl.where(warm == 0, 1.0, tl.sum(tl.where(part > 0, part * shrunk, 0.0), 0)))
@@ -169,9 +171,9 @@ def combine(
             mass = tl.sum(tl.load(sums + place, mask=is_used, other=0.0), 0)
             lowest = tl.min(tl.load(minima + place, mask=is_used, other=0.0), 0)
             token = tl.load(tokens + node)
-            known = (token >= 0) & (token < V)
-            held = tl.load(q + slot * q_slot + (n - 1).to(tl.int64) * q_node + token, mask=known, other=0.0)
-            is_valid = known & (lowest >= 0) & (tl.abs(mass - 1) < 1e-3) & (held > 0)
+            is_known = (token >= 0) & (token < V)
+            held = tl.load(q + slot * q_slot + (n - 1).to(tl.int64) * q_node + token, mask=is_known, other=0.0)
+            is_valid = is_known & (lowest >= 0) & (tl.abs(mass - 1) < 1e-3) & (held > 0)
             tl.store(valid + node, is_valid.to(tl.int8))
             key = _key(tl.load(seeds + slot), tl.load(index + slot), tl.load(depths + row) - 1, ACCEPT)
             tl.store(coins + node, _unit(_mix(key + (n - 1).to(tl.int64) * STEP)))
@@ -179,7 +181,7 @@ def combine(
 
 @triton.jit(do_not_specialize=["rank", "N", "splits"])
 def masses(
-    logits, temperature, row_best, row_choice, row_total, tokens, parents, sizes, valid, q, found, rank, N, V, splits,
+    logits, temperature, row_best, row_choice, row_total, tokens, parents, sizes, valid, q, out, rank, N, V, splits,
     slot_stride, row_stride, q_slot, q_node, CHUNK: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk's share of what is left after the rejection of a node with `rank` elder siblings, [B N, splits]."""
@@ -192,18 +194,18 @@ def masses(
         x = split * CHUNK + tl.arange(0, CHUNK)
         is_in = x < V
         row = slot * (N + 1) + parent + 1
-        own = tl.load(logits + slot * slot_stride + (parent + 1) * row_stride + x, mask=is_in, other=float("-inf"))
+        values = tl.load(logits + slot * slot_stride + (parent + 1) * row_stride + x, mask=is_in, other=float("-inf"))
         warm = tl.load(temperature + slot).to(WIDE)
-        p = _weights(own.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm)
+        p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm)
         p = _left(
-            p / tl.load(row_total + row), x, is_in, slot, parent, n, tokens, parents, valid, q, q_slot, q_node, found,
+            p / tl.load(row_total + row), x, is_in, slot, parent, n, tokens, parents, valid, q, q_slot, q_node, out,
             N, V, splits, SPLITS, WIDE,
         )  # fmt: skip
         token = tl.load(tokens + node)
-        known = (token >= 0) & (token < V)
+        is_known = (token >= 0) & (token < V)
         place = q + slot * q_slot + n.to(tl.int64) * q_node
-        own_q = _judged(place, x, is_in, token, known, tl.load(valid + node) != 0, WIDE)
-        tl.store(found + node * splits + split, tl.sum(tl.maximum(p - own_q, 0.0), 0))
+        own_q = _judged(place, x, is_in, token, is_known, tl.load(valid + node) != 0, WIDE)
+        tl.store(out + node * splits + split, tl.sum(tl.maximum(p - own_q, 0.0), 0))
 
 
 # ── draws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -226,9 +228,11 @@ def draw(
             return
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    own = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
+    values = tl.load(logits + slot * slot_stride + n.to(tl.int64) * row_stride + x, mask=is_in, other=float("-inf"))
     warm = tl.load(temperature + slot).to(WIDE)
-    p = _weights(own.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(row_total + row)
+    p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(
+        row_total + row
+    )
     if WRITES:
         tl.store(out + row.to(tl.int64) * V + x, p, mask=is_in)
     seed, at, depth = tl.load(seeds + slot), tl.load(index + slot), tl.load(depths + row)
@@ -244,8 +248,8 @@ def draw(
 def drawn(best, token, out, splits, SPLITS: tl.constexpr):
     """out [R]: the token that won each row's race."""
     row = tl.program_id(0)
-    _, found = _first_of_largest(best, token, row, splits, SPLITS)
-    tl.store(out + row, found.to(tl.int64))
+    _, first = _first_of_largest(best, token, row, splits, SPLITS)
+    tl.store(out + row, first.to(tl.int64))
 
 
 # ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -273,29 +277,29 @@ def walk(
     for n in range(N):
         node = slot * N + n
         token = tl.load(tokens + node)
-        known = (token >= 0) & (token < V)
+        is_known = (token >= 0) & (token < V)
         is_live = n < size
-        is_right = known
+        is_right = is_known
         if HAS_Q:
             is_valid = tl.load(valid + node) != 0
-            is_right = tl.where(follows != 0, known, is_valid)
+            is_right = tl.where(follows != 0, is_known, is_valid)
         invalid += (is_live & (is_right == 0)).to(tl.int64)
-        if is_live & known & (tl.load(parents + node) == at):
+        if is_live & is_known & (tl.load(parents + node) == at):
             row = first + at + 1
             passes = follows != 0
             if HAS_DRAWS:
                 passes = passes & (tl.load(draws + row) == token)
             if HAS_Q:  # noqa: SIM102 — the outer one is decided while the kernel is compiled
                 if follows == 0:
-                    own = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + token).to(WIDE)
+                    logit = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + token).to(WIDE)
                     warm = tl.load(temperature + slot).to(WIDE)
-                    p = _weights(own, token, tl.load(row_best + row), tl.load(row_choice + row), warm)
+                    p = _weights(logit, token, tl.load(row_best + row), tl.load(row_choice + row), warm)
                     p = _left(
-                        p / tl.load(row_total + row), token, known, slot, at, n, tokens, parents, valid, q, q_slot,
+                        p / tl.load(row_total + row), token, is_known, slot, at, n, tokens, parents, valid, q, q_slot,
                         q_node, masses, N, V, splits, SPLITS, WIDE,
                     )  # fmt: skip
                     place = q + slot * q_slot + n * q_node
-                    own_q = _judged(place, token, known, token, known, is_valid, WIDE)
+                    own_q = _judged(place, token, is_known, token, is_known, is_valid, WIDE)
                     passes = tl.load(coins + node) * own_q.to(tl.float64) < p.to(tl.float64)
                     tl.store(left + node, p)
             if passes:
@@ -339,9 +343,11 @@ def emit(
     row = slot * (N + 1) + at + 1
     x = split * CHUNK + tl.arange(0, CHUNK)
     is_in = x < V
-    own = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + x, mask=is_in, other=float("-inf"))
+    values = tl.load(logits + slot * slot_stride + (at + 1) * row_stride + x, mask=is_in, other=float("-inf"))
     warm = tl.load(temperature + slot).to(WIDE)
-    p = _weights(own.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(row_total + row)
+    p = _weights(values.to(WIDE), x, tl.load(row_best + row), tl.load(row_choice + row), warm) / tl.load(
+        row_total + row
+    )
     p = tl.where(is_in, p, 0.0)
     rest = p
     if youngest >= 0:
@@ -351,9 +357,9 @@ def emit(
         )  # fmt: skip
         node = slot * N + youngest
         last = tl.load(tokens + node)
-        known = (last >= 0) & (last < V)
+        is_known = (last >= 0) & (last < V)
         place = q + slot * q_slot + youngest.to(tl.int64) * q_node
-        rest = tl.maximum(p - _judged(place, x, is_in, last, known, tl.load(valid + node) != 0, WIDE), 0.0)
+        rest = tl.maximum(p - _judged(place, x, is_in, last, is_known, tl.load(valid + node) != 0, WIDE), 0.0)
     if WRITES:
         tl.store(out + slot * V + x, rest, mask=is_in)
     key = _key(tl.load(seeds + slot), tl.load(index + slot), count, TARGET)
@@ -374,5 +380,5 @@ def resolve(best, token, rest_best, rest_token, rest_mass, walked, N, splits, SP
     slot = tl.program_id(0).to(tl.int64)
     _, before = _first_of_largest(best, token, slot, splits, SPLITS)
     _, after = _first_of_largest(rest_best, rest_token, slot, splits, SPLITS)
-    found = tl.where(_mass(rest_mass, slot, splits, SPLITS) > MIN_MASS, after, before)
-    tl.store(walked + slot * (N + 4) + N + 1, found.to(tl.int64))
+    chosen = tl.where(_mass(rest_mass, slot, splits, SPLITS) > MIN_MASS, after, before)
+    tl.store(walked + slot * (N + 4) + N + 1, chosen.to(tl.int64))

@@ -131,13 +131,13 @@ def _quantised(model: nn.Module) -> list[Quantized]:
 
 def layout(model: nn.Module) -> list[tuple[str, object]]:
     """For each layer with packed weights: its name, and how the weight is stored and multiplied."""
-    found: list[tuple[str, object]] = []
+    entries: list[tuple[str, object]] = []
     for name, layer in model.named_modules():
         if isinstance(layer, Quantized):
-            found.append((name, layer.extra_repr()))
+            entries.append((name, layer.extra_repr()))
         elif layer in _weights:
-            found.append((name, _weights[layer].weight.dtype))
-    return found
+            entries.append((name, _weights[layer].weight.dtype))
+    return entries
 
 
 @contextmanager
@@ -169,11 +169,11 @@ def panels_of(layers: Sequence[nn.Linear | Quantized]) -> Tensor:
         return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
     whole, start = LargePages(sum(part.nbytes for part in parts)).stored(torch.cat(parts)), 0
     for layer, part in zip(layers, parts, strict=True):
-        own = whole[start : start + len(part)]
+        view = whole[start : start + len(part)]
         if isinstance(layer, Quantized):
-            layer.packed = own
+            layer.packed = view
         else:
-            _weights[layer] = _weights[layer]._replace(weight=own)
+            _weights[layer] = _weights[layer]._replace(weight=view)
         start += len(part)
     return whole
 
@@ -193,10 +193,10 @@ def way_of(model: nn.Module) -> Way:
     """How most of its linear layers multiply while `enabled` is open; quantised weights are always in panels."""
     if _quantised(model):
         return "panels"
-    found = Counter(
+    counts = Counter(
         _weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights
     )
-    return found.most_common(1)[0][0] if found else "plain"
+    return counts.most_common(1)[0][0] if counts else "plain"
 
 
 _open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
@@ -206,16 +206,18 @@ _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    found = _weights.get(layer)
-    usual = found is None or found.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    if found is None or usual or _disabled.get() or x.dtype != torch.float32 or not x.numel():
+    packed = _weights.get(layer)
+    usual = (
+        packed is None or packed.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    )
+    if packed is None or usual or _disabled.get() or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
-    weight = found.weight
+    weight = packed.weight
     if torch.compiler.is_compiling():  # a traced graph holds the current weights, and checks that itself
         weight = getattr(layer, PANELS, weight)
-    elif found.stamp != _stamp(layer):
+    elif packed.stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
-    return product(x, found.way, weight, layer.weight.shape[0], layer.bias)
+    return product(x, packed.way, weight, layer.weight.shape[0], layer.bias)
 
 
 def _fits(layer: nn.Linear) -> bool:
@@ -226,10 +228,10 @@ def _fits(layer: nn.Linear) -> bool:
         or layer.weight.device.type != "cpu"
     ):
         return False
-    own = vars(layer).get("forward")
+    forward = vars(layer).get("forward")
     # ours is packed again once its weight has changed; another's `forward` stays
-    is_ours = isinstance(own, functools.partial) and own.func is _forward
-    return own is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
+    is_ours = isinstance(forward, functools.partial) and forward.func is _forward
+    return forward is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
 
 
 def _stamp(layer: nn.Linear) -> tuple[int, int]:
@@ -258,8 +260,8 @@ def prepacked(weights: Sequence[Tensor], way: Way) -> list[Tensor]:
 def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
     """x [..., inner] float32 times a packed weight: [..., outputs]."""
     if way == "panels":
-        found = torch.ops.outrider.multiply(x.contiguous(), weight, outputs)
-        return found if bias is None else found + bias
+        output = torch.ops.outrider.multiply(x.contiguous(), weight, outputs)
+        return output if bias is None else output + bias
     if way == "onednn":
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -276,13 +278,15 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
     ]
     # tied to another's weight, a layer may be wider than it says
     inputs = {
-        (rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in {own.shape[1] for own in sample}
+        (rows, width): torch.ones(rows, width)
+        for rows in SAMPLE_ROWS
+        for width in {original.shape[1] for original in sample}
     }
 
     def multiply(way: Way, weights: Sequence[Tensor]) -> None:
         for rows in SAMPLE_ROWS:
-            for own, weight in zip(sample, weights, strict=True):
-                product(inputs[rows, own.shape[1]], way, weight, own.shape[0])
+            for original, weight in zip(sample, weights, strict=True):
+                product(inputs[rows, original.shape[1]], way, weight, original.shape[0])
 
     def runs() -> dict[str, Callable[[], object]]:
         return {way: functools.partial(multiply, way, prepacked(sample, way)) for way in there}
@@ -299,7 +303,7 @@ def _has_onednn() -> bool:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
-        [own] = prepacked([weight], "onednn")
-        return torch.allclose(product(x, "onednn", own, 4), F.linear(x, weight))
+        [packed] = prepacked([weight], "onednn")
+        return torch.allclose(product(x, "onednn", packed, 4), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # the operators are torch's own, but not public
         return False

@@ -91,9 +91,9 @@ class Quantized(nn.Module):
         """The weights of these rows [n], float32 [n, C]."""
         if not is_fast():
             return blocks.dequantized(self.kind, self.packed.index_select(0, ids), self.columns)
-        given = ids.contiguous().cpu(), self._panels().cpu(), NUMBERS[self.kind], self.columns
-        found: Tensor = torch.ops.outrider.quantized_rows(*given)
-        return found.to(self.packed.device)
+        arguments = ids.contiguous().cpu(), self._panels().cpu(), NUMBERS[self.kind], self.columns
+        values: Tensor = torch.ops.outrider.quantized_rows(*arguments)
+        return values.to(self.packed.device)
 
     def _panels(self) -> Tensor:
         return self.packed if self.panels is None else self.panels
@@ -128,14 +128,14 @@ class QuantizedLinear(Quantized):
         is_ours = in_integers or (x.dtype == torch.float32 and not _plainly.get())
         if not is_ours or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        found = self._product(x.float().contiguous(), in_integers).to(x.dtype)
-        return found if self.bias is None else found + self.bias
+        output = self._product(x.float().contiguous(), in_integers).to(x.dtype)
+        return output if self.bias is None else output + self.bias
 
     def _product(self, x: Tensor, in_integers: bool) -> Tensor:
         if is_fast() and x.device.type == "cpu":
-            given = x, self._panels(), NUMBERS[self.kind], self.rows, int(in_integers)
-            found: Tensor = torch.ops.outrider.quantized(*given)
-            return found
+            arguments = x, self._panels(), NUMBERS[self.kind], self.rows, int(in_integers)
+            output: Tensor = torch.ops.outrider.quantized(*arguments)
+            return output
         if in_integers and not is_fast():
             return product_in_integers(x, blocks.parts(self.kind, self.packed))
         return F.linear(x, self.dequantized())
@@ -161,33 +161,33 @@ class QuantizedEmbedding(Quantized):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] to float32 [..., C]."""
-        found = self.values(ids.flatten()).view(*ids.shape, self.columns)
-        return found if self.scale == 1.0 else found * self.scale
+        rows = self.values(ids.flatten()).view(*ids.shape, self.columns)
+        return rows if self.scale == 1.0 else rows * self.scale
 
 
 # ── panels ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _packed(kind: str, given: Tensor, columns: int) -> Tensor:
+def _packed(kind: str, raw: Tensor, columns: int) -> Tensor:
     """Blocks [R, bytes] in panels, or copied where there is no kernel."""
     expected = blocks.row_bytes(kind, columns)
-    if given.dtype != torch.uint8 or given.ndim != 2 or given.shape[1] != expected:
+    if raw.dtype != torch.uint8 or raw.ndim != 2 or raw.shape[1] != expected:
         raise ValueError(
-            f"blocks of {columns} weights in {kind} are uint8 [rows, {expected}], not {given.dtype} "
-            f"{list(given.shape)}; give the bytes of the file"
+            f"blocks of {columns} weights in {kind} are uint8 [rows, {expected}], not {raw.dtype} "
+            f"{list(raw.shape)}; give the bytes of the file"
         )
-    return in_panels(kind, given.contiguous()) if is_fast() else given.clone()
+    return in_panels(kind, raw.contiguous()) if is_fast() else raw.clone()
 
 
-def in_panels(kind: str, given: Tensor) -> Tensor:
+def in_panels(kind: str, raw: Tensor) -> Tensor:
     """Blocks [R, bytes] as panels [panels, bytes] for our kernel."""
     if kind in blocks.PLAIN:  # panels hold these 32 at a time
-        given = F.pad(given, (0, -given.shape[1] % (WIDTH * blocks.BLOCKS[kind].bytes)))
+        raw = F.pad(raw, (0, -raw.shape[1] % (WIDTH * blocks.BLOCKS[kind].bytes)))
     size = blocks.BLOCKS[kind].bytes * (WIDTH if kind in blocks.PLAIN else 1)
-    count = given.shape[1] // size
+    count = raw.shape[1] // size
     packed = PACKED[kind] * (WIDTH if kind in blocks.PLAIN else 1)
-    panels = _room(-(-len(given) // PANEL) * PANEL * count * packed).view(-1, PANEL * count * packed)
-    kernels.call("pack", NUMBERS[kind], given.data_ptr(), len(given), count, panels.data_ptr())
+    panels = _room(-(-len(raw) // PANEL) * PANEL * count * packed).view(-1, PANEL * count * packed)
+    kernels.call("pack", NUMBERS[kind], raw.data_ptr(), len(raw), count, panels.data_ptr())
     return panels
 
 
@@ -264,15 +264,15 @@ def _check() -> None:
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, 512, generator=noise)
     for kind in blocks.BLOCKS:
-        given = example(kind, 40, 512, noise)
-        panels = in_panels(kind, given)
-        plain = blocks.dequantized(kind, given, 512)
-        found = torch.ops.outrider.quantized(x, panels, NUMBERS[kind], 40, 0)
-        torch.testing.assert_close(found, F.linear(x, plain), rtol=1e-4, atol=1e-4)
+        raw = example(kind, 40, 512, noise)
+        panels = in_panels(kind, raw)
+        plain = blocks.dequantized(kind, raw, 512)
+        output = torch.ops.outrider.quantized(x, panels, NUMBERS[kind], 40, 0)
+        torch.testing.assert_close(output, F.linear(x, plain), rtol=1e-4, atol=1e-4)
         assert torch.equal(torch.ops.outrider.quantized_rows(torch.arange(40), panels, NUMBERS[kind], 512), plain)
         if kind not in blocks.PLAIN:
-            wanted = product_in_integers(x, blocks.parts(kind, given))
-            assert torch.equal(torch.ops.outrider.quantized(x, panels, NUMBERS[kind], 40, 1), wanted)
+            expected = product_in_integers(x, blocks.parts(kind, raw))
+            assert torch.equal(torch.ops.outrider.quantized(x, panels, NUMBERS[kind], 40, 1), expected)
 
 
 def example(kind: str, rows: int, columns: int, noise: torch.Generator) -> Tensor:
@@ -280,11 +280,11 @@ def example(kind: str, rows: int, columns: int, noise: torch.Generator) -> Tenso
     if kind in blocks.PLAIN:
         return torch.randn(rows, columns, generator=noise).to(blocks.PLAIN[kind]).view(torch.uint8)
     size = blocks.BLOCKS[kind].bytes
-    found = torch.randint(256, (rows * columns // blocks.BLOCKS[kind].values, size), dtype=torch.uint8, generator=noise)
+    raw = torch.randint(256, (rows * columns // blocks.BLOCKS[kind].values, size), dtype=torch.uint8, generator=noise)
     for at in HALVES[kind]:
-        scales = (torch.rand(len(found), 1, generator=noise) + 0.5) / SPREAD[kind]
-        found[:, at : at + 2] = scales.half().view(torch.uint8)
-    return found.view(rows, -1)
+        scales = (torch.rand(len(raw), 1, generator=noise) + 0.5) / SPREAD[kind]
+        raw[:, at : at + 2] = scales.half().view(torch.uint8)
+    return raw.view(rows, -1)
 
 
 @functools.cache

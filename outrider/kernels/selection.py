@@ -34,19 +34,19 @@ def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
     """The kernels that accept and draw on this device; None where the plain ways do."""
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and library() is None):
         return None
-    own: AcceptanceKernels = accepting
+    kernels: AcceptanceKernels = accepting
     try:
         if device.type == "cuda":
             from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
 
-            own = acceptance
-        wrong = difference(own, device)
+            kernels = acceptance
+        wrong = difference(kernels, device)
     except Exception as error:  # no Triton, no C compiler for it, a GPU that it does not know
         wrong = first_line(error)
     if wrong:
         log.info("drafts are accepted and drawn on %s as torch writes it: %s", device, wrong)
         return None
-    return own
+    return kernels
 
 
 @torch.inference_mode()
@@ -71,10 +71,10 @@ def difference(kernels: AcceptanceKernels, device: torch.device) -> str:
 
 
 def _difference(
-    kernels: AcceptanceKernels, given: Sequence[Tensor], parents: Sequence[int], streams: Streams, has_q: bool
+    kernels: AcceptanceKernels, inputs: Sequence[Tensor], parents: Sequence[int], streams: Streams, has_q: bool
 ) -> str:  # fmt: skip
-    """As `difference`, for one draft.  given: logits, tokens, q and temperatures."""
-    logits, tokens, q, temperature = given
+    """As `difference`, for one draft.  inputs: logits, tokens, q and temperatures."""
+    logits, tokens, q, temperature = inputs
     sizes = torch.full((SLOTS,), len(parents))
     draft = Draft.fixed(tokens, parents, sizes, q if has_q else None)
     if accepted(kernels.accept(draft, logits, temperature, streams)) != accept(
@@ -83,16 +83,16 @@ def _difference(
         return "our kernels accept other tokens than the plain rule"
     choice = likeliest(logits)
     one_hot = torch.zeros_like(logits).scatter_(-1, choice[..., None], 1.0)
-    wanted = accept(Draft.fixed(tokens, parents, sizes), one_hot, streams)
-    if any(accepted(kernels.accept_greedy(draft, logits, known)) != wanted for known in (None, choice)):
+    expected = accept(Draft.fixed(tokens, parents, sizes), one_hot, streams)
+    if any(accepted(kernels.accept_greedy(draft, logits, known_choice)) != expected for known_choice in (None, choice)):
         return "our kernels accept other greedy tokens than the plain rule"
     plain = tempered(logits[:, 0], temperature)
-    own, drawn = kernels.sample(logits[:, 0], temperature, streams, 2)
-    if not torch.equal(drawn, streams.draw(plain, 2, Purpose.DRAFT)) or float((own - plain).abs().max()) > 1e-5:
+    sampled_q, drawn = kernels.sample(logits[:, 0], temperature, streams, 2)
+    if not torch.equal(drawn, streams.draw(plain, 2, Purpose.DRAFT)) or float((sampled_q - plain).abs().max()) > 1e-5:
         return "our kernels draw other tokens than the plain way"
     return ""
 
 
-def accepted(found: Tensor) -> Accepted:
+def accepted(rows: Tensor) -> Accepted:
     """What kernels returned, read."""
-    return Accepted.read([row[:-1] for row in found.tolist()])
+    return Accepted.read([row[:-1] for row in rows.tolist()])

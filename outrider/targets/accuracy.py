@@ -147,10 +147,10 @@ def allowance(target: Any) -> Allowance | None:
     None where it can't be measured.
     """
     question = f"rounding of {target.spec.weights_hash} in {target.spec.dtype}, {PROMPT} tokens of text"
-    found = machine.remembered(question, functools.partial(_measured, target))
-    if not found:
+    measured = machine.remembered(question, functools.partial(_measured, target))
+    if not measured:
         return None
-    return Allowance(**found["allowed"])
+    return Allowance(**measured["allowed"])
 
 
 @torch.inference_mode()

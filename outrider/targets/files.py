@@ -60,10 +60,10 @@ def _cut(path: Path, size: int) -> str | None:
 def base_of(adapter: Path) -> str:
     """The model that an adapter's config names; empty where it names none."""
     try:
-        found = json.loads((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
+        base = json.loads((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
-    return found if isinstance(found, str) else ""
+    return base if isinstance(base, str) else ""
 
 
 def _adapter(folder: Path) -> str:

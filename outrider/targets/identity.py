@@ -100,8 +100,8 @@ def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
         for name, weight in sorted(whole.items()):
             place = next(stored[one] for one in (name, *names[id(weight)]) if one in stored)
             with safe_open(regular(place), "pt") as file:
-                own = next(one for one in (name, *names[id(weight)]) if stored.get(one) == place)
-                part = file.get_slice(own)
+                alias = next(one for one in (name, *names[id(weight)]) if stored.get(one) == place)
+                part = file.get_slice(alias)
                 if tuple(part.get_shape()) != tuple(weight.shape):
                     return ""
                 digest.update(_entry(name, tuple(weight.shape), _first(part)))
@@ -120,8 +120,8 @@ def _first(part: Any) -> Tensor:
     """The first SAMPLE values of a slice of a file."""
     shape = part.get_shape()
     if not shape:
-        found: Tensor = part[:].flatten()
-        return found
+        value: Tensor = part[:].flatten()
+        return value
     of_one = max(1, math.prod(shape[1:]))
     rows: Tensor = part[: -(-SAMPLE // of_one)]
     return rows.flatten()[:SAMPLE]
@@ -130,11 +130,11 @@ def _first(part: Any) -> Tensor:
 def _stored_weights(path: str, revision: str | None) -> dict[str, Path]:
     """The file of each weight of a checkpoint in a folder, or of a Hugging Face id as far as it was loaded before."""
     try:
-        own = Path(path)
-        found = own if own.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
-        if (index := found / INDEX).exists():
-            return {name: found / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        with safe_open(regular(found / WEIGHTS), "pt") as file:
-            return dict.fromkeys(file.keys(), found / WEIGHTS)
+        local = Path(path)
+        folder = local if local.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent
+        if (index := folder / INDEX).exists():
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        with safe_open(regular(folder / WEIGHTS), "pt") as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
     except (OSError, SafetensorError, ValueError, KeyError):
         return {}

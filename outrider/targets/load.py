@@ -70,7 +70,7 @@ def load_target(
     where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
     handed to transformers as `quantization_config`; without it the weights of a checkpoint whose method would round
-    activations are dequantised.  device_map is transformers' own: `auto`, or which part goes to
+    activations are dequantised.  device_map is transformers' special_target: `auto`, or which part goes to
     which device or `disk`.  tensor_parallel: processes that each have a part of every layer; all are started by
     torchrun, and in all but the first this function does not return: they work until the first one ends, then exit.
     adapter: folder of a LoRA adapter, which peft merges into the weights; a module of peft's is used as it is.
@@ -102,21 +102,21 @@ def load_target(
         raise ConfigError(
             f"activations {activations!r} needs a target in a GGUF file, and {name!r} is none; leave it out"
         )
-    if (own := special(name)) is not None:
+    if (special_target := special(name)) is not None:
         _refuse_adapter(adapter, f"{name}, which is several models or another sort")
-        sort, described = own
+        sort, described = special_target
         made: TransformersTarget = sort.load(
             name, described, load_target, revision=revision, device=device, dtype=dtype, device_map=device_map,
             quantize=quantize, quantization=quantization, trust_remote_code=trust_remote_code, compile=compile,
             tensor_parallel=tensor_parallel,
         )  # fmt: skip
         return made
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "name": name, "dtype": dtype, "quantize": quantize, "quantization": quantization, "revision": revision,
         "trust_remote_code": trust_remote_code, "compile": compile,
     }  # fmt: skip
     if tensor_parallel == 1:
-        return _from_checkpoint(**given, device=device, device_map=device_map, adapter=adapter)
+        return _from_checkpoint(**options, device=device, device_map=device_map, adapter=adapter)
     _refuse_adapter(adapter, f"tensor_parallel {tensor_parallel}")
     _refuse_with_parts(
         tensor_parallel, device=device, device_map=device_map, quantize=quantize, quantization=quantization
@@ -127,9 +127,9 @@ def load_target(
     if dtype == "auto":  # by what this machine measured, which another may not have
         path = catalog.checkpoint(name)
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        given["dtype"] = dtype_of(config, dtype, default_device())
-    found: Any = tensor_parallelism.lead(calls, _from_checkpoint, given | {"parts": tensor_parallel})
-    return found
+        options["dtype"] = dtype_of(config, dtype, default_device())
+    leader: Any = tensor_parallelism.lead(calls, _from_checkpoint, options | {"parts": tensor_parallel})
+    return leader
 
 
 def work_for_first(tensor_parallel: int) -> None:
@@ -209,20 +209,22 @@ def _from_checkpoint(
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
         config = AutoConfig.from_pretrained(path, **options)
-        wanted: Any = "auto" if dtype is None and device.type != "cpu" else dtype_of(config, dtype, device)
+        weight_dtype: Any = "auto" if dtype is None and device.type != "cpu" else dtype_of(config, dtype, device)
         whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
         read_as = quantization if whole is None else whole
         # None would hide that a checkpoint comes quantised
         method = {} if read_as is None else {"quantization_config": read_as}
         with no_bars():
             loaded: Any = loader_of(config, name).from_pretrained(
-                path, dtype=wanted, output_loading_info=True, **options, **method, **spread
+                path, dtype=weight_dtype, output_loading_info=True, **options, **method, **spread
             )
-        model, found = loaded
-        if whole is not None and isinstance(wanted, torch.dtype):
-            model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
+        model, loading_info = loaded
+        if whole is not None and isinstance(weight_dtype, torch.dtype):
+            model = model.to(
+                weight_dtype
+            )  # what was not quantised has it already, the rest is in the type of its scales
         tokenizer, reason = load_tokenizer(path, **options)
-        if adapter is not None and not found["missing_keys"]:
+        if adapter is not None and not loading_info["missing_keys"]:
             model = merged(model, adapter)
         if reason:
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
@@ -240,8 +242,8 @@ def _from_checkpoint(
         if "contains custom code" in str(error):
             advice = "read that code, and then allow it with trust_remote_code"
         raise TargetError(f"can't load target {name!r}: {first_line(error)}; {advice}") from error
-    if found["missing_keys"]:  # transformers fills them with random numbers
-        missing = sorted(found["missing_keys"])
+    if loading_info["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(loading_info["missing_keys"])
         raise TargetError(
             f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or use the "
             "checkpoint "
@@ -258,9 +260,9 @@ def _from_checkpoint(
     return _compiled(TransformersTarget(model, tokenizer, name, revision, base, weights_hash=hashed), compile)
 
 
-def default_device(asked: str | torch.device | None = None) -> torch.device:
+def default_device(requested: str | torch.device | None = None) -> torch.device:
     """The device asked for; else the accelerator if there is one."""
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _quantised(model: Any, quantize: str | None) -> str | None:
@@ -307,12 +309,12 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype |
     if dtype == "auto":
         stored = stored or torch.float32
         return machine.decoding_dtype(stored) if device.type == "cpu" else stored
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise TargetError(
             f"dtype {dtype!r} is not a floating-point type of torch; use float32, bfloat16, float16, float64 or auto"
         )
-    return found
+    return resolved
 
 
 def _warn_if_slow(target: TransformersTarget) -> None:
@@ -347,8 +349,8 @@ def _warn_of_text(target: TransformersTarget) -> None:
             "refused", target.spec.name, len(more), target.spec.vocabulary, next(iter(more)),
         )  # fmt: skip
     closing = closing_of(tokenizer)
-    own = {"tokenizer": tokenizer.eos_token_id, "chat template": None if closing is None else closing.end}
-    missing = {place: end for place, end in own.items() if end is not None and end not in stops}
+    named_ends = {"tokenizer": tokenizer.eos_token_id, "chat template": None if closing is None else closing.end}
+    missing = {place: end for place, end in named_ends.items() if end is not None and end not in stops}
     if missing:
         others = "; ".join(f"its {place} names the end {names_of([end], tokenizer)}" for place, end in missing.items())
         log.warning(

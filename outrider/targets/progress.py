@@ -11,7 +11,7 @@ from transformers.utils import logging
 @contextmanager
 def no_bars() -> Iterator[None]:
     """While this is open, transformers draws no bars; those of downloads are the hub's own and stay."""
-    before = logging.set_tqdm_hook(lambda tqdm, given, named: tqdm(*given, **{**named, "disable": True}))
+    before = logging.set_tqdm_hook(lambda tqdm, args, kwargs: tqdm(*args, **{**kwargs, "disable": True}))
     try:
         yield
     finally:

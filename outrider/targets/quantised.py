@@ -95,10 +95,10 @@ def precision(model: nn.Module) -> str | None:
             sizes[part.kind.lower()] += part.rows * part.columns
         rounds = any(isinstance(part, QuantizedLinear) and part.activations == "int8" for part in blocks)
         return sizes.most_common(1)[0][0] + " with int8 activations" * rounds
-    found = {type(weight).__name__ for weight in model.parameters() if is_quantised(weight)}
-    if found:
-        return "int8" if found == {"Int8Tensor"} else "+".join(sorted(found))
-    return _method(_given(getattr(model, "config", None)))
+    types = {type(weight).__name__ for weight in model.parameters() if is_quantised(weight)}
+    if types:
+        return "int8" if types == {"Int8Tensor"} else "+".join(sorted(types))
+    return _method(_settings_of(getattr(model, "config", None)))
 
 
 def whole_weights(config: Any, name: str, device: torch.device, device_map: Any = None) -> Any:
@@ -107,8 +107,8 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
     config: the checkpoint's.  Looks at no weight.  Raises TargetError for a method that transformers does not know,
     that rounds activations, or whose library or device is not there.
     """
-    given = _given(config)
-    method = _method(given)
+    settings = _settings_of(config)
+    method = _method(settings)
     if method is None:
         return None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -119,9 +119,9 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
             "torchao"
         )
     if method not in DEQUANTISED:
-        _refuse_activations(given, name)
+        _refuse_activations(settings, name)
         try:
-            quantiser = AutoHfQuantizer.from_config(given, pre_quantized=True)
+            quantiser = AutoHfQuantizer.from_config(settings, pre_quantized=True)
             quantiser.validate_environment(device_map=device_map, weights_only=True)
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             raise TargetError(
@@ -138,23 +138,23 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
 
 def check(model: Any, name: str) -> None:
     """Raises TargetError where text would depend on how many tokens a pass has, or where keys can't be taken back."""
-    given = _given(getattr(model, "config", None))
+    settings = _settings_of(getattr(model, "config", None))
     generation = getattr(model, "generation_config", None)
-    if getattr(generation, "cache_implementation", None) == "quantized" or given.get("kv_cache_scheme"):
+    if getattr(generation, "cache_implementation", None) == "quantized" or settings.get("kv_cache_scheme"):
         raise TargetError(
             f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in "
             "groups, "
             "so a rejected token changes its neighbours and can't be taken back exactly; take that setting out of "
             "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
         )
-    _refuse_activations(given, name, model.parameters())
+    _refuse_activations(settings, name, model.parameters())
 
 
-def _refuse_activations(given: Mapping[str, Any], name: str, weights: Iterable[Tensor] = ()) -> None:
+def _refuse_activations(settings: Mapping[str, Any], name: str, weights: Iterable[Tensor] = ()) -> None:
     """Raises TargetError where the method, its settings or a weight say that activations are rounded."""
-    groups = (given.get("config_groups") or {}).values()
+    groups = (settings.get("config_groups") or {}).values()
     if (
-        _method(given) in ROUNDS_ACTIVATIONS
+        _method(settings) in ROUNDS_ACTIVATIONS
         or any(isinstance(group, Mapping) and group.get("input_activations") for group in groups)
         or any(getattr(weight, key, None) is not None for weight in weights for key in _OF_ACTIVATIONS)
     ):
@@ -195,8 +195,8 @@ def is_of_blocks(precision: str) -> bool:
 def parts_in_blocks(model: nn.Module) -> list[QuantizedLinear | QuantizedEmbedding]:
     """Modules whose weights are blocks, an embedding that is tied to the head left out."""
     parts = (part for part in model.modules() if isinstance(part, IN_BLOCKS))
-    found = {part.packed.data_ptr(): part for part in parts}
-    return list(found.values())
+    by_address = {part.packed.data_ptr(): part for part in parts}
+    return list(by_address.values())
 
 
 def rows_of(module: Any) -> int:
@@ -210,8 +210,8 @@ def dtype_of(module: Any) -> torch.dtype:
     """The type in which an embedding or a linear layer computes."""
     if isinstance(module, IN_BLOCKS):
         return torch.float32
-    found: torch.dtype = module.weight.dtype
-    return found
+    dtype: torch.dtype = module.weight.dtype
+    return dtype
 
 
 def rows_at(module: Any, ids: Tensor) -> Tensor:
@@ -249,19 +249,19 @@ _OF_ACTIVATIONS = ("act_quant_kwargs", "activation_quantization")
 """Where torchao's tensors say how activations are rounded."""
 
 
-def _given(config: Any) -> dict[str, Any]:
+def _settings_of(config: Any) -> dict[str, Any]:
     """The quantization_config of a model's config; empty where there is none."""
-    given = getattr(config, "quantization_config", None)
-    if given is None or isinstance(given, dict):
-        return given or {}
-    found: dict[str, Any] = given.to_dict()
-    return found
+    settings = getattr(config, "quantization_config", None)
+    if settings is None or isinstance(settings, dict):
+        return settings or {}
+    as_dict: dict[str, Any] = settings.to_dict()
+    return as_dict
 
 
-def _method(given: Mapping[str, Any]) -> str | None:
+def _method(settings: Mapping[str, Any]) -> str | None:
     """The name by which transformers knows the method."""
     for bits in (4, 8):
-        if given.get(f"load_in_{bits}bit"):
+        if settings.get(f"load_in_{bits}bit"):
             return f"bitsandbytes_{bits}bit"
-    method = given.get("quant_method")
+    method = settings.get("quant_method")
     return None if method is None else str(getattr(method, "value", method))

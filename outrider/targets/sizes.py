@@ -32,19 +32,19 @@ def layer_sizes(config: Any) -> LayerSizes | None:
     The width of experts is `intermediate_size` of the config.
     """
     text = config.get_text_config(decoder=True)
-    own = _whole_text_layer(text)
-    heads = _first(own, ("num_attention_heads",))
+    layer = _whole_text_layer(text)
+    heads = _first(layer, ("num_attention_heads",))
     if not isinstance(heads, int):
         return None
-    kv_heads = _first(own, ("num_key_value_heads", "num_kv_heads")) or heads
+    kv_heads = _first(layer, ("num_key_value_heads", "num_kv_heads")) or heads
     # with a compressed cache (MLA) head_dim is that of the rotated part alone
-    head_dim = _first(own, ("v_head_dim", "head_dim")) or text.hidden_size // heads
-    widths = _first(own, WIDTHS)
+    head_dim = _first(layer, ("v_head_dim", "head_dim")) or text.hidden_size // heads
+    widths = _first(layer, WIDTHS)
     width = widths[-1] if isinstance(widths, list | tuple) else widths  # the last layer's, where there is one for each
     theta, scaling, share = _rotation(text)
     return LayerSizes(
         heads, kv_heads, head_dim, width or 4 * text.hidden_size,
-        float(_first(own, EPSILONS) or 1e-6), theta, scaling, share,
+        float(_first(layer, EPSILONS) or 1e-6), theta, scaling, share,
     )  # fmt: skip
 
 
@@ -65,24 +65,24 @@ def _whole_text_layer(text: Any) -> Any:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
-    return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
     """Base, scaling and the rotated share of a head, of layers that attend to the whole text."""
-    found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
-    by_kind = [value for value in found.values() if isinstance(value, Mapping)]
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    by_kind = [value for value in rope.values() if isinstance(value, Mapping)]
     if by_kind:
-        found = found.get("full_attention") or by_kind[-1]  # those without any rotation are named with None
-    scaling = {key: value for key, value in found.items() if key not in OF_THEIR_OWN}
+        rope = rope.get("full_attention") or by_kind[-1]  # those without any rotation are named with None
+    scaling = {key: value for key, value in rope.items() if key not in OF_THEIR_OWN}
     kind = scaling.get("rope_type", "default")
     if "factor" in scaling:
         scaling["factor"] = float(scaling["factor"])
     if kind in ("yarn", "llama3") and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = text.max_position_embeddings  # as transformers takes it
     # in proportional scaling the share is one of frequencies, and the whole head is rotated
-    share = 1.0 if kind == "proportional" else found.get("partial_rotary_factor", 1.0)
-    return float(found.get("rope_theta", 10_000.0)), None if kind == "default" else scaling, float(share)
+    share = 1.0 if kind == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    return float(rope.get("rope_theta", 10_000.0)), None if kind == "default" else scaling, float(share)
 
 
 def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]:
@@ -100,5 +100,5 @@ def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device
         return theta ** -(torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / rotated), 1.0
     parameters |= {"rope_theta": theta, "partial_rotary_factor": share}
     config = Qwen3Config(head_dim=head_dim, rope_parameters=parameters)
-    found, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
-    return found.float(), float(scale)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+    return inv_freq.float(), float(scale)

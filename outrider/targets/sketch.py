@@ -78,9 +78,9 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
 
     Raises TargetError where its config can't be reached or read.
     """
-    if (own := special(name)) is not None:
-        sort, found = own
-        return sketch(sort.first(found), revision, trust_remote_code)
+    if (special_target := special(name)) is not None:
+        sort, described = special_target
+        return sketch(sort.first(described), revision, trust_remote_code)
     path = catalog.checkpoint(name)
     if (files := locate(path, revision)) is not None:
         config, parts = gguf.described(name, files)

@@ -78,7 +78,7 @@ def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
     with _LOCK:
         for module in stand_ins:
             if not _users[module]:
-                _own[module] = vars(module).get("forward")
+                _previous[module] = vars(module).get("forward")
                 vars(module)["forward"] = functools.partial(_answer, module, module.forward)
             _users[module] += 1
     try:
@@ -90,10 +90,10 @@ def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
                 _users[module] -= 1
                 if not _users[module]:  # the last user restores it
                     del _users[module]
-                    if (own := _own.pop(module)) is None:
+                    if (previous := _previous.pop(module)) is None:
                         del vars(module)["forward"]
                     else:
-                        vars(module)["forward"] = own
+                        vars(module)["forward"] = previous
 
 
 _stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", default=MappingProxyType({}))
@@ -103,7 +103,7 @@ _stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", de
 _LOCK = threading.Lock()
 _users: Counter[nn.Module] = Counter()
 """Modules whose calls are looked up in `_stand_ins`, and by how many."""
-_own: dict[nn.Module, Any] = {}
+_previous: dict[nn.Module, Any] = {}
 """Each one's own attribute `forward`, None where it is its class's."""
 
 
@@ -113,8 +113,8 @@ def _answer(module: nn.Module, forward: StandIn, *args: Any, **kwargs: Any) -> A
 
 def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        found = answer(args[0] if args else kwargs["hidden_states"])
-        return found if shape is None else (found, *[None] * (shape - 1))
+        output = answer(args[0] if args else kwargs["hidden_states"])
+        return output if shape is None else (output, *[None] * (shape - 1))
 
     return forward
 
@@ -127,11 +127,11 @@ def learn(target: Any) -> Sublayers:
     """
     if target.family.is_recurrent:
         raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
-    found = _watched(target)
-    if not found.attention and not found.mlp:
+    sublayers = _watched(target)
+    if not sublayers.attention and not sublayers.mlp:
         raise _refused(target, "its layers have no attention or MLP of their own that could be identified")
-    _try(target, found)
-    return found
+    _try(target, sublayers)
+    return sublayers
 
 
 def _refused(target: Any, reason: str) -> TargetError:
@@ -169,15 +169,15 @@ def _watched(target: Any) -> Sublayers:
     finally:
         for handle in handles:
             handle.remove()
-    found = Sublayers([(layer, _shape(returned[layer])) for layer in layers], {}, {})
+    sublayers = Sublayers([(layer, _shape(returned[layer])) for layer in layers], {}, {})
     for index, layer in enumerate(layers):
         called = [child for child in layer.children() if child in returned]
         writing = [child for child in called if child in writers]
         others = [child for child in called if child not in writers and _has_matrix(child)]
-        for which, children in ((found.attention, writing), (found.mlp, others)):
+        for which, children in ((sublayers.attention, writing), (sublayers.mlp, others)):
             if len(children) == 1 and _state(returned[children[0]]).shape == _state(returned[layer]).shape:
                 which[index] = children[0], _shape(returned[children[0]])
-    return found
+    return sublayers
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -196,19 +196,19 @@ def _shape(output: Any) -> Shape:
 
 
 @torch.inference_mode()
-def _try(target: Any, found: Sublayers) -> None:
+def _try(target: Any, sublayers: Sublayers) -> None:
     """Raise TargetError unless layers without any sublayer hand their input on."""
-    whole = [index for index in found.attention if index in found.mlp]
+    whole = [index for index in sublayers.attention if index in sublayers.mlp]
     traced: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def trace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         traced[module] = args[0] if args else kwargs["hidden_states"], _state(output)
 
     trace = hooks.of_this_thread(trace)
-    handles = [found.layers[index][0].register_forward_hook(trace, with_kwargs=True) for index in whole]
+    handles = [sublayers.layers[index][0].register_forward_hook(trace, with_kwargs=True) for index in whole]
     tokens = torch.arange(2, device=target.device)[None] % target.spec.vocabulary
     try:
-        with _replaced(found.silent(found.all)):
+        with _replaced(sublayers.silent(sublayers.all)):
             target.prefill(target.allocate(1, 4), [0], tokens, [2])
     except BROKEN as error:
         raise _refused(target, f"{type(error).__name__}: {error}") from error

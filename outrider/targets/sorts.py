@@ -17,5 +17,5 @@ def special(name: str) -> tuple[ModuleType, Any] | None:
     Every sort is imported: those that are models register themselves with transformers.
     """
     sorts = [SORTS.find(sort) for sort in SORTS.all()]
-    found = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))
-    return next((each for each in found if each[1] is not None), None)
+    described = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))
+    return next((each for each in described if each[1] is not None), None)

@@ -64,7 +64,7 @@ second."""
 
 
 class _Capture(NamedTuple):
-    given: tuple[Tensor, ...]
+    arguments: tuple[Tensor, ...]
     """Tokens, depths, tree_mask, starts and taps, where the replay reads them."""
     fixed: tuple[Tensor, ...]
     """Columns and tokens asked for: the replay reads their memory too, and a graph does not hold on to it."""
@@ -92,20 +92,20 @@ class CudaGraphs:
 
     def forward(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
-        asked: Tensor, buffers: Sequence[Tensor],
+        logit_indices: Tensor, buffers: Sequence[Tensor],
     ) -> list[Tensor]:  # fmt: skip
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = _wide(tokens, wide), _wide(depths, wide), _wide_mask(tree_mask, wide), starts, taps
+        arguments = _wide(tokens, wide), _wide(depths, wide), _wide_mask(tree_mask, wide), starts, taps
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
         key = rows, wide, end, len(taps), self._number_of(buffers)
         if key not in self.captures:
             if len(self.captures) >= MAX_CAPTURES:
                 self.captures.clear()
-            self.captures[key] = self._recorded(given, end, buffers)
+            self.captures[key] = self._recorded(arguments, end, buffers)
         capture = self.captures[key]
-        torch._foreach_copy_(capture.given, given)  # a launch for each type of number
+        torch._foreach_copy_(capture.arguments, arguments)  # a launch for each type of number
         capture.replay()
         # the next replay overwrites them, and drafters hold on to what they were given
         return [output[:, :width].clone() for output in capture.outputs]
@@ -119,15 +119,15 @@ class CudaGraphs:
             self._number = self._numbers.setdefault(tuple(map(_layout, buffers)), len(self._numbers))
         return self._number
 
-    def _recorded(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
-        there = tuple(argument.clone() for argument in given)
+    def _recorded(self, arguments: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
+        there = tuple(argument.clone() for argument in arguments)
         *before, taps = there
         tokens, device = there[0], there[0].device
         # every token's logits, always
-        asked = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
+        logit_indices = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
         columns = torch.arange(end, device=device)
-        replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, asked, list(buffers)))
-        return _Capture(there, (columns, asked), replay, flat(outputs))
+        replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, logit_indices, list(buffers)))
+        return _Capture(there, (columns, logit_indices), replay, flat(outputs))
 
 
 def _layout(buffer: Tensor) -> _Layout:

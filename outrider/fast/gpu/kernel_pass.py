@@ -54,9 +54,9 @@ class GpuPass(nn.Module):
             more = {name for name, _ in layer.named_parameters()} - NORMS - PROJECTIONS - MLP
             if more not in (set(), HEAD_NORMS, BIASES) or type(layer.mlp.act_fn) not in (nn.SiLU, SiLUActivation):
                 raise TypeError(f"{type(layer).__name__} has other parts than the kernels know")
-        own, config = self.trunk.layers[0].self_attn, target.model.config
-        size, sides = own.head_dim, [len(each.weight) for each in (own.q_proj, own.k_proj)]
-        self.heads = Heads(sides[0] // size, sides[1] // size, size, hasattr(own, "q_norm"))
+        attention, config = self.trunk.layers[0].self_attn, target.model.config
+        size, sides = attention.head_dim, [len(each.weight) for each in (attention.q_proj, attention.k_proj)]
+        self.heads = Heads(sides[0] // size, sides[1] // size, size, hasattr(attention, "q_norm"))
         self.eps = self.trunk.norm.variance_epsilon
         inner = config.hidden_size, config.intermediate_size, sides[0]
         is_odd = self.head.bias is not None or size not in (64, 128) or any(each % 64 for each in inner)
@@ -68,13 +68,15 @@ class GpuPass(nn.Module):
 
     def forward(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
-        asked: Tensor, buffers: Sequence[Tensor],
+        logit_indices: Tensor, buffers: Sequence[Tensor],
     ) -> Sequence[Tensor]:  # fmt: skip
         """As `TracedPass.forward`."""
         shape = tokens.shape
         if tokens.numel() > MOST:
-            found: Sequence[Tensor] = self.written(tokens, depths, tree_mask, starts, columns, taps, asked, buffers)
-            return found
+            outputs: Sequence[Tensor] = self.written(
+                tokens, depths, tree_mask, starts, columns, taps, logit_indices, buffers
+            )
+            return outputs
         words = self.target.embed(tokens).flatten(0, 1)
         layout = PassLayout(starts, columns, shape[1])
         positions = layout.positions(depths).clamp(max=self.target.spec.context - 1)
@@ -95,13 +97,15 @@ class GpuPass(nn.Module):
         cache: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Residual stream `before` [M, H] to `after`; keys and values go to this layer's cache."""
-        own, heads = layer.self_attn, self.heads
-        norms = (own.q_norm.weight, own.k_norm.weight) if heads.are_normed else cos_sin  # any tensors: none is read
+        attention, heads = layer.self_attn, self.heads
+        norms = (
+            (attention.q_norm.weight, attention.k_norm.weight) if heads.are_normed else cos_sin
+        )  # any tensors: none is read
         keys, values = cache
-        projected = self._projected(before, layer.input_layernorm.weight, own)
+        projected = self._projected(before, layer.input_layernorm.weight, attention)
         query = gpu.rotated(projected, norms, cos_sin, layout.starts, keys, values, layout.width, self.eps, heads)
-        attended = attend(query, keys, values, own)
-        middle = self._product(attended, own.o_proj, before, torch.empty_like(before), "out")
+        attended = attend(query, keys, values, attention)
+        middle = self._product(attended, attention.o_proj, before, torch.empty_like(before), "out")
         gated = self._gated(middle, layer.post_attention_layernorm.weight, layer.mlp)
         self._product(gated, layer.mlp.down_proj, middle, after, "down")
 
@@ -110,22 +114,22 @@ class GpuPass(nn.Module):
         end, shape = len(layout.columns), tree_mask.shape[:2]
         if len(like) <= gpu.FEW:
             attention = gpu.Attention(like, layout.starts, tree_mask, end, self.heads)
-            return lambda query, keys, values, own: attention.attend(query, keys, values, own.scaling)
+            return lambda query, keys, values, module: attention.attend(query, keys, values, module.scaling)
         mask = additive(layout.mask(tree_mask), like.dtype)
 
-        def attend(query: Tensor, keys: Tensor, values: Tensor, own: Any) -> Tensor:
+        def attend(query: Tensor, keys: Tensor, values: Tensor, module: Any) -> Tensor:
             rows, held = query.unflatten(0, shape).transpose(1, 2), (keys[:, :, :end], values[:, :, :end])
-            return gpu_attention.attend(own, rows, *held, mask, scaling=own.scaling)[0].flatten(0, 1).flatten(1)
+            return gpu_attention.attend(module, rows, *held, mask, scaling=module.scaling)[0].flatten(0, 1).flatten(1)
 
         return attend
 
-    def _projected(self, x: Tensor, norm: Tensor, own: Any) -> Tensor:
+    def _projected(self, x: Tensor, norm: Tensor, attention: Any) -> Tensor:
         """Queries, keys and values of normed x, [M, h d + 2 H d]."""
-        layers = own.q_proj, own.k_proj, own.v_proj
+        layers = attention.q_proj, attention.k_proj, attention.v_proj
         if len(x) > gpu.FEW:
             normed = gpu.normed(x, norm, self.eps)
             return torch.cat([F.linear(normed, each.weight, each.bias) for each in layers], 1)
-        biases = None if own.q_proj.bias is None else [each.bias for each in layers]
+        biases = None if attention.q_proj.bias is None else [each.bias for each in layers]
         return gpu.project(x, norm, [each.weight for each in layers], biases, self.eps, TILES["project"])
 
     def _gated(self, x: Tensor, norm: Tensor, mlp: Any) -> Tensor:

@@ -30,8 +30,8 @@ def build(
         "compiling in the background, one to two minutes a step, once on this machine; steps are plain until then"
     )
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-    given = {"target": target, "drafter": drafter, **options}
-    arguments = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    named = {"target": target, "drafter": drafter, **options}
+    arguments = [f"--{name}={value}" for name, value in named.items() if value is not None]
     arguments += [f"--set={setting}" for setting in settings]
     command = [sys.executable, "-m", "outrider", "compile", "--background", *arguments]
     with (folder() / LOG).open("ab") as output:

@@ -101,11 +101,11 @@ def build_package(
             with contextlib.redirect_stderr(io.StringIO()):  # it prints whole what it can't trace, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
-            known = weights_of(function)
-            lifted = {name: value for name, value in exported.constants.items() if name not in known}
-            for given in exported.graph_signature.input_specs:  # else they lose their names
-                if given.kind == InputKind.CONSTANT_TENSOR:
-                    given.kind, given.persistent = InputKind.BUFFER, False
+            weights = weights_of(function)
+            lifted = {name: value for name, value in exported.constants.items() if name not in weights}
+            for spec in exported.graph_signature.input_specs:  # else they lose their names
+                if spec.kind == InputKind.CONSTANT_TENSOR:
+                    spec.kind, spec.persistent = InputKind.BUFFER, False
             are_small = sum(value.numel() for value in lifted.values()) <= MOST_CONSTANTS
             is_outside = are_small and not options.get(HOLDS_WEIGHTS, True)
             if not is_outside:

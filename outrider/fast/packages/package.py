@@ -85,10 +85,10 @@ def operators() -> ctypes.CDLL | None:
     name = f"package-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     folder = Path(torch.__file__).parent
     include = [f"-I{folder / 'include'}", f"-I{folder / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    given = [*FLAGS, str(SOURCE), *include, f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    flags = [*FLAGS, str(SOURCE), *include, f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     try:
-        return ctypes.CDLL(str(kernels.shared_library(cache.folder() / "compiled" / name, [[abi, *given]])))
+        return ctypes.CDLL(str(kernels.shared_library(cache.folder() / "compiled" / name, [[abi, *flags]])))
     except (OSError, RuntimeError) as error:
         log.info("packages are called by torch's own call: %s", first_line(error))
         return None

@@ -58,10 +58,10 @@ def _attend(graph: fx.Graph) -> None:
             continue
         scale = node.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
         with graph.inserting_before(node):
-            found = _call(graph, torch.ops.outrider.attend.default, *node.args, mask, scale)
+            attended = _call(graph, torch.ops.outrider.attend.default, *node.args, mask, scale)
         for result in results:
             if result.users:
-                result.replace_all_uses_with(found)
+                result.replace_all_uses_with(attended)
             graph.erase_node(result)
         graph.erase_node(node)
 
@@ -82,8 +82,8 @@ def _gate(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> N
             if weights[0].shape == weights[1].shape:
                 with graph.inserting_before(node):
                     panels = _joined(graph, [gate, up], weights, numbers, holds_weights)
-                    found = _call(graph, torch.ops.outrider.gated.default, gate.args[0], panels, gate.args[2])
-                node.replace_all_uses_with(found)
+                    gated = _call(graph, torch.ops.outrider.gated.default, gate.args[0], panels, gate.args[2])
+                node.replace_all_uses_with(gated)
                 for each in (node, activated, gate, up):
                     graph.erase_node(each)
                 break
@@ -96,19 +96,19 @@ def _is(node: Any, target: Any) -> bool:
 
 def _join(graph: fx.Graph, numbers: Mapping[str, int], holds_weights: bool) -> None:
     """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
-    found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
+    groups: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
     places = _places()
     for node in list(graph.nodes):
         if node.target in places:
             weight, outputs = _weight(graph, node), places[node.target]
             how = (*node.args[2:outputs], *node.args[outputs + 1 :])  # of quantised weights: their kind
             # float32 and bfloat16 differ in shape
-            found[node.target, node.args[0], how, weight.shape[1:]].append((node, weight))
+            groups[node.target, node.args[0], how, weight.shape[1:]].append((node, weight))
         elif node.target is torch.ops.outrider.quantized_rows.default:
             with graph.inserting_before(node):
                 panels = _joined(graph, [node], [_weight(graph, node)], numbers, holds_weights)
             node.args = (node.args[0], panels, *node.args[2:])
-    for (called, *_), matmuls in found.items():
+    for (called, *_), matmuls in groups.items():
         for few in _together(matmuls):
             _join_products(graph, called, few, numbers, holds_weights)
 
@@ -131,8 +131,8 @@ def _join_products(
     width = kernels.panel_width() if weights[0].dtype != torch.uint8 else quantized.PANEL
     with graph.inserting_before(nodes[0]):
         outputs = nodes[0].args[at] if len(nodes) == 1 else sum(map(len, weights)) * width
-        joined, given = _joined(graph, nodes, weights, numbers, holds_weights), nodes[0].args
-        whole = _call(graph, called, given[0], joined, *given[2:at], outputs, *given[at + 1 :])
+        joined, arguments = _joined(graph, nodes, weights, numbers, holds_weights), nodes[0].args
+        whole = _call(graph, called, arguments[0], joined, *arguments[2:at], outputs, *arguments[at + 1 :])
     for node, weight in matmuls:
         part = whole
         if len(matmuls) > 1:
@@ -144,8 +144,8 @@ def _join_products(
 
 
 def _weight(graph: fx.Graph, matmul: Any) -> Tensor:
-    found: Tensor = operator.attrgetter(matmul.args[1].target)(graph.owning_module)
-    return found
+    weight: Tensor = operator.attrgetter(matmul.args[1].target)(graph.owning_module)
+    return weight
 
 
 def _joined(
@@ -172,9 +172,9 @@ def _hold(graph: fx.Graph) -> None:
             node.replace_all_uses_with(once, delete_user_cb=lambda user, once=once: user is not once)
 
 
-def _call(graph: fx.Graph, called: Any, *given: Any) -> fx.Node:
-    node = graph.call_function(called, given)
-    node.meta["val"] = called(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in given))
+def _call(graph: fx.Graph, called: Any, *arguments: Any) -> fx.Node:
+    node = graph.call_function(called, arguments)
+    node.meta["val"] = called(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in arguments))
     return node
 
 

@@ -65,11 +65,11 @@ class StepGraphs:
             if len(self.captures) >= MAX_CAPTURES:
                 self.captures.clear()
             self.captures[columns, nodes] = self._recorded(nodes)
-        replay, found = self.captures[columns, nodes]
+        replay, packets = self.captures[columns, nodes]
         replay()
         if self._there is None:
-            self._there = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.device.type == "cuda")
-        packet: list[list[int]] = self._there.copy_(found).tolist()
+            self._there = torch.empty(packets.shape, dtype=packets.dtype, pin_memory=packets.device.type == "cuda")
+        packet: list[list[int]] = self._there.copy_(packets).tolist()
         return [packet[row] for row in rows]
 
     def _open(self, columns: int) -> int:
@@ -89,8 +89,8 @@ class StepGraphs:
         def run() -> list[Tensor | list[Tensor]]:
             return [self.parts(nodes)]
 
-        replay, [found] = self.recorder(run)
+        replay, [packets] = self.recorder(run)
         for tensor, was in zip(self.parts.tensors, before, strict=True):
             tensor.copy_(was)
-        assert isinstance(found, Tensor)
-        return replay, found
+        assert isinstance(packets, Tensor)
+        return replay, packets

@@ -66,10 +66,10 @@ class CompiledWholeStep(Compiled):
             buffers += [rows | length] * len(there.buffers)
         most = self.parts.drafter.nodes
         ends, nodes = torch.tensor([0, 1]), torch.arange(most - 1 if most > 2 else most)
-        given = ends, nodes, self.parts.tensors, [there.columns for there in caches], _buffers(caches)
+        arguments = ends, nodes, self.parts.tensors, [there.columns for there in caches], _buffers(caches)
         verified = {0: Dim("nodes", min=2, max=most)} if most > 2 else {}
-        return self.traced, given, (
-            {0: Dim("ends", min=2, max=2**10)}, verified, [rows for _ in given[2]], columns, buffers,
+        return self.traced, arguments, (
+            {0: Dim("ends", min=2, max=2**10)}, verified, [rows for _ in arguments[2]], columns, buffers,
         )  # fmt: skip
 
     def compare(self, graph: Runnable) -> str:
@@ -93,8 +93,8 @@ class _Traced(nn.Module):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The step's packet, and for trees the accepted path [B, D], whose columns are not moved."""
         caches, at = [], 0
-        for there, own in zip(self.parts.caches, columns, strict=True):
-            caches.append(there.over(own, buffers[at : at + len(there.buffers)]))
+        for there, its_columns in zip(self.parts.caches, columns, strict=True):
+            caches.append(there.over(its_columns, buffers[at : at + len(there.buffers)]))
             at += len(there.buffers)
         parts, paths = self.parts.over(tensors, caches)._replace(ends=ends), list[Tensor]()
         vars(parts.target)["keep"] = lambda _slots, walked: paths.append(walked.path)
@@ -117,20 +117,20 @@ class StepPackage:
     def set_sizes(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
         """As many nodes are verified of these slots' drafts."""
         self._take(rows)
-        own = self.parts.over(self._own, self.parts.caches)
-        own.draft.sizes.copy_(torch.tensor(sizes))
+        parts = self.parts.over(self._own, self.parts.caches)
+        parts.draft.sizes.copy_(torch.tensor(sizes))
 
     def launch(self, columns: int, rows: Sequence[int], nodes: int) -> list[list[int]]:
         """Advance these slots.  columns: none of their texts, with what is verified, is longer."""
         self._open(columns, rows)
         caches, most = self.parts.caches, len(self._nodes)
-        known = self._nodes[: max(nodes, 1) if most > 2 else most]
-        given = self.parts.ends, known, self._own, [there.columns for there in caches], _buffers(caches)
-        packet, *paths = self.graph.forward(*given)
-        found: list[list[int]] = packet.tolist()
+        verified = self._nodes[: max(nodes, 1) if most > 2 else most]
+        arguments = self.parts.ends, verified, self._own, [there.columns for there in caches], _buffers(caches)
+        packet, *paths = self.graph.forward(*arguments)
+        packets: list[list[int]] = packet.tolist()
         if paths:
-            self._move(found, paths[0].tolist())
-        return found
+            self._move(packets, paths[0].tolist())
+        return packets
 
     def _open(self, columns: int, rows: Sequence[int]) -> None:
         self._take(rows)
@@ -153,14 +153,14 @@ class StepPackage:
         side_by_side = slice(rows[0], rows[0] + len(rows))
         self.rows = [*rows]
         self._copied = None if self.rows == [*range(side_by_side.start, side_by_side.stop)] else torch.tensor(self.rows)
-        own = side_by_side if self._copied is None else self._copied
-        self._own = [tensor[own] for tensor in self.parts.tensors]
+        index = side_by_side if self._copied is None else self._copied
+        self._own = [tensor[index] for tensor in self.parts.tensors]
 
-    def _move(self, found: list[list[int]], paths: list[list[int]]) -> None:
+    def _move(self, packets: list[list[int]], paths: list[list[int]]) -> None:
         """Have each slot's accepted nodes follow its anchor in the target's cache."""
-        cache, own = self.parts.target.caches[0].cache, self.parts.drafter
-        for row, packet, path in zip(self.rows, found, paths, strict=True):
-            outcome = Outcome.read(packet, own)
+        cache, drafter = self.parts.target.caches[0].cache, self.parts.drafter
+        for row, packet, path in zip(self.rows, packets, paths, strict=True):
+            outcome = Outcome.read(packet, drafter)
             cache.straighten(row, cache.lengths[row], path[: min(len(outcome.path), outcome.committed)])
 
 

@@ -48,7 +48,7 @@ class OwnCache:
         self._starts = [self.lengths[row] for row in rows]
         assert max(self._starts, default=0) + width <= self.length
 
-    def given(self) -> dict[str, Any]:
+    def pass_arguments(self) -> dict[str, Any]:
         """Arguments of a pass over the open row, but for its tokens."""
         [row] = self.rows
         if self._unread[row] is not None:

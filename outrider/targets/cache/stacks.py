@@ -76,10 +76,10 @@ class Stacks:
         number = next(fits, len(self.tensors))
         if number == len(self.tensors):
             is_lazy = self.is_whole and lazy_memory.comes_by_page(buffer.device) and math.prod(shape) > 0
-            own = Pages(shape, buffer.dtype) if is_lazy else None
-            self.pages.append(own)
+            pages = Pages(shape, buffer.dtype) if is_lazy else None
+            self.pages.append(pages)
             # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
-            zeros = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if own is None else own.tensor
+            zeros = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if pages is None else pages.tensor
             self.tensors.append(zeros)
             self.used.append(0)
         self._numbers.append((number, self.used[number]))
@@ -111,7 +111,7 @@ class Stacks:
     def give_back(self, row: int, held: int) -> None:
         """The text in this row of the buffers, which had this many columns, is over."""
         if held > KEPT:
-            for tensor, own, used in zip(self.tensors, self.pages, self.used, strict=True):
-                for layer in range(used if own else 0):
-                    assert own is not None
-                    own.give_back(tensor[layer, row])
+            for tensor, pages, used in zip(self.tensors, self.pages, self.used, strict=True):
+                for layer in range(used if pages else 0):
+                    assert pages is not None
+                    pages.give_back(tensor[layer, row])

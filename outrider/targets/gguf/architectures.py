@@ -67,10 +67,10 @@ class Architecture:
 
     def names(self, layers: int) -> dict[str, str]:
         """llama.cpp's names of weights, without their ending, to transformers' modules."""
-        own = {
+        in_layers = {
             f"blk.{i}.{name}": f"model.layers.{i}.{path}" for i in range(layers) for name, path in self.layer.items()
         }
-        return WHOLE | own
+        return WHOLE | in_layers
 
 
 # ── configs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,7 +91,7 @@ def _granite(keys: Keys, sizes: Sizes) -> dict[str, Any]:
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     }  # fmt: skip
-    scales = {ours: keys.number(theirs, 1.0) for ours, theirs in names.items()}
+    scales = {name: keys.number(key, 1.0) for name, key in names.items()}
     if not all(scales.values()):
         raise Refused(f"a scale of it is 0: {scales}")
     return _whole_heads(keys, sizes) | scales
@@ -133,13 +133,13 @@ ARCHITECTURES = {
 
 def architecture(keys: Keys) -> Architecture:
     """Raises Refused for one that is not supported."""
-    known = ARCHITECTURES.get(keys.architecture)
-    if known is None:
+    supported = ARCHITECTURES.get(keys.architecture)
+    if supported is None:
         raise Refused(
             f"its architecture {shown(keys.architecture)} is not supported as GGUF; supported are "
             f"{', '.join(ARCHITECTURES)}; take the model's own checkpoint in safetensors"
         )
-    return known
+    return supported
 
 
 def config(keys: Keys, tensors: Tensors, factors: Factors) -> dict[str, Any]:
@@ -147,32 +147,32 @@ def config(keys: Keys, tensors: Tensors, factors: Factors) -> dict[str, Any]:
 
     Raises Refused for what is missing, does not fit the weights, or is not supported.
     """
-    own, sizes = architecture(keys), _sizes(keys, tensors)
+    arch, sizes = architecture(keys), _sizes(keys, tensors)
     rope = rotary.parameters(keys, sizes.head_dim, factors)
     rotated = keys.count("rope.dimension_count", sizes.head_dim)
-    if own.model_type == "phi3":
+    if arch.model_type == "phi3":
         rope["partial_rotary_factor"] = rotated / sizes.head_dim
     elif rotated != sizes.head_dim:
         raise Refused(f"it rotates {rotated} of {sizes.head_dim} numbers of a head, which is not supported")
-    if own.model_type == "gemma3_text":
+    if arch.model_type == "gemma3_text":
         local = keys.number("rope.freq_base_swa", LOCAL_BASE)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     fields = {
-        "model_type": own.model_type, "num_hidden_layers": sizes.layers, "hidden_size": sizes.hidden,
+        "model_type": arch.model_type, "num_hidden_layers": sizes.layers, "hidden_size": sizes.hidden,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads,
         "intermediate_size": sizes.intermediate, "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"), "rope_parameters": rope,
-        "tie_word_embeddings": "output.weight" not in tensors, **_biases(own, tensors), **own.fields(keys, sizes),
+        "tie_word_embeddings": "output.weight" not in tensors, **_biases(arch, tensors), **arch.fields(keys, sizes),
     }  # fmt: skip
     keys.refuse_ignored()
     return fields
 
 
-def _biases(own: Architecture, tensors: Tensors) -> dict[str, bool]:
+def _biases(arch: Architecture, tensors: Tensors) -> dict[str, bool]:
     """Whether its layers have biases, in families whose configs say so."""
-    found = {"attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors}
-    return {name: True for name, is_there in found.items() if is_there and own.model_type in ("llama", "granite")}
+    biases = {"attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_down.bias" in tensors}
+    return {name: True for name, is_there in biases.items() if is_there and arch.model_type in ("llama", "granite")}
 
 
 def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
@@ -187,11 +187,13 @@ def _sizes(keys: Keys, tensors: Tensors) -> Sizes:
     )  # fmt: skip
     if sizes.heads % sizes.kv_heads or head_dim % 2:
         raise Refused(f"{heads} heads of {head_dim} can't share {sizes.kv_heads} heads of keys and values")
-    own = architecture(keys)
+    arch = architecture(keys)
     rows = {"attn_q": heads, "attn_k": sizes.kv_heads, "attn_v": sizes.kv_heads, "attn_qkv": heads + 2 * sizes.kv_heads}
     expected: dict[str, tuple[int, ...]]
-    expected = {f"blk.0.{name}.weight": (count * head_dim, hidden) for name, count in rows.items() if name in own.layer}
-    parts = 2 if own.layer["ffn_up"] == "mlp.gate_up_proj" else 1
+    expected = {
+        f"blk.0.{name}.weight": (count * head_dim, hidden) for name, count in rows.items() if name in arch.layer
+    }
+    parts = 2 if arch.layer["ffn_up"] == "mlp.gate_up_proj" else 1
     expected |= {
         "blk.0.attn_norm.weight": (hidden,), "blk.0.ffn_up.weight": (parts * sizes.intermediate, hidden),
     }  # fmt: skip

@@ -24,8 +24,8 @@ def locate(name: str, revision: str | None = None) -> tuple[Path, ...] | None:
     for what can't be fetched.
     """
     path = Path(name).expanduser()
-    if not path.exists() and (found := HUB_FILE.fullmatch(name)) is not None:
-        return tuple(_fetched(found["repo"], part, revision) for part in _parts(found["file"]))
+    if not path.exists() and (match := HUB_FILE.fullmatch(name)) is not None:
+        return tuple(_fetched(match["repo"], part, revision) for part in _parts(match["file"]))
     if path.is_dir():
         return None if (path / "config.json").exists() else _in_folder(path)
     if path.suffix != SUFFIX and not _begins_as_gguf(path):
@@ -68,13 +68,13 @@ def _all_there(path: Path) -> tuple[Path, ...]:
 
 def _parts(name: str) -> list[str]:
     """The names of a model's files, given one of them."""
-    found = SPLIT.fullmatch(name)
-    if found is None:
+    match = SPLIT.fullmatch(name)
+    if match is None:
         return [name]
-    count = int(found["count"])
-    if not 1 <= int(found["number"]) <= count <= MOST_PARTS:
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count <= MOST_PARTS:
         raise TargetError(f"{shown(name)} is no part of a split file: parts count from 1 to at most {MOST_PARTS}")
-    return [f"{found['stem']}-{number:05}-of-{found['count']}{SUFFIX}" for number in range(1, count + 1)]
+    return [f"{match['stem']}-{number:05}-of-{match['count']}{SUFFIX}" for number in range(1, count + 1)]
 
 
 def _fetched(repository: str, file: str, revision: str | None) -> Path:

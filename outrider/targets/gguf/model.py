@@ -119,9 +119,9 @@ def _refusing() -> Iterator[None]:
 
 def build(parts: Parts, activations: Activations = "float32") -> PreTrainedModel:
     """The model.  Raises Refused for what is not supported, Damaged for a file that is cut meanwhile; OSError."""
-    config, own = config_of(parts), architectures.architecture(Keys(parts.keys))
+    config, arch = config_of(parts), architectures.architecture(Keys(parts.keys))
     model: Any = _without_values(config)
-    names = own.names(config.num_hidden_layers)
+    names = arch.names(config.num_hidden_layers)
     _check(parts.tensors, names, model, config.tie_word_embeddings)
     model.eval().requires_grad_(False)
     vectors: dict[str, Tensor] = {}
@@ -131,9 +131,9 @@ def build(parts: Parts, activations: Activations = "float32") -> PreTrainedModel
                 continue
             path, leaf = names[stem_of(name)], name.rpartition(".")[2]
             if len(info.shape) == 1:
-                _set_vector(model, path, leaf, _whole_vector(name, info, file, own, config), vectors)
+                _set_vector(model, path, leaf, _whole_vector(name, info, file, arch, config), vectors)
             else:
-                _set_matrix(model, path, _matrix(name, info, file, own, config), info, vectors, activations)
+                _set_matrix(model, path, _matrix(name, info, file, arch, config), info, vectors, activations)
     _compute_buffers(model, config)
     ends = tokenizer.ends(parts.keys)
     model.generation_config = GenerationConfig(
@@ -172,12 +172,12 @@ def _vector(name: str, info: Info, file: BinaryIO) -> Tensor:
     return dequantized(info.kind, reader.read_bytes(file, info)[None], info.shape[0])[0]
 
 
-def _whole_vector(name: str, info: Info, file: BinaryIO, own: Architecture, config: Any) -> Tensor:
+def _whole_vector(name: str, info: Info, file: BinaryIO, arch: Architecture, config: Any) -> Tensor:
     """As the class has it: without what was added, in its order."""
     vector = _vector(name, info, file)
     if name.endswith("norm.weight"):
-        return vector - own.added_to_norms if own.added_to_norms else vector
-    return _ordered(name, vector[:, None], own, config)[:, 0].contiguous()
+        return vector - arch.added_to_norms if arch.added_to_norms else vector
+    return _ordered(name, vector[:, None], arch, config)[:, 0].contiguous()
 
 
 def _set_vector(model: nn.Module, path: str, leaf: str, vector: Tensor, vectors: dict[str, Tensor]) -> None:
@@ -190,16 +190,16 @@ def _set_vector(model: nn.Module, path: str, leaf: str, vector: Tensor, vectors:
 # ── matrices ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _matrix(name: str, info: Info, file: BinaryIO, own: Architecture, config: Any) -> Tensor:
+def _matrix(name: str, info: Info, file: BinaryIO, arch: Architecture, config: Any) -> Tensor:
     """Rows of blocks, uint8 [R, bytes]."""
     rows, columns = info.shape
-    return _ordered(name, reader.read_bytes(file, info).view(rows, row_bytes(info.kind, columns)), own, config)
+    return _ordered(name, reader.read_bytes(file, info).view(rows, row_bytes(info.kind, columns)), arch, config)
 
 
-def _ordered(name: str, rows: Tensor, own: Architecture, config: Any) -> Tensor:
+def _ordered(name: str, rows: Tensor, arch: Architecture, config: Any) -> Tensor:
     """Rows of queries and keys of neighbouring pairs as rows of two halves; blocks stay whole."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None or not own.rotates_pairs:
+    if heads is None or not arch.rotates_pairs:
         return rows
     order = torch.arange(len(rows)).view(heads, -1, 2).transpose(1, 2).flatten()
     return torch.from_numpy(rows.numpy()[order.numpy()])  # whole rows at once, unlike torch with bytes

@@ -57,8 +57,8 @@ class Info(NamedTuple):
     @property
     def kind(self) -> str:
         """The name of its type."""
-        known = TYPES.get(self.type)
-        return f"type {self.type}" if known is None else known.name
+        ggml_type = TYPES.get(self.type)
+        return f"type {self.type}" if ggml_type is None else ggml_type.name
 
 
 class Header(NamedTuple):
@@ -188,10 +188,10 @@ class _Cursor:
             tensors[name] = self.named(name, self.info)
         return Header(keys, self.placed(tensors, _alignment(keys)))
 
-    def fresh(self, known: Mapping[str, Any]) -> str:
+    def fresh(self, names: Mapping[str, Any]) -> str:
         """A name that was not there before."""
         name = self.text()
-        if name in known:
+        if name in names:
             raise Damaged(f"{shown(name)} is there twice")
         return name
 
@@ -211,12 +211,12 @@ class _Cursor:
         type, offset = self.number("I"), self.number("Q")
         if not all(shape):
             raise Damaged(f"a tensor has shape {shape}")
-        known = TYPES.get(type)
-        if known is None:
+        ggml_type = TYPES.get(type)
+        if ggml_type is None:
             return Info(shape, type, offset, 0)
-        if shape[-1] % known.values:
-            raise Damaged(f"a tensor {shape} in {known.name} has rows that are no whole number of blocks")
-        return Info(shape, type, offset, math.prod(shape) // known.values * known.bytes)
+        if shape[-1] % ggml_type.values:
+            raise Damaged(f"a tensor {shape} in {ggml_type.name} has rows that are no whole number of blocks")
+        return Info(shape, type, offset, math.prod(shape) // ggml_type.values * ggml_type.bytes)
 
     def placed(self, tensors: Mapping[str, Info], alignment: int) -> dict[str, Info]:
         """The tensors with offsets from the file's beginning; each lies within the file, and none within another."""

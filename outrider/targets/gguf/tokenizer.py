@@ -47,8 +47,8 @@ class NoTokenizer(ValueError):
 
 def ends(keys: Mapping[str, Any]) -> list[int]:
     """Ids of the tokens that end a text, the first one first."""
-    found = [_id(keys, name) for name in ENDS]
-    return list(dict.fromkeys(number for number in found if number is not None))
+    ids = [_id(keys, name) for name in ENDS]
+    return list(dict.fromkeys(number for number in ids if number is not None))
 
 
 def special_ids(keys: Mapping[str, Any]) -> dict[str, int | None]:
@@ -71,7 +71,7 @@ def of_keys(keys: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     else:
         raise NoTokenizer(f"its tokenizer is {shown(str(kind))}; supported are gpt2 and llama")
     _add(backend, tokens, kinds)
-    names = {ours: _token(keys, tokens, theirs) for theirs, ours in SPECIAL.items()}
+    names = {name: _token(keys, tokens, gguf_name) for gguf_name, name in SPECIAL.items()}
     _frame(backend, keys, names, kind)
     template = keys.get("tokenizer.chat_template")
     special = {f"{name}_token": token for name, token in names.items() if token is not None}

@@ -60,7 +60,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 def output_layer(model: PreTrainedModel) -> Any:
     """The module that turns hidden states into logits; where the model names none, that of a causal LM within it."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
+    return next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
 
 
 def head_transform(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
@@ -95,9 +95,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if len(lists) == 1 or _reads_text(model, layers[0]):
             return layers
     # a layer of some families is two of those that a config counts
-    found: Any = getattr(model.get_decoder(), "layers", None)
-    if isinstance(found, nn.ModuleList):
-        return found
+    declared: Any = getattr(model.get_decoder(), "layers", None)
+    if isinstance(declared, nn.ModuleList):
+        return declared
     raise TargetError(
         f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
     )
@@ -205,13 +205,13 @@ def final_norm(target: Any, text: list[int]) -> nn.Module:
     owners = (part for part in target.model.modules() if any(child is layers for child in part.children()))
     for module in (child for part in owners for child in part.children() if child is not layers):
         try:
-            found = module(last)
+            output = module(last)
         except BROKEN:
             continue
         if (
-            isinstance(found, Tensor)
-            and found.shape == hidden.shape
-            and torch.allclose(found, hidden, rtol=1e-2, atol=1e-3)
+            isinstance(output, Tensor)
+            and output.shape == hidden.shape
+            and torch.allclose(output, hidden, rtol=1e-2, atol=1e-3)
         ):
             return module
     raise TargetError(

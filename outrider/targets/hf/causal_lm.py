@@ -39,12 +39,11 @@ def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new
         lm = untrained(qwen3(target, **new))
     else:
         lm = named(name, target)
-    own = lm.get_output_embeddings().weight.shape[0]
-    if own != target.spec.vocabulary:
+    vocabulary = lm.get_output_embeddings().weight.shape[0]
+    if vocabulary != target.spec.vocabulary:
         raise DrafterError(
-            f"small_model {name!r} has a vocabulary of {own}, the target {target.spec.name!r} one of "
-            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's "
-            "tokenizer"
+            f"small_model {name!r} has a vocabulary of {vocabulary}, the target {target.spec.name!r} one of "
+            f"{target.spec.vocabulary}; with another it can't be trained: choose a model with the target's tokenizer"
         )
     return lm.eval()
 
@@ -86,13 +85,13 @@ def named(name: str, target: Target) -> Any:
             f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "
             "config.json and safetensors, or a Hugging Face id; or sizes of a new model in small_model.new"
         ) from error
-    theirs = target.spec.tokenizer_hash
-    tokenizer, _ = (None, "") if theirs is None else load_tokenizer(name)
-    mine = None if tokenizer is None else hash_tokenizer(tokenizer)
-    if mine != theirs:
+    target_hash = target.spec.tokenizer_hash
+    tokenizer, _ = (None, "") if target_hash is None else load_tokenizer(name)
+    tokenizer_hash = None if tokenizer is None else hash_tokenizer(tokenizer)
+    if tokenizer_hash != target_hash:
         raise DrafterError(
-            f"small_model {name!r} has the tokenizer {mine}, the target {target.spec.name!r} {theirs}; one of another "
-            "vocabulary can't be trained: choose a model with the target's tokenizer"
+            f"small_model {name!r} has the tokenizer {tokenizer_hash}, the target {target.spec.name!r} has "
+            f"{target_hash}; with another vocabulary it can't be trained: choose a model with the target's tokenizer"
         )
     return lm
 
@@ -175,10 +174,10 @@ def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> T
     begins = nn.functional.pad(~follows, (1, 0), value=True).flatten()
     lengths = torch.diff(begins.nonzero()[:, 0].cpu(), append=torch.tensor([begins.numel()])).tolist()
     alone = states(lm, pad_sequence(tokens.flatten().split(lengths), batch_first=True))
-    return torch.cat([own[:n] for own, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
+    return torch.cat([row[:n] for row, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
 
 
-def states(lm: Any, tokens: Tensor | None, **given: Any) -> Tensor:
+def states(lm: Any, tokens: Tensor | None, **options: Any) -> Tensor:
     """States [B, S, H] before the head.  tokens: None where `inputs_embeds` are given instead."""
-    found: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **given}).last_hidden_state
-    return found
+    hidden: Tensor = trunk(lm)(input_ids=tokens, **{"use_cache": False, **options}).last_hidden_state
+    return hidden

@@ -16,12 +16,12 @@ FULL = 128
 
 def shares(lengths: Sequence[int], most: int) -> list[slice]:
     """Neighbours that share a pass: as many as have at most `most` tokens once padded, and at least one."""
-    found, first = [], 0
+    slices, first = [], 0
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:
-            found.append(slice(first, end))
+            slices.append(slice(first, end))
             first = end
-    return found
+    return slices
 
 
 def joined(parts: Sequence[Scores]) -> Scores:

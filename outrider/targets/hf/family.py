@@ -64,11 +64,11 @@ class Family:
         """Rows of different lengths may share a pass: it takes a mask and positions for each."""
         return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
-    def given(self, cache: Any, tree: Tree | None, dtype: torch.dtype, context: int) -> dict[str, Any]:
+    def pass_arguments(self, cache: Any, tree: Tree | None, dtype: torch.dtype, context: int) -> dict[str, Any]:
         """Keyword arguments of the open pass, but for its tokens.  tree: None for a chain."""
         if self.past is not None:
-            found: dict[str, Any] = cache.given()
-            return found
+            arguments: dict[str, Any] = cache.pass_arguments()
+            return arguments
         tree_mask, depths = tree or (None, None)
         # one token a row, all rows of one length: nothing is masked, and no mask is the fastest
         is_whole = cache.width == 1 and tree is None and cache.is_even
@@ -83,14 +83,14 @@ class Family:
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
         """Arguments of a pass from masks by kind of layer, and positions where the model takes them."""
-        given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
+        arguments: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
-            given["position_ids"] = positions
+            arguments["position_ids"] = positions
         if self.masks == "by kind":
-            given["attention_mask"] = {**dict.fromkeys(KINDS), **masks}
+            arguments["attention_mask"] = {**dict.fromkeys(KINDS), **masks}
         elif self.masks == "one":
-            [given["attention_mask"]] = masks.values()
-        return given
+            [arguments["attention_mask"]] = masks.values()
+        return arguments
 
 
 def learn(
@@ -104,13 +104,13 @@ def learn(
     choose_earliest(model)
     config = model.config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
-    asked = {*inspect.signature(model.forward).parameters, *inspect.signature(trunk(model).forward).parameters}
-    masks = masks or _masks(model, "position_ids" in asked)
+    parameters = {*inspect.signature(model.forward).parameters, *inspect.signature(trunk(model).forward).parameters}
+    masks = masks or _masks(model, "position_ids" in parameters)
     limits = {kind: _limit(kind, config) for kind in _attention_kinds(kinds)} or {"full_attention": None}
     if masks == "one" and len(limits) > 1:
         masks = "none"
-    has_positions, is_recurrent, rotary = "position_ids" in asked, _teach_steps(model), learn_rotary(model)
-    cache, has_patches = cache_argument(asked), getattr(model, "has_patches", False)
+    has_positions, is_recurrent, rotary = "position_ids" in parameters, _teach_steps(model), learn_rotary(model)
+    cache, has_patches = cache_argument(parameters), getattr(model, "has_patches", False)
     return Family(masks, limits, cache, has_positions, is_recurrent, rotary, one_by_one, past, has_patches)
 
 
@@ -124,14 +124,14 @@ WINDOWS = (
 def media_tokens(config: Any) -> dict[int, str]:
     """Ids that stand for images, videos or sound, and what the config calls them."""
     names = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio") for ending in ("id", "index")]
-    found = {getattr(config, name, None): name for name in names}
-    return {word: name for word, name in found.items() if isinstance(word, int)}
+    by_id = {getattr(config, name, None): name for name in names}
+    return {word: name for word, name in by_id.items() if isinstance(word, int)}
 
 
 def _attention_kinds(kinds: list[str]) -> list[str]:
     """Kinds of mask that these layer types ask for."""
-    found = {"hybrid": "full_attention", "attention": "full_attention", "hybrid_sliding": "sliding_attention"}
-    named = [found.get(kind, kind) for kind in kinds]
+    aliases = {"hybrid": "full_attention", "attention": "full_attention", "hybrid_sliding": "sliding_attention"}
+    named = [aliases.get(kind, kind) for kind in kinds]
     return sorted({kind for kind in named if kind.endswith("_attention") and kind != "linear_attention"})
 
 
@@ -146,15 +146,15 @@ def _limit(kind: str, config: Any) -> Limit | None:
 @torch.inference_mode()
 def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    given: dict[str, Any] = {"input_ids": token, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": token, "use_cache": False}
     if has_positions:
-        given["position_ids"] = token
-    plain = model(**given).logits
+        inputs["position_ids"] = token
+    plain = model(**inputs).logits
     one = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
     tries: dict[Any, Any] = {"by kind": dict.fromkeys(KINDS), "one": one}
     for name, mask in tries.items():
         try:
-            masked = model(**given, attention_mask=mask).logits
+            masked = model(**inputs, attention_mask=mask).logits
         except BROKEN:
             continue
         if torch.equal(masked, plain):
@@ -176,21 +176,20 @@ def _reads_states(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and ("get_conv_state" in names or "get_recurrent_state" in names)
 
 
-def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_steps(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's `forward`, or position by position where the cache asks for it."""
-    own: Any = module
-    signature = _signature(type(own).forward)
-    given = signature.bind(module, *args, **kwargs)
-    cache = given.arguments.get(cache_argument(signature.parameters))
+    signature = _signature(type(module).forward)
+    bound = signature.bind(module, *args, **kwargs)
+    cache = bound.arguments.get(cache_argument(signature.parameters))
     if not isinstance(cache, SlotCache) or not cache.in_steps:
         return forward(*args, **kwargs)
-    hidden, layer = given.arguments["hidden_states"], own.layer_idx
-    if "attention_mask" in given.arguments:
-        given.arguments["attention_mask"] = None
+    hidden, layer = bound.arguments["hidden_states"], module.layer_idx
+    if "attention_mask" in bound.arguments:
+        bound.arguments["attention_mask"] = None
     outs = []
     for n in range(hidden.shape[1]):
-        given.arguments["hidden_states"] = hidden[:, n : n + 1]
-        outs.append(forward(*given.args[1:], **given.kwargs))
+        bound.arguments["hidden_states"] = hidden[:, n : n + 1]
+        outs.append(forward(*bound.args[1:], **bound.kwargs))
         cache.states.note(layer)
     if isinstance(outs[0], tuple):
         return torch.cat([out[0] for out in outs], 1), *outs[0][1:]

@@ -65,10 +65,10 @@ def attend(
         out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
     if group == 1 or attention_mask is None or not 1 < width <= FEW or not is_bare:
-        found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+        output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
-        return found
+        return output
     grouped = query.reshape(rows, key.shape[1], group * width, -1)
     if attention_mask.shape[1] == 1:
         mask = attention_mask.repeat(1, 1, group, 1)

@@ -74,26 +74,26 @@ def wrap(module: nn.Module, function: Callable[..., Any]) -> None:
 
     A partial, not a closure: a copy of the model then calls its own modules.
     """
-    own = vars(module).get("forward")
-    if not (isinstance(own, functools.partial) and own.func is function):
+    current = vars(module).get("forward")
+    if not (isinstance(current, functools.partial) and current.func is function):
         module.forward = functools.partial(function, module, module.forward)
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for the calls of the thread that asks; it does nothing in those of others."""
-    own = threading.get_ident()
+    thread = threading.get_ident()
 
     @functools.wraps(hook)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs) if threading.get_ident() == own else None
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
 
     return called
 
 
 def _of_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    found = _caught.get()
-    if found is not None and module in found:
-        found[module] = inputs[0]
+    caught = _caught.get()
+    if caught is not None and module in caught:
+        caught[module] = inputs[0]
     selected = _selected.get()
     if selected is None or selected[0] is not module:
         return None
@@ -104,7 +104,7 @@ def _of_output(module: nn.Module, _inputs: object, output: Any) -> Any:
     replaced = _replaced.get()
     if replaced is not None and replaced[0] is module:
         return torch.cat([output[:, : -replaced[1].shape[1]], replaced[1].to(output)], 1)
-    found = _caught.get()
-    if found is not None and module in found:
-        found[module] = output[0] if isinstance(output, tuple) else output
+    caught = _caught.get()
+    if caught is not None and module in caught:
+        caught[module] = output[0] if isinstance(output, tuple) else output
     return None

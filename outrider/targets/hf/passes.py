@@ -36,11 +36,11 @@ class Passes:
         return Scores(out.logits, caught[self._model_head].to(self.device), self._tapped(caught, taps))
 
     def pass_through(
-        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, asked: Tensor
+        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, logit_indices: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One pass with given masks and positions, which is traced: logits of tokens `asked` [R, K], hidden, and
-        the output of every layer."""
-        with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, asked):
+        """One pass with these masks and positions, which is traced: the logits of the tokens at `logit_indices` [R, K],
+        hidden states, and the output of every layer."""
+        with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, logit_indices):
             logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
         return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
 
@@ -55,9 +55,9 @@ class Passes:
     ) -> tuple[Any, dict[nn.Module, Any]]:
         """Output of the model or its trunk for the open pass, and what the hooks caught."""
         context = max(self.spec.context, tokens.shape[1])
-        given = self.family.given(cache, tree, self.model.dtype, context)
+        arguments = self.family.pass_arguments(cache, tree, self.model.dtype, context)
         with prepacked.enabled(), self._catching(taps) as caught:
-            out = module(input_ids=tokens, **given)
+            out = module(input_ids=tokens, **arguments)
         if self.family.past is not None:
             cache.took(tokens, out)
         return out, caught

@@ -97,10 +97,10 @@ def _by_tokens(
             forward(x, position_ids.new_zeros(1, 1), *args, **kwargs)
             # one more token, cut off again, is the longest of the pass
             longest = torch.full_like(positions[:, :1], length - 1)
-            found = forward(x, torch.cat([positions.clamp(max=length - 1), longest], 1), *args, **kwargs)
-            own = (lengths.clamp(min=original) == length)[..., None]
-            parts = [part[:, :-1] for part in found]
-            factors = [torch.where(own, *pair) for pair in zip(parts, factors or parts, strict=True)]
+            cos_sin = forward(x, torch.cat([positions.clamp(max=length - 1), longest], 1), *args, **kwargs)
+            has_length = (lengths.clamp(min=original) == length)[..., None]
+            parts = [part[:, :-1] for part in cos_sin]
+            factors = [torch.where(has_length, *pair) for pair in zip(parts, factors or parts, strict=True)]
     return tuple(factors)
 
 
@@ -149,9 +149,9 @@ def verify_by_length(
     if rotary.rereads:
         for b, row in enumerate(rows):
             if not cache.long[row] and int(ends[b].max()) > rotary.original:
-                own = tree and tree.of(b)
-                found = _as_long(target, cache.texts[row][: cache.lengths[row]], tokens[b : b + 1], own, taps)
-                for values, others in zip(scores, found, strict=True):
+                row_tree = tree and tree.of(b)
+                reread = _as_long(target, cache.texts[row][: cache.lengths[row]], tokens[b : b + 1], row_tree, taps)
+                for values, others in zip(scores, reread, strict=True):
                     if values is not None and others is not None:
                         values[b, ends[b] > rotary.original] = others[0, ends[b] > rotary.original]
     return scores

@@ -30,12 +30,12 @@ def is_whole(model: nn.Module) -> bool:
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A weight of a module, whole; where others have parts of it, all must ask."""
-    found: Tensor = getattr(module, name)
-    if isinstance(found, DTensor):
-        whole: Tensor = found.full_tensor()
+    weight: Tensor = getattr(module, name)
+    if isinstance(weight, DTensor):
+        whole: Tensor = weight.full_tensor()
         return whole
-    if not found.is_meta:
-        return found
+    if not weight.is_meta:
+        return weight
     from accelerate.utils import align_module_device  # it wrote the hook that knows where the values are
 
     with align_module_device(module):
@@ -44,8 +44,8 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
 
 def named(model: nn.Module, name: str) -> Tensor:
     """The weight of this name in a model, whole, as `weight_of`."""
-    owner, _, own = name.rpartition(".")
-    return weight_of(model.get_submodule(owner), own)
+    owner, _, leaf = name.rpartition(".")
+    return weight_of(model.get_submodule(owner), leaf)
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -65,17 +65,17 @@ def copied(module: nn.Module) -> nn.Module:
 def device_of(model: Any, name: str) -> torch.device:
     """Where a model's passes begin and end.  Raises TargetError for an embedding that is on no device, and for a head
     that shares its weights from another place."""
-    found = next(iter(model.parameters())).device
-    if found.type == "meta":
+    device = next(iter(model.parameters())).device
+    if device.type == "meta":
         raise TargetError(
             f"the first weights of {name} are on no device by this device_map, but passes begin there; put the "
             "embedding on a device or on the CPU"
         )
-    place = (getattr(model, "hf_device_map", None) or {}).get("lm_head", found)
-    is_elsewhere = place == "disk" or torch.device(place) != found
+    place = (getattr(model, "hf_device_map", None) or {}).get("lm_head", device)
+    is_elsewhere = place == "disk" or torch.device(place) != device
     if is_elsewhere and model.config.get_text_config().tie_word_embeddings:
         raise TargetError(
             f"the output layer of {name} is its embedding, but this device_map puts lm_head elsewhere; put both on one "
             "device"
         )
-    return found
+    return device

@@ -84,12 +84,12 @@ class Calls:
 
     def receive(self) -> list[tuple[Any, ...]] | None:
         """The first process's next calls, as number, method and arguments; None at the end."""
-        found: list[Any] = [None]
-        distributed.broadcast_object_list(found, src=0, group=self._control)
-        if found[0] is None:
+        received: list[Any] = [None]
+        distributed.broadcast_object_list(received, src=0, group=self._control)
+        if received[0] is None:
             with suppress(RuntimeError):  # the first process may be gone already
                 distributed.barrier(self._control)
-        return found[0]
+        return received[0]
 
     def end(self) -> None:
         """Let the others end, unless they wait in a pass that failed here: those end when this process is gone."""
@@ -141,12 +141,12 @@ def work(calls: Calls, load: Load) -> Never:
             signal.signal(number, signal.SIG_IGN)
     for name in ("outrider", "transformers"):  # the first one warns
         logging.getLogger(name).setLevel(logging.ERROR)
-    known: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     try:
         while (received := calls.receive()) is not None:
             for number, method, args in received:
                 with suppress(OutriderError):  # the first process found the same
-                    _make(known, load, number, method, args)
+                    _make(objects, load, number, method, args)
     except RuntimeError as error:
         raise SystemExit(
             f"error process {calls.rank} of {calls.count} that share a target ends, since the first one is gone or a "
@@ -155,24 +155,24 @@ def work(calls: Calls, load: Load) -> Never:
     raise SystemExit(0)
 
 
-def _make(known: dict[int, Any], load: Load, number: int, method: str, args: tuple[Any, ...]) -> None:
+def _make(objects: dict[int, Any], load: Load, number: int, method: str, args: tuple[Any, ...]) -> None:
     """One call of the first process, on this process's own objects."""
     match method:
         case "load":
-            known[number] = load(**args[0])
+            objects[number] = load(**args[0])
         case "drop":
-            known.pop(number, None)
+            objects.pop(number, None)
         case "allocate":
             made, *sizes = args
-            known[made] = known[number].allocate(*sizes)
+            objects[made] = objects[number].allocate(*sizes)
         case "prefill" | "verify":
             cache, rows, tokens, *rest = args
-            target = known[number]
-            getattr(target, method)(known[cache], rows, tokens.to(target.device), *(_on(one, target) for one in rest))
+            target = objects[number]
+            getattr(target, method)(objects[cache], rows, tokens.to(target.device), *(_on(one, target) for one in rest))
         case "ends":
-            known[number].copy_to(known[number].device)
+            objects[number].copy_to(objects[number].device)
         case _:  # of a target: read, layer, generate; of a cache: keep, free, cut
-            owner = known[number]
+            owner = objects[number]
             getattr(owner, method)(*(_on(one, owner) for one in args))
 
 
@@ -188,40 +188,40 @@ def _on(value: Any, owner: Any) -> Any:
 class TensorParallelCache:
     """The first process's keys and values of every slot; what is done to them the others do too."""
 
-    def __init__(self, own: Any, calls: Calls, number: int):
-        self.own, self.number, self._calls = own, number, calls
+    def __init__(self, part: Any, calls: Calls, number: int):
+        self.part, self.number, self._calls = part, number, calls
         weakref.finalize(self, calls.later, number, "drop")
 
     @property
     def slots(self) -> int:
-        return int(self.own.slots)
+        return int(self.part.slots)
 
     @property
     def length(self) -> int:
-        return int(self.own.length)
+        return int(self.part.length)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens that each slot holds."""
-        found: list[int] = self.own.lengths
-        return found
+        lengths: list[int] = self.part.lengths
+        return lengths
 
     @property
     def column_bytes(self) -> int:
         """Bytes of one token of a slot, in this process; 0 for a cache of the family's own kind."""
-        return int(getattr(self.own, "column_bytes", 0))
+        return int(getattr(self.part, "column_bytes", 0))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         self._calls.later(self.number, "keep", [list(path) for path in paths])
-        self.own.keep(paths)
+        self.part.keep(paths)
 
     def append(self, counts: Sequence[int]) -> None:
         self._calls.later(self.number, "append", list(counts))
-        self.own.append(counts)
+        self.part.append(counts)
 
     def free(self, rows: Sequence[int]) -> None:
         self._calls.later(self.number, "free", list(rows))
-        self.own.free(rows)
+        self.part.free(rows)
 
 
 class NoModel(TargetError, AttributeError):
@@ -231,18 +231,23 @@ class NoModel(TargetError, AttributeError):
 class TensorParallelTarget:
     """A causal LM of which this process has a part, and leads the others.  Made by `load_target`."""
 
-    def __init__(self, own: TransformersTarget, calls: Calls, number: int):
-        self._own, self._calls, self._number = own, calls, number
+    def __init__(self, part: TransformersTarget, calls: Calls, number: int):
+        self._part, self._calls, self._number = part, calls, number
         self._lenders: dict[torch.device, TransformersTarget] = {}
         """Embedding and head whole, for drafters, by device."""
-        self.device, self.spec, self.tokenizer, self.mask_token = own.device, own.spec, own.tokenizer, own.mask_token
+        self.device, self.spec, self.tokenizer, self.mask_token = (
+            part.device,
+            part.spec,
+            part.tokenizer,
+            part.mask_token,
+        )
 
     # ── the loop ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> TensorParallelCache:
         made = self._calls.number()
         self._calls.later(self._number, "allocate", made, slots, length, undo)
-        return TensorParallelCache(self._own.allocate(slots, length, undo), self._calls, made)
+        return TensorParallelCache(self._part.allocate(slots, length, undo), self._calls, made)
 
     def prefill(
         self, cache: TensorParallelCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int],
@@ -250,7 +255,7 @@ class TensorParallelTarget:
     ) -> Scores:  # fmt: skip
         """As `TransformersTarget.prefill`, in all processes."""
         with self._together("prefill", cache.number, list(rows), tokens.cpu(), list(lengths), taps):
-            return self._own.prefill(cache.own, rows, tokens, lengths, taps)
+            return self._part.prefill(cache.part, rows, tokens, lengths, taps)
 
     def verify(
         self, cache: TensorParallelCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
@@ -261,17 +266,17 @@ class TensorParallelTarget:
             self.check_probe()
         sent = Draft(draft.tokens.cpu(), draft.parents.cpu(), draft.sizes, branches=draft.branches)
         with self._together("verify", cache.number, list(rows), anchor.cpu(), sent, taps):
-            return self._own.verify(cache.own, rows, anchor, draft, taps)
+            return self._part.verify(cache.part, rows, anchor, draft, taps)
 
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """As `TransformersTarget.read`, in all processes."""
         with self._together("read", tokens.cpu(), taps):
-            return self._own.read(tokens, taps)
+            return self._part.read(tokens, taps)
 
     def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
         """As `TransformersTarget.generate_plainly`, in all processes."""
         with self._together("generate_plainly", tokens.cpu(), dict(settings)):
-            return self._own.generate_plainly(tokens, settings)
+            return self._part.generate_plainly(tokens, settings)
 
     def _together(self, method: str, *args: Any) -> Any:
         return self._calls.together(self._number, method, *args)
@@ -282,8 +287,8 @@ class TensorParallelTarget:
         with self._calls.lock:
             if self.device not in self._lenders:
                 with self._together("ends"):
-                    self._lenders[self.device] = self._own.copy_to(self._own.device)
-                if self.device != self._own.device:
+                    self._lenders[self.device] = self._part.copy_to(self._part.device)
+                if self.device != self._part.device:
                     self._lenders[self.device] = self._lenders[self.device].copy_to(self.device)
             return self._lenders[self.device]
 
@@ -311,36 +316,36 @@ class TensorParallelTarget:
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, a copy with whole weights."""
         with self._together("layer", index):
-            return self._own.layer(index)
+            return self._part.layer(index)
 
     # ── what needs no pass ────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def ends(self) -> frozenset[int]:
         """Token ids that end a text, as the model names them, unless others were set here."""
-        return self._own.ends
+        return self._part.ends
 
     @ends.setter
     def ends(self, ends: frozenset[int]) -> None:
-        self._own.ends = ends
+        self._part.ends = ends
 
     @property
     def detokenizer(self) -> Detokenizer | None:
-        return self._own.detokenizer
+        return self._part.detokenizer
 
     @property
     def step(self) -> Any:
         """Never compiled."""
-        return self._own.step
+        return self._part.step
 
     @property
     def parameters(self) -> int:
         """Of all processes."""
-        return self._own.parameters
+        return self._part.parameters
 
     @property
     def generation_config(self) -> Any:
-        return self._own.generation_config
+        return self._part.generation_config
 
     @property
     def model(self) -> Never:
@@ -352,7 +357,7 @@ class TensorParallelTarget:
 
     def compile(self) -> float:
         """As `TransformersTarget.compile`: raises NotCompiled."""
-        return self._own.compile()
+        return self._part.compile()
 
     def check_probe(self) -> None:
         """Raises TargetError: a probe's embeddings are in this process alone."""
@@ -366,10 +371,10 @@ class TensorParallelTarget:
         raise AssertionError
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        return self._own.default_sampling(prompt, max_new_tokens)
+        return self._part.default_sampling(prompt, max_new_tokens)
 
     def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
-        return self._own.encode(prompt, thinking)
+        return self._part.encode(prompt, thinking)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._own.decode(tokens)
+        return self._part.decode(tokens)

@@ -119,9 +119,9 @@ class RemoteRows(ABC):
                 f"{self.spec.name} ends a text at token {token}, which is not among the ends {sorted(self.ends)} here; "
                 "give all of them as ends"
             )
-        return self.known(token)
+        return self.checked(token)
 
-    def known(self, token: int) -> int:
+    def checked(self, token: int) -> int:
         if not 0 <= token < self.spec.vocabulary:
             raise TargetError(
                 f"{self.spec.name} knows token {token}, outside the vocabulary of {self.spec.vocabulary} that it is "
@@ -175,10 +175,10 @@ class DrawnRows(RemoteRows):
 def settings_of(sampling: Sampling) -> dict[str, Any]:
     """Fields of a completion, all of them: a server takes those that are missing from the model's generation_config."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     if sampling.biases:
-        found["logit_bias"] = {str(token): bias for token, bias in sampling.biases}
-    return found
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.biases}
+    return fields
 
 
 def seed_at(seed: int, position: int) -> int:
@@ -234,12 +234,12 @@ class LogprobRows(RemoteRows):
             self.token_of(answer)
             for n, row in enumerate(rows_of(answer, len(texts[b]), len(paths[b]), self.spec.name)):
                 logits[b, n, 0] = -torch.inf
-                logits[b, n, [self.known(token) for token in row]] = torch.tensor(list(row.values()))
+                logits[b, n, [self.checked(token) for token in row]] = torch.tensor(list(row.values()))
         return logits, None
 
     def _body(self, text: list[int]) -> dict[str, Any]:
-        asked = {"prompt_logprobs": self.count, "logprobs": self.count, "return_tokens_as_token_ids": True}
-        return {"prompt": text, "max_tokens": 1, "return_token_ids": True, **settings_of(IDLE), **asked}
+        fields = {"prompt_logprobs": self.count, "logprobs": self.count, "return_tokens_as_token_ids": True}
+        return {"prompt": text, "max_tokens": 1, "return_token_ids": True, **settings_of(IDLE), **fields}
 
 
 def rows_of(choice: Mapping[str, Any], begin: int, drafted: int, name: str) -> list[dict[int, float]]:
@@ -250,14 +250,14 @@ def rows_of(choice: Mapping[str, Any], begin: int, drafted: int, name: str) -> l
     """
     try:
         prompt = choice["prompt_logprobs"][begin : begin + drafted] if drafted else []
-        found = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in prompt]
+        rows = [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in prompt]
         last = choice["logprobs"]["top_logprobs"][0]
-        found.append({int(token.removeprefix(TOKEN_ID)): float(value) for token, value in last.items()})
+        rows.append({int(token.removeprefix(TOKEN_ID)): float(value) for token, value in last.items()})
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(name, error) from error
-    if len(found) != drafted + 1:
-        raise _unreadable(name, f"{len(found)} rows instead of {drafted + 1}")
-    return found
+    if len(rows) != drafted + 1:
+        raise _unreadable(name, f"{len(rows)} rows instead of {drafted + 1}")
+    return rows
 
 
 def _unreadable(name: str, reason: object) -> TargetError:

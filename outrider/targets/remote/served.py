@@ -101,8 +101,8 @@ class ServedTarget:
                     how["path"], config=_shortened(self._model.config), dtype=how["dtype"], output_loading_info=True,
                     **how["options"],
                 )  # fmt: skip
-            model, found = loaded
-            if missing := sorted(found["missing_keys"]):
+            model, loading_info = loaded
+            if missing := sorted(loading_info["missing_keys"]):
                 raise OSError(f"it lacks {missing[0]}")
             return TransformersTarget(model.to(self.device), self.tokenizer, name, self.spec.revision, tested=False)
         except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
@@ -145,12 +145,12 @@ def load_served(
         if (problem := missing_path(path)) is not None:
             raise OSError(problem)
         config = AutoConfig.from_pretrained(path, **options)
-        wanted = dtype_of(config, dtype, place)
+        weight_dtype = dtype_of(config, dtype, place)
         is_whole = quantize is None and getattr(config, "quantization_config", None) is None
         if quantised.whole_weights(config, name, place) is not None:
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).to(wanted)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).to(weight_dtype)
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(path, **pinned)
         tokenizer, reason = load_tokenizer(path, **options)
@@ -163,8 +163,8 @@ def load_served(
         ) from error
     stored = hash_stored(path, revision, model) if is_whole else ""
     return ServedTarget(
-        model, tokenizer, name, revision, stored=stored, device=place, dtype=wanted, quantize=quantize, options=options,
-        path=path,
+        model, tokenizer, name, revision, stored=stored, device=place, dtype=weight_dtype, quantize=quantize,
+        options=options, path=path,
     )  # fmt: skip
 
 

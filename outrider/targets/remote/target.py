@@ -110,17 +110,17 @@ class RemoteTarget:
         if whole("logprobs", logprobs) < 1 and logprobs != -1:
             raise ConfigError(f"logprobs must be at least 1, or -1 for all, got {logprobs}")
         self.method, self.logprobs, self.device, self.mask_token = method, logprobs, torch.device("cpu"), None
-        self.tokenizer, known = _described(tokenizer)
-        vocabulary = vocabulary or known.get("vocabulary")
+        self.tokenizer, described = _described(tokenizer)
+        vocabulary = vocabulary or described.get("vocabulary")
         if vocabulary is None:
             raise ConfigError("nothing says how many tokens the server's model has; give vocabulary, or a tokenizer")
-        self.ends = frozenset(known.get("ends", ()) if ends is None else ends)
+        self.ends = frozenset(described.get("ends", ()) if ends is None else ends)
         self.client = server if isinstance(server, Client) else Client(server, model=model, api_key=api_key)
         self._is_own_client = self.client is not server
         self._pool = ThreadPoolExecutor(AT_ONCE, "outrider-remote")
         self.spec = TargetSpec(
             name=server if isinstance(server, str) else model or "the server", revision=None, layers=0, hidden=0,
-            vocabulary=vocabulary, context=context or known.get("context") or UNLIMITED, dtype="float32",
+            vocabulary=vocabulary, context=context or described.get("context") or UNLIMITED, dtype="float32",
             tokenizer_hash=None if self.tokenizer is None else hash_tokenizer(self.tokenizer), weights_hash="",
             mode="tree" if method == "probes" else "chain",
         )  # fmt: skip
@@ -170,16 +170,16 @@ class RemoteTarget:
         requests = self._requests(prompts, max_new_tokens, rows.own_sampling, stop)
         judge = SamplingJudge()
         state = DecodeState(max(1, min(slots, len(requests))), self.spec.context, self.ends, judge=judge)
-        found = [RemoteText() for _ in requests]
+        texts = [RemoteText() for _ in requests]
         began = time.perf_counter()
         for progress in advance(rows, requests, drafter, named.policy(policy, drafter), state):
-            own = found[progress.request]
-            own.tokens += progress.tokens
-            own.text += progress.text
-            own.accepted.append(progress.accepted)
-            own.finish_reason = "stop" if progress.finish_reason == "stop" else "length"
+            text = texts[progress.request]
+            text.tokens += progress.tokens
+            text.text += progress.text
+            text.accepted.append(progress.accepted)
+            text.finish_reason = "stop" if progress.finish_reason == "stop" else "length"
         wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, rows.rounds
-        return RemoteTexts(found, wire.traffic)
+        return RemoteTexts(texts, wire.traffic)
 
     def plain(
         self, prompts: Prompt | Iterable[Prompt], *, max_new_tokens: int, sampling: Sampling | None = None,
@@ -192,22 +192,22 @@ class RemoteTarget:
         _check_slots(slots)
         sampling = sampling or IDLE
         DrawnRows.check(sampling)
-        asked = {"max_tokens": max_new_tokens, "return_token_ids": True, **settings_of(sampling)}
-        asked |= {} if sampling.seed is None else {"seed": sampling.seed}
+        fields = {"max_tokens": max_new_tokens, "return_token_ids": True, **settings_of(sampling)}
+        fields |= {} if sampling.seed is None else {"seed": sampling.seed}
         requests = self._requests(prompts, max_new_tokens, sampling, stop)
         if requests and requests[0].stop:
-            asked["stop"] = list(requests[0].stop)
-        bodies = [{"prompt": request.prompt, **asked} for request in requests if max_new_tokens]
+            fields["stop"] = list(requests[0].stop)
+        bodies = [{"prompt": request.prompt, **fields} for request in requests if max_new_tokens]
         began = time.perf_counter()
         with ThreadPoolExecutor(slots) as pool:
             wire = _Wire(self.client, pool)
             choices = wire.ask(bodies)
         wire.traffic.seconds, wire.traffic.rounds = time.perf_counter() - began, -(-len(bodies) // slots)
-        found = [
+        texts = [
             RemoteText(list(each.get("token_ids") or ()), each["text"], each.get("finish_reason") or "length")
             for each in choices
         ]
-        return RemoteTexts(found or [RemoteText() for _ in requests], wire.traffic)
+        return RemoteTexts(texts or [RemoteText() for _ in requests], wire.traffic)
 
     def _rows(self, sampling: Sampling, wire: _Wire) -> RemoteRows:
         """The loop's target for requests of this sampling."""
@@ -224,15 +224,15 @@ class RemoteTarget:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops:
             with_stops(self.detokenizer, stops)
-        found = [
+        requests = [
             Request(self.encode(p), max_new_tokens, sampling, stops, self.detokenizer, not is_chat(p))
             for p in listed(prompts)
         ]
-        for i, request in enumerate(found):
+        for i, request in enumerate(requests):
             if len(request.prompt) >= self.spec.context:
-                given = f"prompt {i} has {len(request.prompt)} tokens"
-                raise DataError(f"{given} and leaves no room in the context of {self.spec.context}; shorten it")
-        return found
+                size = f"prompt {i} has {len(request.prompt)} tokens"
+                raise DataError(f"{size} and leaves no room in the context of {self.spec.context}; shorten it")
+        return requests
 
 
 def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
@@ -240,13 +240,13 @@ def compare(drafted: RemoteTexts, plain: RemoteTexts) -> str:
 
     Rounds of several texts are compared by the tokens of all of them.
     """
-    own, other = drafted.traffic, plain.traffic
-    lines = [f"drafted  {drafted.tokens:,} tokens in {own}", f"plain    {plain.tokens:,} tokens in {other}"]
-    if not (own.rounds and drafted.tokens and plain.tokens and own.seconds and other.seconds):
+    with_drafts, without = drafted.traffic, plain.traffic
+    lines = [f"drafted  {drafted.tokens:,} tokens in {with_drafts}", f"plain    {plain.tokens:,} tokens in {without}"]
+    if not (with_drafts.rounds and drafted.tokens and plain.tokens and with_drafts.seconds and without.seconds):
         return "\n".join(lines)
-    rate, brought = plain.tokens / other.seconds, drafted.tokens / own.rounds
-    round_s = own.seconds / own.rounds
-    ratio = drafted.tokens / own.seconds / rate
+    rate, brought = plain.tokens / without.seconds, drafted.tokens / with_drafts.rounds
+    round_s = with_drafts.seconds / with_drafts.rounds
+    ratio = drafted.tokens / with_drafts.seconds / rate
     how = "faster" if ratio > 1 else "slower"
     lines.append(
         f"drafts were {how} than plain requests, {ratio:.2f} times their speed: a round takes {1e3 * round_s:.0f} ms "
@@ -266,11 +266,11 @@ class _Wire:
 
     def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The first choice of each answer, in order.  Raises ClientError for the first request that fails."""
-        asked = [self._pool.submit(self._client.complete, **body) for body in bodies]
+        futures = [self._pool.submit(self._client.complete, **body) for body in bodies]
         try:
-            answers = [one.result() for one in asked]
+            answers = [one.result() for one in futures]
         finally:
-            for one in asked:
+            for one in futures:
                 one.cancel()
         self.traffic.requests += len(bodies)
         self.traffic.attempts += sum(answer.attempts for answer in answers)
@@ -284,34 +284,34 @@ def _described(tokenizer: Any) -> tuple[Any, dict[str, Any]]:
     """The tokenizer, and what it and the configs beside it say: vocabulary, context and ends, where they do."""
     if tokenizer is None:
         return None, {}
-    known: dict[str, Any] = {}
+    of_configs: dict[str, Any] = {}
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
         tokenizer, reason = load_tokenizer(name)
         if tokenizer is None:
             raise TargetError(f"can't load the tokenizer of {name!r}: {reason}; give its folder or Hugging Face id")
-        known = _of_configs(name)
+        of_configs = _of_configs(name)
     end = tokenizer.eos_token_id
-    own = {"vocabulary": max(tokenizer.get_vocab().values()) + 1, "ends": [] if end is None else [end]}
-    return tokenizer, own | known
+    of_tokenizer = {"vocabulary": max(tokenizer.get_vocab().values()) + 1, "ends": [] if end is None else [end]}
+    return tokenizer, of_tokenizer | of_configs
 
 
 def _of_configs(name: str) -> dict[str, Any]:
     """What a folder's config.json and generation_config.json say; nothing where they are not there."""
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if (files := locate(name)) is not None:
         config, parts = gguf.described(name, files)
-        own = {"vocabulary": config.vocab_size, "context": config.max_position_embeddings}
-        return own | {"ends": ends_in(parts.keys)}
+        fields = {"vocabulary": config.vocab_size, "context": config.max_position_embeddings}
+        return fields | {"ends": ends_in(parts.keys)}
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
-        known |= {"vocabulary": config.vocab_size, "context": getattr(config, "max_position_embeddings", None)}
+        fields |= {"vocabulary": config.vocab_size, "context": getattr(config, "max_position_embeddings", None)}
         ends = GenerationConfig.from_pretrained(name).eos_token_id
         if ends is not None:
-            known["ends"] = torch.as_tensor(ends).flatten().tolist()
+            fields["ends"] = torch.as_tensor(ends).flatten().tolist()
     except (OSError, ValueError, AttributeError):
         pass  # a tokenizer alone
-    return known
+    return fields
 
 
 def _check_slots(slots: int) -> None:

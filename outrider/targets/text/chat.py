@@ -32,21 +32,21 @@ def rendered(
     variables: what the template is handed beside them.  parse_special: control tokens that messages spell are control
     tokens.  Raises DataError where the template refuses them.
     """
-    given, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
+    rendered_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
 
-    def drawn(given: Messages) -> list[int]:
+    def drawn(rendered_messages: Messages) -> list[int]:
         return chat_tokens(
-            tokenizer, given, functions, variables=variables, parse_special=parse_special,
+            tokenizer, rendered_messages, functions, variables=variables, parse_special=parse_special,
             add_generation_prompt=add_generation_prompt,
         )  # fmt: skip
 
     with _refusals():
         try:
-            return drawn(given)
+            return drawn(rendered_messages)
         except TypeError:  # such as DeepSeek's templates, which add arguments to a text
-            if not any(message.get("tool_calls") for message in given):
+            if not any(message.get("tool_calls") for message in rendered_messages):
                 raise
-            return drawn([_with_texts(message) for message in given])
+            return drawn([_with_texts(message) for message in rendered_messages])
 
 
 def marked(
@@ -54,9 +54,9 @@ def marked(
 ) -> Encoded:
     """Token ids of these messages, and spans of the text that the template marks as generated.  Raises as
     `rendered`."""
-    given, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
+    plain_messages, functions = [plain(message) for message in messages], [plain_tool(tool) for tool in tools]
     with _refusals():
-        return chat_with_answers(tokenizer, given, functions, variables or {})
+        return chat_with_answers(tokenizer, plain_messages, functions, variables or {})
 
 
 @contextmanager
@@ -74,42 +74,46 @@ def _refusals() -> Iterator[None]:
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates know it.  Raises DataError for a part that is not text."""
-    found = {key: value for key, value in message.items() if value is not None and key not in UNSHOWN}
-    found["content"] = text_of(message.get("content"))
-    if found.get("role") == "developer":  # OpenAI's newer word
-        found["role"] = "system"
-    if calls := found.get("tool_calls"):
-        found["tool_calls"] = [_call(one) for one in calls]
-    return found
+    fields = {key: value for key, value in message.items() if value is not None and key not in UNSHOWN}
+    fields["content"] = text_of(message.get("content"))
+    if fields.get("role") == "developer":  # OpenAI's newer word
+        fields["role"] = "system"
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_call(one) for one in calls]
+    return fields
 
 
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool's definition with its `function` around it, and without what a table's other rows have."""
-    found: dict[str, Any] = without_nulls(tool, NULLS)
-    return found if "function" in found or "name" not in found else {"type": "function", "function": found}
+    definition: dict[str, Any] = without_nulls(tool, NULLS)
+    return (
+        definition
+        if "function" in definition or "name" not in definition
+        else {"type": "function", "function": definition}
+    )
 
 
 def _call(call: Any) -> Any:
     """A call of a tool with its `function` around it, whose arguments are an object where they are JSON."""
     if not isinstance(call, Mapping):
         return call
-    found = {key: value for key, value in call.items() if value is not None}
-    if "function" not in found and "name" in found:
-        own = {key: found.pop(key) for key in ("name", "arguments") if key in found}
-        found["function"] = own
-    if isinstance(function := found.get("function"), Mapping):
-        found["function"] = {**function, "arguments": _object(function.get("arguments"))}
-    return {"type": "function", **found}
+    fields = {key: value for key, value in call.items() if value is not None}
+    if "function" not in fields and "name" in fields:
+        inner = {key: fields.pop(key) for key in ("name", "arguments") if key in fields}
+        fields["function"] = inner
+    if isinstance(function := fields.get("function"), Mapping):
+        fields["function"] = {**function, "arguments": _object(function.get("arguments"))}
+    return {"type": "function", **fields}
 
 
 def _object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:

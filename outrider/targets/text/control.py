@@ -43,8 +43,8 @@ def chat_tokens(
         tools, settings = [aside.plain(tool) for tool in tools], aside.plain(settings, is_own=True)
     options = settings | ({"tools": list(tools)} if tools else {})
     is_plain = not aside.spelled
-    found: Any = tokenizer.apply_chat_template(list(messages), tokenize=is_plain, return_dict=False, **options)
-    return list(found) if is_plain else list(aside.encoded(found).ids)
+    rendered: Any = tokenizer.apply_chat_template(list(messages), tokenize=is_plain, return_dict=False, **options)
+    return list(rendered) if is_plain else list(aside.encoded(rendered).ids)
 
 
 def text_tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -73,8 +73,8 @@ class Aside:
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as the template may read it."""
-        found: dict[str, Any] = self.plain(message, is_own=message.get("role") in OWN)
-        return found
+        hidden: dict[str, Any] = self.plain(message, is_own=message.get("role") in OWN)
+        return hidden
 
     def plain(self, value: Any, is_own: bool = False) -> Any:
         """A value with all its texts, names of fields too, without control tokens."""
@@ -150,9 +150,9 @@ class Controls:
                 )
             copy = Tokenizer.from_str(json.dumps(_renamed(json.loads(self._backend.to_str()), self.names)))
             for text, name in self.names.items():
-                theirs, own = copy.token_to_id(name), self._backend.token_to_id(text)
-                if theirs is not None and own is not None and theirs != own:
-                    self.ids[theirs] = own
+                copy_id, token = copy.token_to_id(name), self._backend.token_to_id(text)
+                if copy_id is not None and token is not None and copy_id != token:
+                    self.ids[copy_id] = token
             self._copy = copy
         return self._copy
 
@@ -164,15 +164,15 @@ def _is_mark(text: str, template: str) -> bool:
     return bool(text.strip()) and (text in template or other in template or BARS.fullmatch(text) is not None)
 
 
-_known: WeakKeyDictionary[Any, Controls] = WeakKeyDictionary()
+_controls: WeakKeyDictionary[Any, Controls] = WeakKeyDictionary()
 
 
 def _controls_of(tokenizer: Any) -> Controls:
     template = str(tokenizer.chat_template or "")
-    found = _known.get(tokenizer)
-    if found is None or found.template != template:
-        found = _known[tokenizer] = Controls(tokenizer, template)
-    return found
+    controls = _controls.get(tokenizer)
+    if controls is None or controls.template != template:
+        controls = _controls[tokenizer] = Controls(tokenizer, template)
+    return controls
 
 
 def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = Tru
     if skip_special_tokens:
         skipped |= {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     steps, is_cleaned = _steps(tokenizer), _is_cleaned(tokenizer)
-    byte_tokens = {token: int(found[1], 16) for name, token in names.items() if (found := BYTE.fullmatch(name))}
+    byte_tokens = {token: int(match[1], 16) for name, token in names.items() if (match := BYTE.fullmatch(name))}
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
     if not _is_known(steps) or (has_bytes and is_cleaned) or not _is_all(tokenizer, decode, sorted(names.values())):
         return _unknown(tokenizer, Detokenizer(decode, skipped=skipped))
@@ -81,10 +81,10 @@ def _is_all(tokenizer: PreTrainedTokenizerFast, decode: functools.partial[str], 
     return decode(tokens) == (tokenizer.clean_up_tokenization(text) if _is_cleaned(tokenizer) else text)
 
 
-def _unknown(tokenizer: Any, found: Detokenizer) -> Detokenizer:
+def _unknown(tokenizer: Any, fallback: Detokenizer) -> Detokenizer:
     logging.getLogger(__name__).warning(
         "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are not "
         "affected",
         type(tokenizer).__name__,
     )
-    return found
+    return fallback

@@ -52,19 +52,19 @@ def greedy_sampling(
     Raises ConfigError for a key of the model's generation_config that can't be done so, or can't be read.
     """
     config = model.generation_config
-    asked = {} if config is None else {key: value for key, value in vars(config).items() if value is not None}
+    settings = {} if config is None else {key: value for key, value in vars(config).items() if value is not None}
     for key, idle in IDLE.items():
-        if key in asked and asked[key] not in idle:
+        if key in settings and settings[key] not in idle:
             raise ConfigError(
-                f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; "
+                f"the target's generation_config.{key} is {settings[key]!r}, which is not greedy decoding of one text; "
                 f"{INSTEAD}"
             )
-    asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
+    settings = {key: value for key, value in settings.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
     text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
-    if "min_length" in asked:  # counts the prompt, and gives way to min_new_tokens
-        with _config_errors("min_length", asked["min_length"]):
-            asked.setdefault("min_new_tokens", max(0, asked["min_length"] - len(prompt)))
-    return _by_processors(model, asked, text) if asked.keys() & NEUTRAL.keys() else _by_settings(asked, text)
+    if "min_length" in settings:  # counts the prompt, and gives way to min_new_tokens
+        with _config_errors("min_length", settings["min_length"]):
+            settings.setdefault("min_new_tokens", max(0, settings["min_length"] - len(prompt)))
+    return _by_processors(model, settings, text) if settings.keys() & NEUTRAL.keys() else _by_settings(settings, text)
 
 
 class _Text(NamedTuple):
@@ -81,17 +81,17 @@ class _Text(NamedTuple):
         """Token ids [1, n] of the prompt."""
         return torch.tensor([[*self.prompt]], device=self.device)
 
-    def known(self, tokens: Iterable[int]) -> list[int]:
+    def checked(self, tokens: Iterable[int]) -> list[int]:
         """These ids.  Raises ValueError for one outside the vocabulary."""
-        found = list(tokens)
-        wrong = [token for token in found if not 0 <= token < self.vocabulary]
+        ids = list(tokens)
+        wrong = [token for token in ids if not 0 <= token < self.vocabulary]
         if wrong:
             raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {self.vocabulary}")
-        return found
+        return ids
 
     def no_ends(self, words: Iterable[list[int]]) -> list[list[int]]:
         """These bad words without those that are an end and nothing else, which transformers does not forbid."""
-        return [self.known(word) for word in words if word not in [[end] for end in self.ends]]
+        return [self.checked(word) for word in words if word not in [[end] for end in self.ends]]
 
 
 @contextmanager
@@ -106,23 +106,23 @@ def _config_errors(key: str, value: Any) -> Iterator[None]:
 
 
 SETTINGS: Mapping[str, Callable[[Any, _Text, Sampling], dict[str, Any]]] = {
-    "repetition_penalty": lambda value, text, found: {"repetition_penalty": value},
-    "bad_words_ids": lambda value, text, found: {"bad_words": text.no_ends(value)},
-    "suppress_tokens": lambda value, text, found: {
-        "bad_words": [*found.bad_words, *((token,) for token in value if 0 <= token < text.vocabulary)]
+    "repetition_penalty": lambda value, text, sampling: {"repetition_penalty": value},
+    "bad_words_ids": lambda value, text, sampling: {"bad_words": text.no_ends(value)},
+    "suppress_tokens": lambda value, text, sampling: {
+        "bad_words": [*sampling.bad_words, *((token,) for token in value if 0 <= token < text.vocabulary)]
     },
-    "min_new_tokens": lambda value, text, found: {"min_new_tokens": min(value, text.max_new_tokens)},
+    "min_new_tokens": lambda value, text, sampling: {"min_new_tokens": min(value, text.max_new_tokens)},
 }
 """Keys that `Sampling` knows, and the settings they become."""
 
 
-def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
-    found = Sampling()
+def _by_settings(settings: Mapping[str, Any], text: _Text) -> Sampling:
+    sampling = Sampling()
     for key, setting in SETTINGS.items():
-        if key in asked:
-            with _config_errors(key, asked[key]):
-                found = replace(found, **setting(asked[key], text, found))
-    return found
+        if key in settings:
+            with _config_errors(key, settings[key]):
+                sampling = replace(sampling, **setting(settings[key], text, sampling))
+    return sampling
 
 
 TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
@@ -137,9 +137,11 @@ OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
 """Keys that do nothing where the model names no end."""
 
 
-def _by_processors(model: Any, asked: Mapping[str, Any], text: _Text) -> Sampling:
-    found = {
-        key: value for key, value in asked.items() if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)
+def _by_processors(model: Any, settings: Mapping[str, Any], text: _Text) -> Sampling:
+    chosen = {
+        key: value
+        for key, value in settings.items()
+        if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)
     }
 
     def made(keys: Mapping[str, Any]) -> list[Processor]:
@@ -150,10 +152,10 @@ def _by_processors(model: Any, asked: Mapping[str, Any], text: _Text) -> Samplin
             model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device)
         )
 
-    for key, value in found.items():  # one by one, so that the wrong one is named
+    for key, value in chosen.items():  # one by one, so that the wrong one is named
         with _config_errors(key, value):
-            text.known(TOKENS[key](value) if key in TOKENS else ())
+            text.checked(TOKENS[key](value) if key in TOKENS else ())
             if key == "bad_words_ids":
-                found[key] = text.no_ends(value) or None
-            made({key: found[key]})
-    return Sampling(processors=made(found))
+                chosen[key] = text.no_ends(value) or None
+            made({key: chosen[key]})
+    return Sampling(processors=made(chosen))

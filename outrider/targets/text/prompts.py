@@ -10,7 +10,7 @@ from outrider.errors import DataError, first_line
 from outrider.targets.text import chat
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-WANTED = "give a text, token ids or chat messages, or many of these"
+EXPECTED = "give a text, token ids or chat messages, or many of these"
 PLAIN = (int, str, list)
 """Types of nearly every item: to ask whether it is an array takes longer than all else."""
 
@@ -24,13 +24,13 @@ class Array(Protocol):
     def tolist(self) -> Any: ...
 
 
-def listed(given: Any) -> list[Prompt]:
+def listed(prompts: Any) -> list[Prompt]:
     """One prompt or many as a list of them; an iterator is read to its end.
 
     An array [S] is one prompt, an array [B, S] is B of them; of what a tokenizer returned the padding is left out.
     Raises DataError for what is not a prompt.
     """
-    plain = _plain(given)
+    plain = _plain(prompts)
     if isinstance(plain, str) or _is_message(plain):
         return [single(plain)]
     items = [_plain(item) for item in _iterated(plain)]
@@ -39,10 +39,10 @@ def listed(given: Any) -> list[Prompt]:
     return [single(item) for item in items]
 
 
-def single(given: Any) -> Prompt:
+def single(prompt: Any) -> Prompt:
     """One prompt, which may be an array, what a tokenizer returned, or one message.  Raises DataError for anything
     else."""
-    plain = _plain(given)
+    plain = _plain(prompt)
     if isinstance(plain, str):
         return plain
     if _is_message(plain):
@@ -54,7 +54,7 @@ def single(given: Any) -> Prompt:
         return items
     for item in items:
         if isinstance(item, bool) or not isinstance(item, Integral):
-            raise DataError(f"a prompt holds {item!r}, which is not a token id; {WANTED}")
+            raise DataError(f"a prompt holds {item!r}, which is not a token id; {EXPECTED}")
     return list(map(int, items))
 
 
@@ -70,27 +70,27 @@ def ids_of(
 
     media: ids that stand for images, videos or sound.  Otherwise as `TransformersTarget.encode`, with its errors.
     """
-    given = single(prompt)
-    if not given or isinstance(given[0], int):
-        return _known(given, vocabulary, media)  # type: ignore[arg-type]
+    plain = single(prompt)
+    if not plain or isinstance(plain[0], int):
+        return _checked(plain, vocabulary, media)  # type: ignore[arg-type]
     if tokenizer is None:
         raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
     try:
-        return _known(_encoded(given, tokenizer, thinking), vocabulary, media, tokenizer)
+        return _checked(_encoded(plain, tokenizer, thinking), vocabulary, media, tokenizer)
     except DataError:
         raise
     except (TypeError, ValueError, LookupError) as error:
         raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {first_line(error)}; correct it") from error
 
 
-def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
+def _encoded(prompt: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     """Token ids of a text or of chat messages, by the tokenizer."""
-    if isinstance(given, str):
-        return encoded(given, tokenizer)
+    if isinstance(prompt, str):
+        return encoded(prompt, tokenizer)
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
     options = {} if thinking is None else {"enable_thinking": thinking}
-    return chat.rendered(tokenizer, given, (), options, add_generation_prompt=True)
+    return chat.rendered(tokenizer, prompt, (), options, add_generation_prompt=True)
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
@@ -132,7 +132,7 @@ def _without_row(name: str, token: int, vocabulary: int) -> str:
     )
 
 
-def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str], tokenizer: Any = None) -> list[int]:
+def _checked(tokens: list[int], vocabulary: int, media: Mapping[int, str], tokenizer: Any = None) -> list[int]:
     if not tokens:
         raise DataError("the prompt is empty; give at least one token of text")
     for token in tokens:
@@ -150,15 +150,15 @@ def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str], tokeniz
     return tokens
 
 
-def _plain(given: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Arrays as lists, and of what a tokenizer returned the ids."""
-    if type(given) in PLAIN:
-        return given
-    if isinstance(given, Array):
-        return given.tolist()
-    if not isinstance(given, Mapping) or "input_ids" not in given:
-        return given
-    ids, mask = _plain(given["input_ids"]), _plain(given.get("attention_mask"))
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Array):
+        return value.tolist()
+    if not isinstance(value, Mapping) or "input_ids" not in value:
+        return value
+    ids, mask = _plain(value["input_ids"]), _plain(value.get("attention_mask"))
     if mask is None:
         return ids
     if ids and isinstance(ids[0], list):
@@ -174,12 +174,12 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("role"), str)
 
 
-def _iterated(given: Any) -> Iterable[Any]:
-    if isinstance(given, Mapping):
+def _iterated(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
         raise DataError(
-            f"a prompt can't be a mapping with the keys {', '.join(map(repr, given)) or '(none)'}; give a text, token "
+            f"a prompt can't be a mapping with the keys {', '.join(map(repr, value)) or '(none)'}; give a text, token "
             "ids, or a list of chat messages, each with `role` and `content`"
         )
-    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
-        raise DataError(f"a prompt can't be {given!r}; {WANTED}")
-    return given
+    if isinstance(value, bytes | bytearray) or not isinstance(value, Iterable):
+        raise DataError(f"a prompt can't be {value!r}; {EXPECTED}")
+    return value

@@ -20,12 +20,12 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._as_bytes = None if tokenizer is None else bytes_of_names(tokenizer)
         self._added = {} if tokenizer is None else {t: e.content for t, e in tokenizer.added_tokens_decoder.items()}
-        self._known: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
+        if token not in self._bytes:
+            self._bytes[token] = self._read(token)
+        return self._bytes[token]
 
     def name_of(self, token: int) -> str:
         """Its text; of a part of a character, as OpenAI has it, `bytes:` and its bytes."""
@@ -41,8 +41,8 @@ class TokenTexts:
         if token in self._added:
             return str(self._added[token]).encode()
         name = self._tokenizer.convert_ids_to_tokens(token)
-        found = None if self._as_bytes is None or name is None else self._as_bytes(name)
-        return str(self._tokenizer.decode([token])).encode() if found is None else found
+        piece = None if self._as_bytes is None or name is None else self._as_bytes(name)
+        return str(self._tokenizer.decode([token])).encode() if piece is None else piece
 
 
 class Offsets:
@@ -53,8 +53,8 @@ class Offsets:
         self.length = 0
 
     def push(self, pieces: Iterable[bytes]) -> list[int]:
-        found = []
+        offsets = []
         for piece in pieces:
-            found.append(self.length)
+            offsets.append(self.length)
             self.length += len(self._decoder.decode(piece))
-        return found
+        return offsets

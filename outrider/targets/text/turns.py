@@ -35,8 +35,8 @@ def closing_of(tokenizer: Any) -> Closing | None:
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
         return None
-    known, closing = _turns.get(tokenizer, ("", None))
-    if known != template:
+    previous, closing = _turns.get(tokenizer, ("", None))
+    if previous != template:
         closing = _read(tokenizer)
         _turns[tokenizer] = template, closing
     return closing

@@ -67,7 +67,7 @@ class Vocabulary:
         self.begin: list[int] = next((whole[:n] for n in range(count + 1) if whole[n : n + len(bare)] == bare), [])
         """Ids that the tokenizer puts before every text."""
         self.filler = next(
-            (found for found in (_within(tokenizer.bos_token_id, size), self.end) if found is not None), 0
+            (filler for filler in (_within(tokenizer.bos_token_id, size), self.end) if filler is not None), 0
         )
         """Takes the place of an empty text."""
 
@@ -104,13 +104,13 @@ def bytes_of_names(tokenizer: Any) -> Callable[[str], bytes | None] | None:
 
 def _kinds(part: Any) -> set[str]:
     """Types of a tokenizer's part and of the parts it is made of."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     remaining = [] if part is None else [json.loads(part.__getstate__())]
     while remaining:
         at = remaining.pop()
-        found.add(at.get("type", ""))
+        kinds.add(at.get("type", ""))
         remaining += [*at.get("decoders", ()), *at.get("pretokenizers", ())]
-    return found
+    return kinds
 
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -122,8 +122,8 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 class SharedVocabulary:
     """Tokens that two vocabularies share, one to one."""
 
-    def __init__(self, own: Vocabulary, target: Vocabulary, device: torch.device | str = "cpu"):
-        shared = _shared_ids(own, target)
+    def __init__(self, drafter: Vocabulary, target: Vocabulary, device: torch.device | str = "cpu"):
+        shared = _shared_ids(drafter, target)
         self.count = len(shared)
         self.vocabulary = target.size
         self.own_ids, self.target_ids = (
@@ -145,32 +145,34 @@ class SharedVocabulary:
 
     def of(self, tokens: Sequence[int]) -> list[int] | None:
         """The drafting model's ids of these tokens of the target; None where one is not shared."""
-        found = [self.by_target[token] for token in tokens if token in self.by_target]
-        return found if len(found) == len(tokens) else None
+        ids = [self.by_target[token] for token in tokens if token in self.by_target]
+        return ids if len(ids) == len(tokens) else None
 
     def own(self, tokens: Tensor) -> Tensor:
         """The drafting model's ids of these tokens of the target; 0 for one that is not shared."""
         return self._own[tokens]
 
 
-def _shared_ids(own: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
+def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
     """(own id, target's id), ascending.  The two end tokens are shared too, where neither is shared otherwise."""
-    mine, theirs = _by_bytes(own), _by_bytes(target)
-    shared = {theirs[piece]: mine[piece] for piece in theirs.keys() & mine.keys()}
-    shared |= {target.specials[text]: own.specials[text] for text in target.specials.keys() & own.specials.keys()}
-    is_free = target.end is not None and target.end not in shared and own.end not in shared.values()
-    if is_free and own.end is not None and target.end is not None:
-        shared[target.end] = own.end
+    drafter_pieces, target_pieces = _by_bytes(drafter), _by_bytes(target)
+    shared = {target_pieces[piece]: drafter_pieces[piece] for piece in target_pieces.keys() & drafter_pieces.keys()}
+    shared |= {
+        target.specials[text]: drafter.specials[text] for text in target.specials.keys() & drafter.specials.keys()
+    }
+    is_free = target.end is not None and target.end not in shared and drafter.end not in shared.values()
+    if is_free and drafter.end is not None and target.end is not None:
+        shared[target.end] = drafter.end
     return sorted((one, other) for other, one in shared.items())
 
 
 def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
     """Each piece's id; of several the one that `encode` gives, or else the first."""
-    found: dict[bytes, int] = {}
+    ids: dict[bytes, int] = {}
     for token, piece in enumerate(vocabulary.pieces):
-        if piece and (piece not in found or token in vocabulary.encode(piece.decode(errors="replace")).ids):
-            found[piece] = token
-    return found
+        if piece and (piece not in ids or token in vocabulary.encode(piece.decode(errors="replace")).ids):
+            ids[piece] = token
+    return ids
 
 
 # ── one text in two vocabularies ──────────────────────────────────────────────────────────────────────────────────────
@@ -231,11 +233,11 @@ class Transcript:
         both."""
         before_end = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
         added = b"".join(self._reader.pieces[token] or b"" for token in before_end)
-        found = continuation(self._source, self.text, self.incomplete_bytes, added)
+        tokens = continuation(self._source, self.text, self.incomplete_bytes, added)
         is_over = len(before_end) < len(ids)
-        if is_over and self._source.end is not None and (found or added == self.incomplete_bytes):
-            found.append(self._source.end)
-        return found
+        if is_over and self._source.end is not None and (tokens or added == self.incomplete_bytes):
+            tokens.append(self._source.end)
+        return tokens
 
     def _bytes_of(self, token: int) -> bytes:
         """A special token has its name's bytes where the reader has one of the same name, else none."""
@@ -277,32 +279,32 @@ def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
     return next(((starts[start], k) for start, k in begins if start in starts), None)
 
 
-def continuation(target: Vocabulary, before: str, known: bytes, added: bytes) -> list[int]:
-    """The target's ids of the bytes `added` after the text `before`, without the `known` bytes at their beginning.
+def continuation(target: Vocabulary, before: str, prefix: bytes, added: bytes) -> list[int]:
+    """The target's ids of the bytes `added` after the text `before`, without the `prefix` bytes at their beginning.
 
     Empty where it begins otherwise, or where the target's encoding has no token that begins at the seam or does not
     give the same bytes back.  Half a character at the end is left out.
     """
     text = _readable(added)
-    wanted = text.encode()[len(known) :]
-    if not wanted or not added.startswith(known):
+    expected = text.encode()[len(prefix) :]
+    if not expected or not added.startswith(prefix):
         return []
     for context in dict.fromkeys((before[-TAIL:], "\n", "")):
         ids = target.encode(context + text).ids
-        found = _ending(target, ids, wanted)
-        if found:
-            return found
+        ending = _ending(target, ids, expected)
+        if ending:
+            return ending
     return []
 
 
-def _ending(target: Vocabulary, ids: list[int], wanted: bytes) -> list[int]:
+def _ending(target: Vocabulary, ids: list[int], expected: bytes) -> list[int]:
     """The last of these ids whose bytes are exactly those wanted; empty where there are none."""
     for n in range(len(ids) - 1, -1, -1):
         piece = target.pieces[ids[n]] if ids[n] < target.size else None
-        if piece is None or not wanted.endswith(piece):
+        if piece is None or not expected.endswith(piece):
             return []
-        wanted = wanted[: len(wanted) - len(piece)]
-        if not wanted:
+        expected = expected[: len(expected) - len(piece)]
+        if not expected:
             return ids[n:]
     return []
 

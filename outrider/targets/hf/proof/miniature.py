@@ -75,12 +75,12 @@ def build(model: PreTrainedModel) -> PreTrainedModel | None:
     dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
     for dtype, narrow in itertools.product(dtypes, (True, False)):
         try:
-            found = _built(model, dtype, narrow)
+            small = _built(model, dtype, narrow)
             # the experts of some families are multiplied by kernels that know no float64, the masks of some by windows
-            found(input_ids=torch.ones(1, FIRST_CONTEXT + 2, dtype=torch.int64, device=found.device), use_cache=False)
+            small(input_ids=torch.ones(1, FIRST_CONTEXT + 2, dtype=torch.int64, device=small.device), use_cache=False)
         except BROKEN:
             continue
-        return found
+        return small
     return None
 
 
@@ -90,9 +90,9 @@ def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrain
     build: Any = type(model)._from_config
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(3)
-        found: Any = build(config, attn_implementation=attention, experts_implementation="eager")
-    enlivened(found)
-    built: PreTrainedModel = found.to(model.device, dtype).eval()
+        small: Any = build(config, attn_implementation=attention, experts_implementation="eager")
+    enlivened(small)
+    built: PreTrainedModel = small.to(model.device, dtype).eval()
     return built
 
 
@@ -112,29 +112,29 @@ def arguments(config: PreTrainedConfig, narrow: bool, is_text: bool = True) -> d
     narrow: hidden states are narrower than all heads together, which some classes with heads of their own size refuse.
     """
     sizes, set_there = config.to_dict(), config.to_diff_dict()
-    found = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
+    fields = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
     made_small = _small(sizes, narrow, is_text)
-    found |= {key: value for key, value in made_small.items() if value != sizes[key]}
+    fields |= {key: value for key, value in made_small.items() if value != sizes[key]}
     for key in sizes:
         part = vars(config).get(key)
         if isinstance(part, PreTrainedConfig):
-            found[key] = arguments(part, narrow, is_text and key in TEXTS)
+            fields[key] = arguments(part, narrow, is_text and key in TEXTS)
             if part.model_type:
-                found[key]["model_type"] = part.model_type
-    return found
+                fields[key]["model_type"] = part.model_type
+    return fields
 
 
 def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, Any]:
     """The same values, small."""
-    found = {key: copy.deepcopy(value) for key, value in sizes.items() if not key.startswith("_")}
-    _fewer_layers(found)
-    _narrower(found, narrow and is_text)
+    fields = {key: copy.deepcopy(value) for key, value in sizes.items() if not key.startswith("_")}
+    _fewer_layers(fields)
+    _narrower(fields, narrow and is_text)
     limits = {**SMALL, **dict.fromkeys(WINDOWS, LIMIT), "original_max_position_embeddings": FIRST_CONTEXT}
-    found |= {key: _at_most(found[key], most) for key, most in limits.items() if key in found}
-    _shorter_rotary(found, found.get("rope_parameters"))
+    fields |= {key: _at_most(fields[key], most) for key, most in limits.items() if key in fields}
+    _shorter_rotary(fields, fields.get("rope_parameters"))
     if is_text:
-        _fewer_words(found)
-    return found
+        _fewer_words(fields)
+    return fields
 
 
 def _at_most(value: Any, most: int) -> Any:
@@ -143,32 +143,32 @@ def _at_most(value: Any, most: int) -> Any:
     return min(value, most) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _fewer_layers(found: dict[str, Any]) -> None:
+def _fewer_layers(fields: dict[str, Any]) -> None:
     """As many as it takes to have one of every kind, and at least two; lists by layer are cut to fit."""
     for key in LAYERS:
-        count = found.get(key)
+        count = fields.get(key)
         if not isinstance(count, int):
             continue
         lists = {
-            name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count
+            name: value for name, value in fields.items() if isinstance(value, list | tuple) and len(value) == count
         }
-        kinds = [value for name, value in found.items() if name.endswith("_types") and isinstance(value, list | tuple)]
-        named = [value for name, value in found.items() if name.endswith(("_period", "_pattern", "_interval"))]
+        kinds = [value for name, value in fields.items() if name.endswith("_types") and isinstance(value, list | tuple)]
+        named = [value for name, value in fields.items() if name.endswith(("_period", "_pattern", "_interval"))]
         periods = [value for value in named if isinstance(value, int) and value <= count]
         periods += [len(value) for value in kinds if len(value) < count]
-        dense, shared = (found.get(name) or 0 for name in ("first_k_dense_replace", "num_kv_shared_layers"))
+        dense, shared = (fields.get(name) or 0 for name in ("first_k_dense_replace", "num_kv_shared_layers"))
         beginnings = [_until_all_found(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
         fewest = max([2, *beginnings, *periods, 1 + dense])
-        found[key] = min(count, 2 * fewest if shared else fewest)
+        fields[key] = min(count, 2 * fewest if shared else fewest)
         if shared:  # they read the keys of layers before them, one of every kind
-            found["num_kv_shared_layers"] = min(shared, fewest)
-        for name, value in found.items():
+            fields["num_kv_shared_layers"] = min(shared, fewest)
+        for name, value in fields.items():
             if name.endswith(NUMBERS) and isinstance(value, list | tuple):
-                found[name] = type(value)(layer for layer in value if isinstance(layer, int) and layer < found[key])
+                fields[name] = type(value)(layer for layer in value if isinstance(layer, int) and layer < fields[key])
             elif name in lists:
-                found[name] = value[: found[key]]
-        if isinstance(by_layer := found.get("per_layer_config"), dict):
-            found["per_layer_config"] = {layer: own for layer, own in by_layer.items() if int(layer) < found[key]}
+                fields[name] = value[: fields[key]]
+        if isinstance(by_layer := fields.get("per_layer_config"), dict):
+            fields["per_layer_config"] = {n: config for n, config in by_layer.items() if int(n) < fields[key]}
 
 
 def _until_all_found(values: Sequence[Any]) -> int:
@@ -177,49 +177,49 @@ def _until_all_found(values: Sequence[Any]) -> int:
     return max(first.values()) + 1
 
 
-def _narrower(found: dict[str, Any], narrow: bool) -> None:
+def _narrower(fields: dict[str, Any], narrow: bool) -> None:
     """Few heads of the same size in the same groups, and hidden states as much narrower as there are fewer heads, or
     more."""
-    before, factor = dict(found), None
+    before, factor = dict(fields), None
     for many, few in HEADS:
         heads, shared = before.get(many), before.get(few)
         if not isinstance(heads, int) or not heads:
             continue
         keys = shared if isinstance(shared, int) and 0 < shared < heads and heads % shared == 0 else heads
         fewer = min(keys, 4 if keys == heads else 2)
-        found[many] = fewer * min(2, heads // keys)
+        fields[many] = fewer * min(2, heads // keys)
         if isinstance(shared, int) and shared:
-            found[few] = fewer
-        factor = factor or (heads, found[many])
+            fields[few] = fewer
+        factor = factor or (heads, fields[many])
     for key in WIDTHS:
-        if isinstance(found.get(key), int):
-            per_head = 64 if factor is None else found[key] // factor[0]
-            if narrow and isinstance(found.get("head_dim"), int):
+        if isinstance(fields.get(key), int):
+            per_head = 64 if factor is None else fields[key] // factor[0]
+            if narrow and isinstance(fields.get("head_dim"), int):
                 per_head = min(per_head, 32)
-            found[key] = min(found[key], per_head * (1 if factor is None else factor[1]))
+            fields[key] = min(fields[key], per_head * (1 if factor is None else factor[1]))
     for heads, size, expand in STATES:
-        width = found.get("hidden_size", 0)
-        has_all = all(isinstance(found.get(key), int) for key in (heads, size, expand))
+        width = fields.get("hidden_size", 0)
+        has_all = all(isinstance(fields.get(key), int) for key in (heads, size, expand))
         if has_all and before[heads] * before[size] == before[expand] * before["hidden_size"]:
-            found[heads] = found[expand] * width // found[size]
+            fields[heads] = fields[expand] * width // fields[size]
 
 
-def _shorter_rotary(found: dict[str, Any], rotary: Any) -> None:
+def _shorter_rotary(fields: dict[str, Any], rotary: Any) -> None:
     """The context of the first training, where the factors change at its end."""
     if isinstance(rotary, dict):
-        if "dynamic" in str(rotary.get("rope_type")) and isinstance(found.get("max_position_embeddings"), int):
-            found["max_position_embeddings"] = FIRST_CONTEXT
+        if "dynamic" in str(rotary.get("rope_type")) and isinstance(fields.get("max_position_embeddings"), int):
+            fields["max_position_embeddings"] = FIRST_CONTEXT
         if rotary.get("rope_type") == "longrope":
             rotary["original_max_position_embeddings"] = FIRST_CONTEXT
-        for own in rotary.values():
-            _shorter_rotary(found, own)
+        for part in rotary.values():
+            _shorter_rotary(fields, part)
 
 
-def _fewer_words(found: dict[str, Any]) -> None:
+def _fewer_words(fields: dict[str, Any]) -> None:
     """A small vocabulary; ids of special tokens lie at its end, where random texts do not reach."""
-    if isinstance(found.get("vocab_size"), int):
-        found["vocab_size"] = min(found["vocab_size"], VOCABULARY)
+    if isinstance(fields.get("vocab_size"), int):
+        fields["vocab_size"] = min(fields["vocab_size"], VOCABULARY)
     spare = iter(range(VOCABULARY - 1, 0, -1))
-    for key, value in found.items():
+    for key, value in fields.items():
         if key.endswith(("_token_id", "_token_index", "_token_ids")):
-            found[key] = value if not isinstance(value, int) or value < VOCABULARY else next(spare)
+            fields[key] = value if not isinstance(value, int) or value < VOCABULARY else next(spare)

@@ -82,7 +82,7 @@ def selftest(target: Any) -> SelfTest:
 
 
 @torch.inference_mode()
-def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
+def agreed(target: Any, reference: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
     """What was found for models like this one, with what rounding explains in this one; None where this one does not
     agree.
 
@@ -94,7 +94,7 @@ def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> Self
         cache = target.allocate(1, len(text) + 8)
         head, rest = (torch.tensor([part], device=target.device) for part in (text[:half], text[half:]))
         last = target.prefill(cache, [0], head, [half]).logits[0, -1]
-        draft = Draft.empty(1, target.device) if found.mode == "off" else chain_of(rest[:, 1:])
+        draft = Draft.empty(1, target.device) if reference.mode == "off" else chain_of(rest[:, 1:])
         logits = target.verify(cache, [0], rest[:, 0], draft).logits[0]
     except BROKEN:
         return None
@@ -103,7 +103,9 @@ def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> Self
     minimum = rounding(target, whole)
     allowed = max(5 * min(floor, minimum), minimum)
     error = _max_difference(logits, whole[half : half + len(logits)])
-    return replace(found, errors={**found.errors, "agreed": error}, allowed=allowed) if error <= allowed else None
+    if not error <= allowed:
+        return None
+    return replace(reference, errors={**reference.errors, "agreed": error}, allowed=allowed)
 
 
 def chain_of(tokens: Tensor) -> Draft:
@@ -151,8 +153,8 @@ def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
     special = {word for value in named for word in (value if isinstance(value, list | tuple) else [value])}
     words = torch.tensor([word for word in range(target.spec.vocabulary) if word not in special])
     noise = torch.Generator().manual_seed(7)
-    found: list[list[int]] = words[torch.randint(len(words), (rows, count), generator=noise)].tolist()
-    return found
+    texts: list[list[int]] = words[torch.randint(len(words), (rows, count), generator=noise)].tolist()
+    return texts
 
 
 class _Trial:
@@ -174,8 +176,8 @@ class _Trial:
 
     def expected(self, text: list[int]) -> Tensor:
         """Logits [V] after a text, from a pass without a cache over it or over a longer one that begins so."""
-        for known, logits in self.passes:
-            if known[: len(text)] == text:
+        for longer, logits in self.passes:
+            if longer[: len(text)] == text:
                 return logits[len(text) - 1]
         self.passes.append((text, self.whole(text)[0]))
         return self.passes[-1][1][-1]
@@ -233,7 +235,8 @@ class _Trial:
             rows += zip(paths, logits[b], strict=True)
         # the longest first: a pass over it has the logits of all its beginnings
         return max(
-            _max_difference(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0]))
+            _max_difference(row_logits, self.expected(text))
+            for text, row_logits in sorted(rows, key=lambda row: -len(row[0]))
         )
 
     def _logits(self, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
@@ -279,19 +282,19 @@ class _Trial:
         for at in range(count):
             texts = [text[: len(prompt) + at] for text, prompt in zip(written, prompts, strict=True)]
             logits = self._logits(cache, texts, Draft.empty(2, self.target.device))[:, 0]
-            wanted = torch.tensor(
+            next_tokens = torch.tensor(
                 [text[len(begun)] for text, begun in zip(written, texts, strict=True)], device=logits.device
             )
-            worst = max(worst, float((logits.max(-1).values - logits.gather(-1, wanted[:, None])[:, 0]).max()))
+            worst = max(worst, float((logits.max(-1).values - logits.gather(-1, next_tokens[:, None])[:, 0]).max()))
             cache.keep([[], []])
         return worst
 
     def _generated(self, prompt: list[int]) -> list[int]:
-        given = torch.tensor([prompt], device=self.target.device)
-        found: list[int] = self.target.model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=self.written, do_sample=False, pad_token_id=0
+        ids = torch.tensor([prompt], device=self.target.device)
+        tokens: list[int] = self.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.written, do_sample=False, pad_token_id=0
         )[0].tolist()
-        return found
+        return tokens
 
     def chain(self) -> float:
         return self._both(lambda texts: self._chain(texts, 5))
@@ -333,13 +336,13 @@ def _limits(target: Any) -> list[int]:
 def _length(target: Any) -> int:
     """Past the window, and just before a chunk's border, where that is near; always within the context."""
     sizes = _limits(target)
-    wanted = max([24, *(size + 12 for size in sizes)])
+    length = max([24, *(size + 12 for size in sizes)])
     if target.family.rotary is not None:  # past that, a pass without a cache gives all tokens the factors of the last
-        return max(2, min(wanted, target.family.rotary.original - 9))
+        return max(2, min(length, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
-            wanted += -wanted % limit.size - 1
-    return max(6, min(wanted, target.spec.context - 24))
+            length += -length % limit.size - 1
+    return max(6, min(length, target.spec.context - 24))
 
 
 def _around(target: Any, most: int) -> list[int]:
