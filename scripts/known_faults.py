@@ -233,11 +233,11 @@ FAULTS = [
     # costs
     fault(
         "tracing a prompt keeps its slow steps for the next process",
-        ("apart", "        there.kept = None\n", "        pass\n"),
+        ("snapshot", "        replica.stored = None\n", "        pass\n"),
     ),
     fault(
         "what the last process learnt of steps is tried again by the next",
-        ("Auto._costs_of", "self.known.get(runner, NO_SECONDS)", "NOTHING"),
+        ("Auto._costs_of", "self.earlier.get(runner, NO_SECONDS)", "NO_SECONDS"),
     ),
     fault(
         "costs of the last process are believed on a machine that has become slower",
@@ -258,19 +258,19 @@ FAULTS = [
     # policies
     fault(
         "drafting is judged by the acceptance of the previous request for hundreds of tokens",
-        ("Acceptance.meet", "if self.serving.get(row) is not state.requests[row]]", "if row not in self.serving]"),
+        ("NodeAcceptance.admit", "if self.serving.get(row) is not state.requests[row]]", "if row not in self.serving]"),
     ),
     fault(
         "a later confidence decides about an earlier token: a policy cuts by the least of all",
         (
             "Auto.keep",
-            "[list(accumulate(own[:size], mul)) for own, size in slots]",
-            "[[min(own[:size])] * size for own, size in slots]",
+            "[list(accumulate(slot[:size], mul)) for slot, size in slots]",
+            "[[min(slot[:size])] * size for slot, size in slots]",
         ),
     ),
     fault(
         "the policy ignores a request's own limit on drafts",
-        ("Auto.budget", "[max(0, min(self.asking, own)) for own in room]", "[self.asking for own in room]"),
+        ("Auto.budget", "[max(0, min(self.num_nodes, slot_room)) for slot_room in room]", "[self.num_nodes for _ in room]"),
     ),
     fault(
         "what changes with swapped words is preferred",
@@ -380,7 +380,7 @@ FAULTS = [
     ),
     fault(
         "what steps of several calls cost decides whether a whole step drafts",
-        ("Auto.budget", "if self.ways.get(state.runner) is not self.costs:", "if not self.ways:"),
+        ("Auto.budget", "if self.runners.get(state.runner) is not self.costs:", "if not self.runners:"),
     ),
     fault(
         "compiled steps of small_model's trees of different shapes share one file on disk",
@@ -625,7 +625,7 @@ FAULTS = [
     ),
     fault(
         "a model is trusted by the self-test result of another config",
-        ("_place", "[repr(asked).encode(), settings, *sources]", "[repr(asked).encode(), *sources]"),
+        ("_path", "[repr(versions).encode(), settings, *sources]", "[repr(versions).encode(), *sources]"),
     ),
     # drafters
     fault(

@@ -1,7 +1,7 @@
-"""How ggml lays out quantised weights: rows of blocks, each with its own scales, and the numbers that they stand for.
+"""How ggml stores quantised weights: rows of blocks, each with its own scales; and how to dequantise them.
 
-The plain reference: kernels that multiply blocks are tested against it.  Facts are ggml's (ggml-common.h of llama.cpp).
-R rows, C columns.
+The plain reference, against which the kernels that multiply blocks are tested.  The layouts are those of ggml-common.h
+in llama.cpp.  R rows, C columns.
 """
 
 from __future__ import annotations
@@ -14,20 +14,32 @@ from torch import Tensor
 
 
 class Block(NamedTuple):
-    """One kind of block."""
+    """A type of tensor: how its rows are cut into blocks."""
 
+    name: str
     values: int
-    """Numbers that it stands for."""
+    """Weights of a block."""
     bytes: int
 
 
-BLOCKS = {
-    "F32": Block(1, 4), "F16": Block(1, 2), "BF16": Block(1, 2), "Q8_0": Block(32, 34), "Q4_0": Block(32, 18),
-    "Q4_1": Block(32, 20), "Q5_0": Block(32, 22), "Q4_K": Block(256, 144), "Q6_K": Block(256, 210),
+TYPES = {
+    0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 2: Block("Q4_0", 32, 18), 3: Block("Q4_1", 32, 20),
+    6: Block("Q5_0", 32, 22), 7: Block("Q5_1", 32, 24), 8: Block("Q8_0", 32, 34), 9: Block("Q8_1", 32, 36),
+    10: Block("Q2_K", 256, 84), 11: Block("Q3_K", 256, 110), 12: Block("Q4_K", 256, 144), 13: Block("Q5_K", 256, 176),
+    14: Block("Q6_K", 256, 210), 15: Block("Q8_K", 256, 292), 16: Block("IQ2_XXS", 256, 66),
+    17: Block("IQ2_XS", 256, 74), 18: Block("IQ3_XXS", 256, 98), 19: Block("IQ1_S", 256, 50),
+    20: Block("IQ4_NL", 32, 18), 21: Block("IQ3_S", 256, 110), 22: Block("IQ2_S", 256, 82),
+    23: Block("IQ4_XS", 256, 136), 24: Block("I8", 1, 1), 25: Block("I16", 1, 2), 26: Block("I32", 1, 4),
+    27: Block("I64", 1, 8), 28: Block("F64", 1, 8), 29: Block("IQ1_M", 256, 56), 30: Block("BF16", 1, 2),
+    34: Block("TQ1_0", 256, 54), 35: Block("TQ2_0", 256, 66), 39: Block("MXFP4", 32, 17), 40: Block("NVFP4", 64, 36),
+    41: Block("Q1_0", 128, 18),
 }  # fmt: skip
-"""By ggml's names."""
+"""All types, by ggml's numbers."""
+READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K")
+BLOCKS = {name: next(block for block in TYPES.values() if block.name == name) for name in READABLE}
+"""The types that can be multiplied, by ggml's names."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Kinds whose blocks are single numbers."""
+"""Types whose blocks are single numbers."""
 
 
 def row_bytes(kind: str, columns: int) -> int:

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 Activations = Literal["float32", "int8"]
 PANEL = 16
 """Rows of weights in a panel."""
-NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
-"""ggml's numbers of kinds."""
+NUMBERS = {block.name: number for number, block in blocks.TYPES.items()}
+"""ggml's numbers of types."""
 PACKED = {kind: block.bytes for kind, block in blocks.BLOCKS.items()} | {"Q4_K": 148}
 """Bytes of a block in a panel: the scales of Q4_K have 8 bits there instead of 6."""
 WIDTH = 32

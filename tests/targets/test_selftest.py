@@ -12,7 +12,7 @@ from benchmarks.families import CAUSAL, NESTED, built, continued
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
 from outrider.storage import cache
-from outrider.targets.hf.proof import miniature, selftest, trust
+from outrider.targets.hf.proof import capabilities, miniature, selftest
 from outrider.targets.load import load_target
 
 
@@ -122,12 +122,13 @@ def test_a_damaged_answer_is_asked_again_and_a_model_that_does_not_agree_is_aske
     what the model itself says."""
     target = load_target(tiny_model())
     [path] = folder.glob("*.json")
-    for damage in ("{", '{"masks": "x", "found": null, "refused": "no"}'):
+    for damage in ("{", '{"masks": "x", "selftest": null, "refused": "no"}'):
         path.write_text(damage)
         assert load_target(tiny_model()).selftest.mode == target.selftest.mode
-        assert json.loads(path.read_text())["found"]["mode"] == target.selftest.mode
-    found = trust._read(path)
-    trust._write(path, replace(found, masks="one", found=replace(found.found, mode="chain")))
+        assert json.loads(path.read_text())["selftest"]["mode"] == target.selftest.mode
+    stored = capabilities._load(path)
+    changed = replace(stored, masks="one", selftest=replace(stored.selftest, mode="chain"))
+    capabilities._save(path, changed)
     assert load_target(tiny_model()).spec.mode == "chain"
     monkeypatch.setattr("outrider.targets.hf.proof.selftest.agreed", lambda *asked: None)
     assert load_target(tiny_model()).spec.mode == target.spec.mode == "tree"

@@ -19,12 +19,13 @@ from outrider.errors import ExportError
 from outrider.formats.gguf import file, reading
 from outrider.formats.gguf import tokenizer as gguf_tokenizer
 from outrider.formats.layout import Config
+from outrider.targets.gguf import rotary
 from outrider.targets.protocol import LayerSizes
 from outrider.targets.sizes import frequencies, layer_sizes
 
 SCALING = {"linear": "linear", "default": None, "llama3": None}
 """Rotary scalings that a file can have; llama3's is a factor for each frequency."""
-FACTORS = "rope_freqs.weight"
+FACTORS = rotary.DIVISORS
 """llama.cpp's name of those factors."""
 STRETCH = "outrider.rope_scaling"
 """A key of ours: the numbers that llama3's factors were made from, as JSON."""

@@ -10,22 +10,18 @@ import json
 from typing import Any
 
 from outrider.errors import ExportError
+from outrider.targets.gguf.tokenizer import CONTROL, LLAMA3, NORMAL, QWEN2, UNUSED, USER_DEFINED
 
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 DIGITS = "digits one by one"
 """In place of a pattern, before GPT-2's own."""
 SPLITS = {
     (QWEN2, False): "qwen2",
-    (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), True): "llama-bpe",
+    (LLAMA3, True): "llama-bpe",
     (None, False): "gpt-2",
     (DIGITS, False): "smollm",
 }
 """(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's
 own."""
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Kinds of token in GGUF."""
 
 
 def keys(tokenizer: Any, size: int, lm: Any) -> dict[str, Any]:

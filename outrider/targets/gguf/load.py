@@ -98,18 +98,15 @@ def say_what_fits(name: str, parts: Parts, config: Any) -> None:
             f"target {name!r} takes {_gb(weights)} of memory, and {_gb(free)} are free; take a file with fewer bits "
             "per weight, or a smaller model"
         )
-    fits = min((free - weights) // token_bytes(config), context)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # keys and values in float32, in all layers
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    fits = min((free - weights) // token_bytes, context)
     level = logging.INFO if fits == context else logging.WARNING
     log.log(
         level, "%s: %s of weights in %s, %s free: texts of %s tokens fit, of a context of %s", name, _gb(weights),
         kinds(parts), _gb(free), f"{fits:,}", f"{context:,}",
     )  # fmt: skip
-
-
-def token_bytes(config: Any) -> int:
-    """Keys and values of one token in float32, in all layers."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * 4 * config.num_hidden_layers * config.num_key_value_heads * width)
 
 
 def kinds(parts: Parts) -> str:

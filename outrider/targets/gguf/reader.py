@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.targets.gguf.types import TYPES
+from outrider.kernels.blocks import TYPES
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 SCALARS = {
@@ -48,7 +48,7 @@ class Info(NamedTuple):
     shape: tuple[int, ...]
     """As torch has it, rows first."""
     type: int
-    """ggml's number, see `types`."""
+    """ggml's number, see `kernels.blocks`."""
     offset: int
     """Bytes from the beginning of the file."""
     size: int

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.targets.gguf.reader import shown
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""Kinds of token besides normal ones: special, taken whole though not special, and rows of the head without one."""
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Types of tokens: ordinary, special, matched whole but not special, and rows of the head without a token."""
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST
@@ -61,7 +61,7 @@ def of_keys(keys: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     kind, tokens = keys.get("tokenizer.ggml.model"), keys.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise NoTokenizer("it has no list of tokens")
-    kinds = keys.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = keys.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise NoTokenizer("its lists of tokens and of their kinds differ in length")
     if kind == "gpt2":

@@ -43,8 +43,8 @@ from outrider.targets.hf.anatomy import (
 )
 from outrider.targets.hf.family import learn, media_tokens
 from outrider.targets.hf.passes import Passes, passed
+from outrider.targets.hf.proof.capabilities import capabilities_of, selftest_of
 from outrider.targets.hf.proof.selftest import plain_words, refusal, refusing
-from outrider.targets.hf.proof.trust import trust, trusted
 from outrider.targets.hf.rotary import reading_prompt, verify_by_length
 from outrider.targets.identity import hash_weights, spec_of
 from outrider.targets.parallel import spread
@@ -91,7 +91,7 @@ class TransformersTarget(Passes):
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
         hooks.watch_output(self._embedding)
-        capabilities = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
+        capabilities = capabilities_of(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         with refusing(model):
             if capabilities is None:
                 self.family = learn(model)
@@ -111,7 +111,7 @@ class TransformersTarget(Passes):
             [text] = plain_words(self, 1, 8)
             self._scale, self._finish, logits = what_ends_do(self, text)
         if tested:
-            self.selftest = trusted(self, capabilities, text, logits)
+            self.selftest = selftest_of(self, capabilities, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
