@@ -34,7 +34,7 @@ def measure(
     device: str, small: bool, known: Mapping[str, Any], timer: Timer, found: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """timer: milliseconds of a function on a device."""
-    from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
+    from outrider.kernels import gpu_acceptance  # Triton comes with torch for GPUs alone
 
     speed = known.get("machine", {}).get("copied_gb_per_s")
     for slots, way in itertools.product((1,) if small else (1, 16, 64), WAYS):
@@ -42,7 +42,7 @@ def measure(
         case = Case(way, slots, nodes, vocabulary, device)
         point: dict[str, Any] = {"batch": slots, "nodes": nodes, "way": way}
         answers = []
-        for name, kernels in (("plain", None), ("kernels", acceptance)):
+        for name, kernels in (("plain", None), ("kernels", gpu_acceptance)):
             case.judge.kernels = kernels
             began = time.perf_counter()
             answers.append(case.run())

@@ -42,7 +42,7 @@ from benchmarks.batch_time import promise, write  # noqa: E402
 from benchmarks.engines.server_process import Server, running  # noqa: E402
 from benchmarks.real_server import their_model, with_port  # noqa: E402
 from outrider import generate, machine  # noqa: E402
-from outrider.targets.cache.memory import token_bytes  # noqa: E402
+from outrider.targets.cache.capacity import token_bytes  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 
 SLOTS, LONG, DEPTHS, BEHIND = 16, 6443, (170, 2000, 6400), 64

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from outrider import machine
-from outrider.costs.kept import KeptCosts, shape_of
+from outrider.costs.stored import StoredCosts, cost_key
 from outrider.decoding.loop import StepRunner
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, advance, draft_columns
@@ -32,7 +32,7 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import with_stops
-from outrider.targets.cache.memory import room
+from outrider.targets.cache.capacity import capacity
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 from outrider.targets.protocol import Target, TargetSpec
@@ -214,28 +214,28 @@ def serve(
         most = length if memory_gb else min(1 << (int(length) - 1).bit_length(), target.spec.context)
         return runner_of(target, drafter, state, most).whole
 
-    chosen = named.policy(policy, drafter, functools.partial(kept_costs, target, drafter))
+    chosen = named.policy(policy, drafter, functools.partial(stored_costs, target, drafter))
     return advance(target, requests, drafter, chosen, state, tokens, fast)
 
 
-def kept_costs(target: Target, drafter: Drafter) -> KeptCosts:
+def stored_costs(target: Target, drafter: Drafter) -> StoredCosts:
     """What steps of these two took on this machine in earlier processes."""
     spec, step = target.spec, getattr(target, "step", None)
     size = spec.name, spec.layers, spec.hidden, spec.vocabulary, spec.dtype, spec.quantised
     place = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else target.device.type
     about = machine.identity(), place, type(target).__qualname__, size, getattr(step, "graph", None) is not None
-    return KeptCosts((*about, shape_of(drafter)), measurements.is_busy)
+    return StoredCosts((*about, cost_key(drafter)), measurements.is_busy)
 
 
 def _tokens_within(
     memory_gb: float, target: Target, requests: Sequence[Request], drafter: Drafter, state: DecodeState
 ) -> int | None:  # fmt: skip
-    """Most tokens of all texts together, as in `Room`.  Raises ConfigError where the longest request does not fit."""
+    """Most tokens of all texts together, as in `Capacity`.  Raises ConfigError if the longest request does not fit."""
     if not memory_gb > 0:
         raise ConfigError(f"memory_gb must be a number above 0, got {memory_gb}")
     longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
     length, more = max(2, min(longest, state.context)), draft_columns(drafter)
-    return room(target, len(state.tokens), length, int(memory_gb * 1e9), more).tokens
+    return capacity(target, len(state.tokens), length, int(memory_gb * 1e9), more).tokens
 
 
 def batch(

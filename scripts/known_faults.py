@@ -586,7 +586,7 @@ FAULTS = [
     fault(
         "slots that fit into memory without their drafts are allowed, and memory runs out while decoding",
         (
-            "room",
+            "capacity",
             "longest = min(length or context, context, tokens - more)",
             "longest = min(length or context, context, tokens)",
         ),
@@ -621,7 +621,7 @@ FAULTS = [
     ),
     fault(
         "a probe behind a text in training sees keys that saw another text",
-        ("TransformersTarget.read_probe", "(texts.mT == texts)", "(texts.mT >= texts)"),
+        ("read", "(texts.mT == texts)", "(texts.mT >= texts)"),
     ),
     fault(
         "a model is trusted by the self-test result of another config",
@@ -873,7 +873,7 @@ FAULTS = [
     ),
     fault(
         "the prompt in flight is lost when its server fails",
-        ("_Run._fail", "            self._give_back(talk)", "            self._leave()"),
+        ("_ServerPool._fail", "            self._requeue(dialogue)", "            self._leave()"),
     ),
     fault(
         "after a kill, answers that were already merged are written to the file a second time",

@@ -18,12 +18,12 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Request, Scores, likeliest
 from outrider.errors import DrafterError
-from outrider.kernels import acceptance, accepting, selection
+from outrider.kernels import cpu_acceptance, gpu_acceptance, selection
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 
-KERNELS = pytest.mark.parametrize("kernels", [acceptance, *([accepting] if DEVICE == "cpu" else [])])
+KERNELS = pytest.mark.parametrize("kernels", [gpu_acceptance, *([cpu_acceptance] if DEVICE == "cpu" else [])])
 FEW = settings(max_examples=15)
 """The interpreter takes a hundredth of a second for a chunk of a row."""
 
@@ -32,7 +32,7 @@ FEW = settings(max_examples=15)
 def small_chunks() -> Iterator[None]:
     """Chunks of 64 tokens, so that a small vocabulary has several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "CHUNK", 64)
+        patch.setattr(gpu_acceptance, "CHUNK", 64)
         if DEVICE == "cpu":
             patch.setattr(
                 interpreter.InterpretedFunction, "__call__", lambda self, *own, **named: self.rewrite()(*own, **named)
@@ -53,7 +53,7 @@ class Case:
     def p(self) -> Tensor:
         return distribution(self.logits, Settings(self.temperature, None, None))
 
-    def found(self, kernels: Any = acceptance) -> Accepted:
+    def found(self, kernels: Any = gpu_acceptance) -> Accepted:
         return selection.accepted(kernels.accept(self.draft, self.logits, self.temperature, self.streams))
 
     def wanted(self) -> Accepted:
@@ -131,7 +131,7 @@ def test_greedy_kernels_accept_what_the_rule_accepts(kernels, case):
     for known in (None, choice):
         assert selection.accepted(kernels.accept_greedy(draft, case.logits, known)) == wanted
     ties = case.logits.round()
-    assert torch.equal(acceptance.likeliest(ties), likeliest(ties))
+    assert torch.equal(gpu_acceptance.likeliest(ties), likeliest(ties))
 
 
 @KERNELS
@@ -169,8 +169,8 @@ def test_numbers_that_are_not_finite_are_told():
     case = fixed_case(TREE, slots=4)
     case.logits[1, 2, 70], case.logits[2, 0, 3], case.logits[3, 1, :] = torch.nan, torch.inf, -torch.inf
     for rows in (
-        acceptance.accept(case.draft, case.logits, case.temperature, case.streams),
-        acceptance.accept_greedy(case.draft, case.logits),
+        gpu_acceptance.accept(case.draft, case.logits, case.temperature, case.streams),
+        gpu_acceptance.accept_greedy(case.draft, case.logits),
     ):
         assert rows[:, -1].tolist() == [1, 0, 0, 0]
 
@@ -182,7 +182,7 @@ def test_numbers_of_the_rows_that_are_read_are_told_on_a_cpu():
         case.logits[1, 0, 70], case.logits[2, 0, 3], case.logits[3, 0, :] = torch.nan, torch.inf, -torch.inf
         for dtype in (torch.float32, torch.float64):
             own = case.logits.to(dtype).cpu(), torch.full((4,), temperature), Streams(*torch.zeros(2, 4).long())
-            rows = accepting.accept(replace(case.draft, q=None), *own)
+            rows = cpu_acceptance.accept(replace(case.draft, q=None), *own)
             assert rows[:, -1].tolist() == [1, 0, 0, 0]
 
 
@@ -212,17 +212,17 @@ def test_kernels_that_accept_otherwise_are_not_taken(monkeypatch):
     device = torch.device(DEVICE)
     for name, value in {"VOCABULARY": 60, "SLOTS": 4, "CHAIN": (-1, 0), "TREE": (-1, -1, 0)}.items():
         monkeypatch.setattr(selection, name, value)
-    assert selection.difference(acceptance, device) == ""
-    read, sample = acceptance.read, acceptance.sample
+    assert selection.difference(gpu_acceptance, device) == ""
+    read, sample = gpu_acceptance.read, gpu_acceptance.sample
     for name, fault, reason in (
         ("read", lambda *own: (rows := read(*own))._replace(coins=rows.coins.flip(0)), "accept other tokens"),
         ("likeliest", lambda logits: likeliest(logits).flip(0), "greedy"),
         ("sample", lambda *own: sample(*own[:3], 0), "draw other tokens"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(acceptance, name, fault)
-            assert reason in selection.difference(acceptance, device)
-    assert selection.acceptance_kernels(torch.device("cpu")) is accepting
+            patch.setattr(gpu_acceptance, name, fault)
+            assert reason in selection.difference(gpu_acceptance, device)
+    assert selection.acceptance_kernels(torch.device("cpu")) is cpu_acceptance
 
 
 def judged(case: Case, sampling: dict[str, Any], kernels: Any) -> Accepted:

@@ -21,7 +21,7 @@ COMES_WITH = {"markupsafe": "jinja2", "tokenizers": "transformers", "starlette":
 """Another's part, which is there where the other is."""
 OPTIONAL = {
     "lm_eval": ("gate/harness.py", "gate/language_model.py"),
-    "triton": ("kernels/gpu.py", "kernels/decoder_layer.py", "kernels/acceptance.py", "kernels/logits.py"),
+    "triton": ("kernels/gpu.py", "kernels/decoder_layer.py", "kernels/gpu_acceptance.py", "kernels/logits.py"),
 }
 """The only files that need an extra, or what comes with torch for a GPU; only what these are for loads them."""
 

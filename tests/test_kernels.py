@@ -274,7 +274,7 @@ def test_without_a_compiler_that_works_all_goes_on(afresh, command, monkeypatch,
     monkeypatch.setattr(kernels, "compiler", lambda: None if command.startswith("/") else command)
     assert kernels.library() is None
     assert "panels" not in prepacked.ways()
-    assert "kernels are left out: " in caplog.text
+    assert "kernels are not used: " in caplog.text
 
 
 def test_kernels_that_say_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

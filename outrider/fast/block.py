@@ -25,7 +25,7 @@ from outrider.kernels import prepacked
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered, wide
 from outrider.storage.sources import code
-from outrider.targets.accuracy import Allowance, Loss, compared_with, converted, texts
+from outrider.targets.accuracy import Loss, Tolerance, compared_with, converted, texts
 from outrider.targets.cache import attention_mask
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache, additive
 from outrider.targets.cache.slots import SlotCache
@@ -108,18 +108,18 @@ class CompiledBlock(Compiled):
         loss = Loss.between(alike(self.predicted(self.traced), self.predicted(graph.forward)))
         return self._allowance().exceeded(loss)
 
-    def _allowance(self) -> Allowance:
+    def _allowance(self) -> Tolerance:
         """What the number type loses on these passes; where that can't be measured, 64 units of rounding."""
         dtype: torch.dtype = self.backbone.fc.weight.dtype
         exact = self.exact()
         with prepacked.disabled():
             plain = self.predicted(self.traced)
         if exact is not None:
-            return Allowance.of(alike(plain, exact), dtype)
+            return Tolerance.of(alike(plain, exact), dtype)
         # at least that of float32: norms and rotary positions are computed in it
         unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         most = 64 * unit * max(float(values.abs().max()) for _, values in plain)
-        return Allowance(most, most)
+        return Tolerance(most, most)
 
     def exact(self) -> list[tuple[Tensor, Tensor]] | None:
         """`predicted` of the same weights in float64, or in float32 where these are float64; None where the target

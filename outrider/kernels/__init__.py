@@ -1,9 +1,8 @@
-"""Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++
-compiler.
+"""C++ kernels for the few rows of a decoding step on a CPU, compiled once per machine if it has a C++ compiler.
 
-`multiply` and `gated`, for weights in panels (see `kernels.prepacked`), `attend` and `race`, which draws tokens, are
-operators of torch for eager code; compiled packages call them by their C names.  The acceptance rule (see `accepting`)
-is called with pointers.  They are written with the compiler's own vectors: its flags say how wide these are.
+`multiply` and `gated` for weights in panels (see `kernels.prepacked`), `attend`, and `race`, which draws tokens, are
+torch operators; compiled packages call them by their C names.  The acceptance rule (see `cpu_acceptance`) is called
+with pointers.  The kernels use the compiler's vector types; its flags determine their width.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 NATIVE: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-march=native"], [])
-"""Flags that not every compiler knows, the best first: without OpenMP kernels have a single thread."""
+"""Flags that not every compiler knows, best first; without OpenMP the kernels are single-threaded."""
 TENSOR = "AtenTensorHandle"
 SHIMS = {
     "multiply": f"AOTITorchError aoti_torch_cpu_multiply({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
@@ -42,10 +41,10 @@ SHIMS = {
     "quantized_rows": f"AOTITorchError aoti_torch_cpu_quantized_rows({TENSOR}, {TENSOR}, int64_t, int64_t, {TENSOR}*)",
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
-"""Operators, and their names for compiled packages, which call them without torch's dispatcher."""
+"""C declarations by which compiled packages call the operators, without torch's dispatcher."""
 C_TYPES = {"b": ctypes.c_bool, "n": ctypes.c_int64, "p": ctypes.c_void_p}
 CALLED = {"accept": "bppnnnpppppppp", "sample": "bpnnpppp", "pack": "npnnp"}
-"""Functions that are called with numbers and pointers to tensors, and the types of their arguments."""
+"""Functions called with numbers and pointers to tensors, and the types of their arguments."""
 TIMEOUT_S = 600
 
 
@@ -61,19 +60,19 @@ def compiler() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, also as operators `outrider::...`; compiled on first use, None where they can't be."""
+    """The kernels, also as operators `outrider::...`; compiled on first use, None if they can't be compiled."""
     try:
         loaded = _loaded(_built())
         _check()
         noise.on_cpu = race
     except (OSError, RuntimeError, AssertionError) as error:
-        log.info("kernels are left out: %s", first_line(error))
+        log.info("kernels are not used: %s", first_line(error))
         return None
     return loaded
 
 
 def _check() -> None:
-    """Compare with torch.  Raises AssertionError where results differ."""
+    """Compare with torch.  Raises AssertionError if results differ."""
     x, weight, up = torch.randn(3, 40), torch.rand(50, 40), torch.rand(50, 40)
     torch.testing.assert_close(torch.ops.outrider.multiply(x, panels(weight), 50), F.linear(x, weight))
     gated = torch.ops.outrider.gated(x, torch.cat([panels(weight), panels(up)]), 50)
@@ -88,7 +87,7 @@ def _check() -> None:
 
 @functools.cache
 def _loaded(path: Path) -> ctypes.CDLL:
-    # global: compiled packages find the kernels by their names
+    # RTLD_GLOBAL: compiled packages look the kernels up by name
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     loaded.outrider_digest.restype = ctypes.c_uint64
     for name, types in CALLED.items():
@@ -106,7 +105,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: int | bool | None) -> None:
-    """Call one of `CALLED`, whose tensors the caller holds."""
+    """Call one of `CALLED`; the caller keeps the tensors alive."""
     getattr(_loaded(_built()), f"outrider_{name}")(*arguments)
 
 
@@ -128,12 +127,12 @@ def panel_width() -> int:
 def panels(weight: Tensor, pages: LargePages | None = None) -> Tensor:
     """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs contiguous.
 
-    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower
-    bits.  pages: where to store it, unless on pages of its own.
+    A word is a float32, or two bfloat16 if every value is exactly one; the panel's first half is in the lower bits.
+    pages: where to store it; default new pages.
     """
     width = panel_width()
     missing = -weight.shape[0] % width
-    rounded = F.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()  # without one it would copy
+    rounded = F.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()  # a pad of 0 would copy
     bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
     if not bool((bits & 0xFFFF).any()):
         low, high = bits.split(width // 2, -1)
@@ -152,7 +151,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 
 @functools.cache
 def _built() -> Path:
-    """The compiled kernels of this machine.  Raises OSError where they can't be compiled."""
+    """The compiled kernels of this machine.  Raises OSError if they can't be compiled."""
     question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
     path = cache.folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
     torch_folder = Path(torch.__file__).parent
@@ -161,16 +160,16 @@ def _built() -> Path:
 
 
 def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
-    """This file of the cache; where it is not there yet, compiled by the first of these argument lists that works.
+    """A library in the cache; if missing, it is compiled by the first of these argument lists that works.
 
-    Raises OSError, which says why, where it can't be, or where somebody else could have written it.
+    Raises OSError with the reason if it can't be compiled, or if another user could have written the file.
     """
     trusted.private_folder(path.parent)
     if path.exists():
         return trusted.executable(path)
     tool = compiler()
     if tool is None:
-        raise OSError("there is no C++ compiler here; install g++")
+        raise OSError("there is no C++ compiler; install g++")
     with cache.keeping(path) as part:
         for arguments in commands:
             try:

@@ -124,7 +124,7 @@ def rotated(
     return query
 
 
-class Attention:
+class CachedAttention:
     """Attention of a pass's queries over the cache, in chunks of columns."""
 
     def __init__(self, like: Tensor, starts: Tensor, tree: Tensor, end: int, heads: Heads):

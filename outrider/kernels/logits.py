@@ -1,8 +1,7 @@
-"""The kernels that `acceptance` launches, in Triton: logits are read in chunks, and only numbers of rows and nodes are
-written.
+"""The Triton kernels of `gpu_acceptance`: they read logits in chunks and write a few numbers per row and node.
 
-A row's results do not depend on what is computed beside it: chunks have one size, and are put together in one order.
-What a kernel gives of a chunk lies in [rows, splits].  Noise is that of `decoding.noise`, number by number.
+A row's results don't depend on the rows beside it: chunks have one size and are combined in one order.  Results of
+chunks are [rows, splits].  The noise is that of `decoding.noise`, number by number.
 
 B slots, N nodes, R = B * (N + 1) rows of a pass, V vocabulary; WIDE is the type in which probabilities are computed.
 """

@@ -17,7 +17,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import likeliest
 from outrider.errors import first_line
-from outrider.kernels import accepting, library
+from outrider.kernels import cpu_acceptance, library
 from outrider.sampling.distribution import tempered
 from outrider.sampling.judge import AcceptanceKernels
 
@@ -34,12 +34,12 @@ def acceptance_kernels(device: torch.device) -> AcceptanceKernels | None:
     """The kernels that accept and draw on this device; None where the plain ways do."""
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and library() is None):
         return None
-    kernels: AcceptanceKernels = accepting
+    kernels: AcceptanceKernels = cpu_acceptance
     try:
         if device.type == "cuda":
-            from outrider.kernels import acceptance  # Triton comes with torch for GPUs alone
+            from outrider.kernels import gpu_acceptance  # Triton comes with torch for GPUs alone
 
-            kernels = acceptance
+            kernels = gpu_acceptance
         wrong = difference(kernels, device)
     except Exception as error:  # no Triton, no C compiler for it, a GPU that it does not know
         wrong = first_line(error)

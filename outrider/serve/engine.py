@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from outrider import generation
-from outrider.costs.kept import shape_of
+from outrider.costs.stored import cost_key
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.scheduler import Progress, Scheduler, draft_columns
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -36,11 +36,11 @@ from outrider.serve.calls import (
     seconds_to_next,
 )
 from outrider.serve.guard import Abandoned, GuardedDrafter, suspects
-from outrider.serve.outbox import Outbox, Post
+from outrider.serve.pending import PendingOutput, Post
 from outrider.serve.prediction import with_predictions
 from outrider.serve.prefixes import PrefixStore
 from outrider.serve.records.metrics import StepRecord, Telemetry
-from outrider.targets.cache.memory import room
+from outrider.targets.cache.capacity import capacity
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -69,17 +69,17 @@ class Engine:
         verification: str | SamplingJudge = "standard", prefix_bytes: int = 0, telemetry: Telemetry | None = None,
         post: Post = lambda run: run(), interval_s: float = 0.0, drafter_timeout_s: float = 10.0,
     ):  # fmt: skip
-        self.target, self._outbox = target, Outbox(post, interval_s, self._text)
+        self.target, self._pending = target, PendingOutput(post, interval_s, self._text)
         self.telemetry = Telemetry(target.spec.name, slots) if telemetry is None else telemetry
         inner = Drafter() if drafter is None else drafter
-        self._drafts_always, self._shape = bool(inner.limit), shape_of(inner)
+        self._drafts_always, self._shape = bool(inner.limit), cost_key(inner)
         kept = functools.partial(generation.kept_costs, target, inner)
         inner = with_predictions(inner, target.spec.vocabulary)
         self._limit = inner.limit
         self.drafter = GuardedDrafter(inner, self.telemetry.alarm)
         self.policy = named.policy(named.DEFAULT if policy is None else policy, self.drafter, kept)
         self.slots = slots
-        self.length, tokens = room(target, slots, length, memory_bytes, draft_columns(self.drafter))
+        self.length, tokens = capacity(target, slots, length, memory_bytes, draft_columns(self.drafter))
         self.state = generation.batch(target, slots, verification)
         self.state.context = self.length
         self.prefixes = PrefixStore(prefix_bytes)
@@ -157,7 +157,7 @@ class Engine:
 
         Raises ConfigError for a drafter of another shape.
         """
-        if (shape := shape_of(drafter)) != self._shape:
+        if (shape := cost_key(drafter)) != self._shape:
             raise ConfigError(f"a drafter like {shape} can't replace one like {self._shape}; start a server with it")
         with self._changed:
             self._replacement = drafter
@@ -322,11 +322,11 @@ class Engine:
         for each in found:
             if each.error is None:
                 call, reason = self._serving[each.request], each.finish_reason
-                self._outbox.put(call, Output(each.tokens, each.text, each.accepted, each.logprobs, reason))
+                self._pending.put(call, Output(each.tokens, each.text, each.accepted, each.logprobs, reason))
                 if not call.first or reason is not None:
                     urgent.add(call)
                 call.first, call.slot, call.written = call.first or now, each.row, call.written + len(each.tokens)
-        self._outbox.send_due(now, len(self._serving), urgent)
+        self._pending.send_due(now, len(self._serving), urgent)
         for each in found:
             if each.finish_reason is not None:
                 call = self._serving.pop(each.request)
@@ -350,8 +350,8 @@ class Engine:
 
     def _end(self, call: Call, reason: Ending, error: str = "") -> None:
         """End a call that did not end by itself."""
-        self._outbox.put(call, Output(finish_reason=reason, error=error))
-        self._outbox.send([call])
+        self._pending.put(call, Output(finish_reason=reason, error=error))
+        self._pending.send([call])
         self._ended(call, reason)
         if self._serving.pop(call.number, None) is not None:
             self.scheduler.cancel(call.number)  # last, since a drafter may not return

@@ -30,7 +30,7 @@ from torch import Tensor
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.scheduler import PREFILL_CHUNK, Prefixes
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.targets.cache.slots import Buffer, SlotCache
+from outrider.targets.cache.slots import LayerBuffer, SlotCache
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.protocol import Target, TargetSpec
 
@@ -65,7 +65,7 @@ class Source(NamedTuple):
     target: TargetSpec
     taps: tuple[int, ...]
     stacked: int
-    layout: tuple[Buffer, ...]
+    layout: tuple[LayerBuffer, ...]
 
 
 class PrefixStore(Prefixes):

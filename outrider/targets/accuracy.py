@@ -53,14 +53,14 @@ class Loss(NamedTuple):
         return cls(float(squares.mean().sqrt()), max(float(each.max()) for each in differences))
 
 
-class Allowance(NamedTuple):
+class Tolerance(NamedTuple):
     """By how much two paths' logits may differ."""
 
     rms: float
     largest: float
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Allowance:
+    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tolerance:
         """pairs: logits in `compared_with(dtype)` and in `dtype`, either first."""
         pairs = list(pairs)
         loss = Loss.between(pairs)
@@ -141,7 +141,7 @@ def converted(target: Any, dtype: torch.dtype) -> Any:
     return made
 
 
-def allowance(target: Any) -> Allowance | None:
+def allowance(target: Any) -> Tolerance | None:
     """By how much logits of this target may differ between two ways of computing them, measured once per model.
 
     None where it can't be measured.
@@ -150,7 +150,7 @@ def allowance(target: Any) -> Allowance | None:
     measured = machine.remembered(question, functools.partial(_measured, target))
     if not measured:
         return None
-    return Allowance(**measured["allowed"])
+    return Tolerance(**measured["allowed"])
 
 
 @torch.inference_mode()
@@ -160,6 +160,6 @@ def _measured(target: Any) -> dict[str, dict[str, float]]:
     if other is None:
         return {}
     with prepacked.disabled():
-        allowed = Allowance.of(zip(logits(target), logits(other), strict=True), dtype)
+        allowed = Tolerance.of(zip(logits(target), logits(other), strict=True), dtype)
     log.info("logits of %s in %s may differ by %.1e, at most %.1e", target.spec.name, target.spec.dtype, *allowed)
     return {"allowed": allowed._asdict()}

@@ -6,7 +6,7 @@ No test here is random but by fixed seeds.
 
 import torch
 
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.cache.slots import SlotCache
 
 REQUESTS = 3000
@@ -26,14 +26,16 @@ def tensor_bytes(cache: SlotCache) -> int:
     return sum(sizes.values())
 
 
-def opened(cache: SlotCache, rows: list[int], width: int, limits: dict[str, Limit | None]) -> dict[str, torch.Tensor]:
+def opened(
+    cache: SlotCache, rows: list[int], width: int, limits: dict[str, AttentionLimit | None]
+) -> dict[str, torch.Tensor]:
     cache.open(rows, width)
     return cache.masks(None, torch.float32, limits)
 
 
 def test_masks_of_many_prompt_lengths_take_no_more_than_those_of_one():
     """Catches a mask that is held for every prompt length: 2.5 GiB after 400 prompts beside one of 8,000 tokens."""
-    cache, limits = SlotCache(2, 2048), {"full_attention": None, "sliding_attention": Limit("window", 24)}
+    cache, limits = SlotCache(2, 2048), {"full_attention": None, "sliding_attention": AttentionLimit("window", 24)}
     opened(cache, [0], 8, limits)
     before = tensor_bytes(cache)
     for request in range(REQUESTS):

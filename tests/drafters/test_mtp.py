@@ -20,7 +20,7 @@ from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.loading import load_drafter
 from outrider.nn.drafting import recurrent
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 
@@ -269,4 +269,4 @@ def test_recurrent_modules_are_refused():
     with pytest.raises(DrafterError, match="layers of linear_attention"):
         shipped.limits_of(Given(), 2)
     Given.layer_types, Given.sliding_window = ("full_attention", "sliding_attention"), 5
-    assert shipped.limits_of(Given(), 2) == (None, Limit("window", 5))
+    assert shipped.limits_of(Given(), 2) == (None, AttentionLimit("window", 5))

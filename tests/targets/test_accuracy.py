@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider import kernels, machine
 from outrider.kernels import prepacked
 from outrider.targets import accuracy
-from outrider.targets.accuracy import Allowance, Loss
+from outrider.targets.accuracy import Loss, Tolerance
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target
 
@@ -114,7 +114,7 @@ def test_the_allowance_is_what_transformers_loses_and_not_what_we_lose(target, m
 
 def test_both_the_mean_and_the_largest_difference_are_held():
     """Catches a single logit that is off, which a mean hides, and a small shift of all, which a largest hides."""
-    allowed = Allowance(rms=1.0, largest=10.0)
+    allowed = Tolerance(rms=1.0, largest=10.0)
     assert allowed.exceeded(Loss(1.0, 10.0)) == ""
     assert "root mean square" in allowed.exceeded(Loss(1.1, 2.0))
     assert "largest" in allowed.exceeded(Loss(0.1, 11.0))

@@ -278,6 +278,8 @@ def test_slots_take_the_memory_of_the_longest_text_not_of_the_context(monkeypatc
     monkeypatch.setattr(stacks, "FIRST", 5)
     small = SlotCache(1, 24)  # one that grows in inference mode can be written without
     with torch.inference_mode():
-        small.laid_out([stacks.Buffer(0, holds, 1, SIZE, torch.float32, small.device) for holds in ("keys", "values")])
+        small.laid_out(
+            [stacks.LayerBuffer(0, holds, 1, SIZE, torch.float32, small.device) for holds in ("keys", "values")]
+        )
         small.open([0], 9)
     small.update(*torch.ones(2, 1, 1, 9, SIZE), 0)

@@ -16,7 +16,7 @@ from outrider.decoding.state import Request
 from outrider.errors import TargetError
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.cache.states import RecurrentStates
 from outrider.targets.hf.anatomy import ARGUMENTS
@@ -104,7 +104,7 @@ def failing(family: str) -> str:
 
 def test_a_window_that_is_one_too_wide_is_found(monkeypatch, unknown):
     monkeypatch.setattr(
-        "outrider.targets.hf.family._limit", lambda kind, config: Limit("window", config.sliding_window + 1)
+        "outrider.targets.hf.family._limit", lambda kind, config: AttentionLimit("window", config.sliding_window + 1)
     )
     with pytest.raises(TargetError, match="single steps"):
         selftest.selftest(TransformersTarget(tiny("mistral-window"), tested=False))

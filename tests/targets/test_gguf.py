@@ -27,7 +27,7 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 
 def built(path: Path) -> Any:
-    return gguf_model.build(gguf_model.Parts([path]))
+    return gguf_model.build(gguf_model.GgufFiles([path]))
 
 
 def rounding(reference: torch.Tensor) -> float:
@@ -59,7 +59,7 @@ def test_every_type_of_block_is_read_as_llama_cpps_library_reads_it(kind: str, t
 def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     """Catches a float copy of a matrix, and blocks of a tied head that are there twice."""
     path = gguf_models.write(tmp_path / "tiny.gguf", gguf_models.model_of("llama"), "Q4_1")
-    parts = gguf_model.Parts([path])
+    parts = gguf_model.GgufFiles([path])
     model: Any = gguf_model.build(parts)
     held = {weight.data_ptr(): weight.nbytes for weight in (*model.parameters(), *model.buffers())}
     assert sum(held.values()) <= 1.05 * parts.weight_bytes + 2**14, "buffers and norms besides"
@@ -181,7 +181,7 @@ def test_a_split_is_read_whole(tmp_path: Path) -> None:
     parts = [tmp_path / f"tiny-0000{number}-of-00002.gguf" for number in (1, 2)]
     assert gguf_model_of(str(parts[1])) == tuple(parts)
     expected = logits(reference)
-    assert (logits(gguf_model.build(gguf_model.Parts(parts))) - expected).abs().max() <= rounding(expected)
+    assert (logits(gguf_model.build(gguf_model.GgufFiles(parts))) - expected).abs().max() <= rounding(expected)
     with pytest.raises(TargetError, match="says that it is number 1 of 2 files"):
         gguf.load("tiny", parts[::-1])
     with pytest.raises(TargetError, match="says that it is number 0 of 2 files"):
@@ -217,7 +217,7 @@ def test_options_that_do_not_go_with_blocks_are_refused(file: Path, options: dic
 
 def test_a_plan_counts_the_bytes_of_its_blocks(file: Path) -> None:
     """Catches a plan for weights of two or four bytes, where five bits are read."""
-    found, own = anatomy.anatomy(str(file)), gguf_model.Parts([file])
+    found, own = anatomy.anatomy(str(file)), gguf_model.GgufFiles([file])
     matrices = sum(info.size for info in own.tensors.values() if len(info.shape) > 1)
     assert found.weight.bytes == found.head_bytes == 20 / 32
     assert abs(found.weight_bytes - matrices) <= 0.01 * matrices

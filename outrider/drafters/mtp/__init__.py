@@ -36,7 +36,7 @@ from outrider.nn.blocks import MLP, Attend, Attention, DecoderLayer, RMSNorm, re
 from outrider.nn.drafting import serving
 from outrider.nn.drafting.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.protocol import LayerSizes, Target
 
 METHOD = Method(
@@ -124,7 +124,7 @@ class Model(RecurrentModel):
         return {"native": self.native}
 
 
-def _causal(positions: Tensor, limits: Sequence[Limit | None]) -> Attend:
+def _causal(positions: Tensor, limits: Sequence[AttentionLimit | None]) -> Attend:
     return Unrolled(torch.ones_like(positions), positions, positions, limits).step(0)
 
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError, first_line
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 
@@ -34,7 +34,7 @@ Attend = Callable[..., Tensor]
 """(q, k, v, layer, sinks) to the attention's output, as `nn.blocks.Attend`."""
 
 
-Causal = Callable[[Tensor, Sequence[Limit | None]], Attend]
+Causal = Callable[[Tensor, Sequence[AttentionLimit | None]], Attend]
 """(positions [1, n], how far each layer attends) to causal attention over a text of these positions."""
 
 
@@ -216,7 +216,7 @@ def filled_in(text: Any, count: int) -> Iterator[None]:
         vars(text).update(before)
 
 
-def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
+def limits_of(config: Any, count: int) -> tuple[AttentionLimit | None, ...]:
     """How far each module of an MtpModel's config attends.  Raises DrafterError for layers that are not plain
     attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -228,7 +228,8 @@ def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
             "sliding_attention can be run here; set native to no and train modules of your own"
         )
     return tuple(
-        Limit("window", config.sliding_window) if kind == "sliding_attention" else None for kind in kinds[:count]
+        AttentionLimit("window", config.sliding_window) if kind == "sliding_attention" else None
+        for kind in kinds[:count]
     )
 
 

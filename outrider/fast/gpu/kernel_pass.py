@@ -113,7 +113,7 @@ class GpuPass(nn.Module):
         """From queries [M, h, d], the cache's keys and values, and a layer's module to [M, h d]."""
         end, shape = len(layout.columns), tree_mask.shape[:2]
         if len(like) <= gpu.FEW:
-            attention = gpu.Attention(like, layout.starts, tree_mask, end, self.heads)
+            attention = gpu.CachedAttention(like, layout.starts, tree_mask, end, self.heads)
             return lambda query, keys, values, module: attention.attend(query, keys, values, module.scaling)
         mask = additive(layout.mask(tree_mask), like.dtype)
 

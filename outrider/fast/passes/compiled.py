@@ -31,7 +31,7 @@ from outrider.fast.packages import build
 from outrider.kernels import prepacked
 from outrider.storage.sources import code
 from outrider.targets import accuracy
-from outrider.targets.accuracy import Allowance, Loss
+from outrider.targets.accuracy import Loss, Tolerance
 from outrider.targets.cache import attention_mask
 from outrider.targets.cache.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache.slots import SlotCache
@@ -227,7 +227,7 @@ class CompiledStep(Compiled):
         allowed = accuracy.allowance(self.target)
         if allowed is None:
             most = 2 * self.target.selftest.allowed  # each is within that of the model's own passes
-            allowed = Allowance(most, most)
+            allowed = Tolerance(most, most)
         return allowed.exceeded(Loss.between(self._both(graph)))
 
     @torch.inference_mode()

@@ -264,7 +264,7 @@ def step(
     """Advance every live slot by one verified step, and draft for the next.
 
     nodes: of a draft that are verified at most; `waiting` has no slot with more.  ends [E]: ids that end a text.
-    Returns [B, ...] int64, which `Outcome.read` reads.
+    Returns [B, ...] int64, which `SlotResult.read` reads.
     """
     draft = waiting.draft(nodes)
     scores = target.verify(slots, draft, nodes)
@@ -331,7 +331,7 @@ def _advance(slots: StaticSlots, committed: Committed, has_ended: Tensor) -> Non
     slots.live.logical_and_(~has_ended)
 
 
-class Drafted(NamedTuple):
+class PendingDraft(NamedTuple):
     """What waits in a slot for its verification, as the host reads it."""
 
     size: int
@@ -341,7 +341,7 @@ class Drafted(NamedTuple):
     confidence: list[float] | None
 
     @classmethod
-    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> Drafted:
+    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> PendingDraft:
         """From a row of `drafted`."""
         n, (size, *rest) = drafter.nodes, row
         parents = rest[n : 2 * n] if drafter.varies else drafter.parents
@@ -349,7 +349,7 @@ class Drafted(NamedTuple):
         return cls(size, rest[:n], parents, sure)
 
 
-class Outcome(NamedTuple):
+class SlotResult(NamedTuple):
     """What a step did to one slot."""
 
     path: list[int]
@@ -360,14 +360,16 @@ class Outcome(NamedTuple):
     invalid: int
     is_wrong: bool
     """A token was committed by logits that are not finite."""
-    drafted: Drafted
+    drafted: PendingDraft
 
     @classmethod
-    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> Outcome:
+    def read(cls, row: Sequence[int], drafter: StaticDrafter) -> SlotResult:
         """From a row of what `step` returns."""
         n = drafter.nodes
         committed, count, following, invalid, wrong = row[n : n + 5]
-        return cls(list(row[:count]), committed, following, invalid, bool(wrong), Drafted.read(row[n + 5 :], drafter))
+        return cls(
+            list(row[:count]), committed, following, invalid, bool(wrong), PendingDraft.read(row[n + 5 :], drafter)
+        )
 
 
 def sizes_of(slots: StaticSlots, nodes: int, is_ready: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from outrider.fast.static import rules
 from outrider.fast.static import step as static
 from outrider.fast.static import target as static_pass
 from outrider.fast.static.rules import Kind
-from outrider.fast.static.step import Outcome, StaticStep
+from outrider.fast.static.step import SlotResult, StaticStep
 from outrider.sampling import distribution
 from outrider.storage.sources import code
 
@@ -160,7 +160,7 @@ class StepPackage:
         """Have each slot's accepted nodes follow its anchor in the target's cache."""
         cache, drafter = self.parts.target.caches[0].cache, self.parts.drafter
         for row, packet, path in zip(self.rows, packets, paths, strict=True):
-            outcome = Outcome.read(packet, drafter)
+            outcome = SlotResult.read(packet, drafter)
             cache.straighten(row, cache.lengths[row], path[: min(len(outcome.path), outcome.committed)])
 
 

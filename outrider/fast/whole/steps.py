@@ -24,7 +24,7 @@ from outrider.fast import Graph, NotCompiled
 from outrider.fast.gpu import cuda_graphs
 from outrider.fast.gpu.cuda_graphs import CudaGraphs, Recorder
 from outrider.fast.static.rules import RANKS, Kind
-from outrider.fast.static.step import Drafted, Outcome, StaticDraft, StaticDrafter, StaticSlots, StaticStep
+from outrider.fast.static.step import PendingDraft, SlotResult, StaticDraft, StaticDrafter, StaticSlots, StaticStep
 from outrider.fast.static.target import StaticPass, made
 from outrider.fast.whole.graphs import StepGraphs, again
 from outrider.fast.whole.package import LENGTH, SLOTS, CompiledWholeStep, StepPackage
@@ -60,7 +60,7 @@ class WholeSteps:
         self.launchers: dict[Kind, StepGraphs | StepPackage | None] = {}
         self.kind: Kind | None = None
         """Of the slots that are here."""
-        self.waiting: dict[int, Drafted] = {}
+        self.waiting: dict[int, PendingDraft] = {}
         """By slot that is here: its draft."""
         self._for: tuple[list[int] | None, Kind | None] = None, None
         """Live slots that were last asked about, and their kind."""
@@ -184,7 +184,7 @@ class WholeSteps:
         nodes = max(sizes)
         columns = max(len(state.tokens[row]) for row in state.rows) + nodes
         packets = launcher.launch(columns, state.rows, nodes)
-        outcomes = [Outcome.read(packet, drafter) for packet in packets]
+        outcomes = [SlotResult.read(packet, drafter) for packet in packets]
         accepted, errors = self._committed(state, sizes, outcomes)
         for row, outcome in zip(state.rows, outcomes, strict=True):
             self.waiting[row] = outcome.drafted
@@ -208,7 +208,7 @@ class WholeSteps:
         for row in new:
             self.slots.enter(row, state)
             launcher.parts.draft.sizes[row] = 0
-            self.waiting[row] = Drafted(0, [0] * launcher.parts.drafter.nodes, (), None)
+            self.waiting[row] = PendingDraft(0, [0] * launcher.parts.drafter.nodes, (), None)
             self._note_length(row, state)
         return launcher
 
@@ -230,7 +230,7 @@ class WholeSteps:
         return sizes
 
     def _committed(
-        self, state: DecodeState, sizes: Sequence[int], outcomes: Sequence[Outcome]
+        self, state: DecodeState, sizes: Sequence[int], outcomes: Sequence[SlotResult]
     ) -> tuple[Accepted, Mapping[int, Exception]]:  # fmt: skip
         """Commit what the device has committed, by the same rules."""
         drafts, nodes = [self.waiting[row] for row in state.rows], max(sizes)

@@ -38,7 +38,7 @@ from outrider.nn.drafting.static_rollout import StaticChain, StaticTree
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import SharedLabels, rollouts
 from outrider.nn.shape import LayerConfig
-from outrider.targets.cache.attention_mask import Limit
+from outrider.targets.cache.attention_mask import AttentionLimit
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.protocol import LayerSizes
 
@@ -77,7 +77,7 @@ class RecurrentModel(DraftModel):
     """Target layers its features are made of; () takes the hidden state after the final norm."""
     num_modules = 1
     """Step modules with weights of their own: step s takes module min(s, num_modules - 1)."""
-    limits: Sequence[Limit | None] = (None,)
+    limits: Sequence[AttentionLimit | None] = (None,)
     """How far back each module attends."""
 
     def features(self, states: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor, 
 class Unrolled:
     """Attention of unrolled steps.  A layer's first step is over the pairs, each later one over the rollouts."""
 
-    def __init__(self, documents: Tensor, every: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
+    def __init__(self, documents: Tensor, every: Tensor, at: Tensor, limits: Sequence[AttentionLimit | None] = (None,)):
         """documents [B, S] as in `Batch`; positions of pairs, `every` [B, n], and of rollouts, `at` [B, A]; limits by
         layer."""
         self.documents, self._every, self._at, self._limits = documents, every, at, limits

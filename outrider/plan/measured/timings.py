@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider import machine
-from outrider.costs.kept import Known
 from outrider.costs.passes import timed
+from outrider.costs.stored import RunnerSeconds
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
@@ -36,7 +36,7 @@ from outrider.measure.fingerprint import fingerprint
 from outrider.plan.measured.allowance import Allowance
 from outrider.sampling.settings import Sampling
 from outrider.storage import cache
-from outrider.targets.cache.memory import token_bytes
+from outrider.targets.cache.capacity import token_bytes
 from outrider.targets.protocol import Target
 
 log = logging.getLogger(__name__)
@@ -105,11 +105,11 @@ class Timings:
     prompts: dict[str, float] = field(default_factory=dict)
     """The same of each drafter, beside the target's."""
 
-    def known(self, drafter: str, context: int) -> Known:
+    def known(self, drafter: str, context: int) -> RunnerSeconds:
         """What a policy needs of steps of this drafter, by its identity."""
         steps = [(key, cell) for key, cell in (self.plain | self.drafts[CHAINS]).items() if key[2] == context]
         drafts = [(key, cell) for key, cell in self.drafts[drafter].items() if key[2] == context]
-        return Known(
+        return RunnerSeconds(
             {(slots, 1 + depth): cell.verify_s + cell.other_s for (slots, depth, _), cell in steps},
             {(slots, depth): cell.draft_s for (slots, depth, _), cell in drafts},
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Limit(NamedTuple):
+class AttentionLimit(NamedTuple):
     """How far back a layer attends: to the last `size` positions, its own included, or to its own chunk of `size`
     positions."""
 
@@ -54,7 +54,7 @@ class PassLayout(NamedTuple):
         inside = (offset >= 0) & (offset < self.width)
         return (offset < 0) | (inside & tree_mask.gather(-1, index.expand(-1, tree_mask.shape[1], -1)))
 
-    def limit_mask(self, limit: Limit, depths: Tensor) -> Tensor:
+    def limit_mask(self, limit: AttentionLimit, depths: Tensor) -> Tensor:
         """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not from its
         column."""
         offset, index = self._offsets()
@@ -140,7 +140,7 @@ class TextCache:
         return self.get_seq_length(layer_idx)
 
 
-def limited(mask: Tensor, limit: Limit | None, queries: Tensor, keys: Tensor) -> Tensor:
+def limited(mask: Tensor, limit: AttentionLimit | None, queries: Tensor, keys: Tensor) -> Tensor:
     """mask [R, Q, K] bool without what lies beyond a limit.  Positions: queries [R or 1, Q], keys [R or 1, K]."""
     if limit is None:
         return mask

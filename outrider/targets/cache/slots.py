@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import to_device
-from outrider.targets.cache.attention_mask import Limit, PassLayout, additive, span
-from outrider.targets.cache.stacks import Buffer, Stacks
+from outrider.targets.cache.attention_mask import AttentionLimit, PassLayout, additive, span
+from outrider.targets.cache.stacks import LayerBuffer, Stacks
 from outrider.targets.cache.states import RecurrentStates, StateCalls
 
 STEP_WIDTH = 64
@@ -59,7 +59,7 @@ class SlotCache(StateCalls):
         self._indexers: dict[int, Tensor] = {}
         self.line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
-        self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
+        self._chain_masks: dict[tuple[torch.dtype, AttentionLimit | None], Tensor] = {}
         self.states = RecurrentStates(slots, undo)
         self.rows: list[int] = []
         """Slots of the open pass."""
@@ -88,7 +88,7 @@ class SlotCache(StateCalls):
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
-    def layout(self) -> tuple[Buffer, ...]:
+    def layout(self) -> tuple[LayerBuffer, ...]:
         """Every buffer, in the order in which they were made; empty before the first pass."""
         return self.stacks.layout
 
@@ -116,7 +116,7 @@ class SlotCache(StateCalls):
         """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
         return self.laid_out(other.layout)
 
-    def laid_out(self, layout: Sequence[Buffer]) -> SlotCache:
+    def laid_out(self, layout: Sequence[LayerBuffer]) -> SlotCache:
         """This cache with these buffers, before any pass."""
         for buffer in layout:
             self.stacks.make(buffer)
@@ -239,7 +239,7 @@ class SlotCache(StateCalls):
         self,
         tree_mask: Tensor | None,
         dtype: torch.dtype,
-        limits: Mapping[str, Limit | None],
+        limits: Mapping[str, AttentionLimit | None],
         depths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """A mask as above for every kind of layer, within that kind's limit.  depths as in `positions`."""
@@ -255,7 +255,7 @@ class SlotCache(StateCalls):
             for kind, limit in limits.items()
         }
 
-    def _chain_mask(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+    def _chain_mask(self, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
         """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all
         widths and lengths; a chunk of a prompt makes its own."""
         width, start = self.width, self._starts[0]
@@ -268,7 +268,7 @@ class SlotCache(StateCalls):
         # a GPU's kernels read masks in words of 16 bytes, and a slice begins anywhere
         return mask if self.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
-    def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+    def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
         query_positions = torch.arange(width, device=self.device)[:, None]
         key_positions = torch.arange(-start, width, device=self.device)
         mask = (key_positions <= query_positions) & (
@@ -383,7 +383,9 @@ class SlotCache(StateCalls):
 
     def _buffer(self, layer: int, holds: Literal["keys", "values", "index"], states: Tensor) -> Tensor:
         """A new buffer for states [R, h, n, d] like these."""
-        return self.stacks.make(Buffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device))
+        return self.stacks.make(
+            LayerBuffer(layer, holds, states.shape[1], states.shape[3], states.dtype, states.device)
+        )
 
     @torch.inference_mode()
     def straighten(self, row: int, start: int, path: Sequence[int]) -> None:

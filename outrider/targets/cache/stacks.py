@@ -23,7 +23,7 @@ KEPT = 64
 """Columns of a text that is over whose memory is not worth giving back: the next text is as long."""
 
 
-class Buffer(NamedTuple):
+class LayerBuffer(NamedTuple):
     """What a layer stores of all slots: [slots, heads, length, size]."""
 
     layer: int
@@ -48,7 +48,7 @@ class Stacks:
         self.slots, self.length, self.stacked = slots, length, stacked
         self.columns = length if lazy_memory.comes_by_page(device) else min(length, FIRST)
         """Columns that buffers have now."""
-        self.layout: tuple[Buffer, ...] = ()
+        self.layout: tuple[LayerBuffer, ...] = ()
         """Every buffer, in the order in which they were made."""
         self.tensors: list[Tensor] = []
         """[stacked, slots, heads, columns, size] each."""
@@ -64,7 +64,7 @@ class Stacks:
         """Of one column of a slot, all layers together."""
         return sum(buffer.column_bytes for buffer in self.layout)
 
-    def make(self, buffer: Buffer) -> Tensor:
+    def make(self, buffer: LayerBuffer) -> Tensor:
         """A new buffer [slots, heads, columns, size]: part of a stack, so that a path is moved in all layers at
         once."""
         shape = self.stacked, self.slots, buffer.heads, self.columns, buffer.size

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class States(NamedTuple):
+class StateSnapshot(NamedTuple):
     """One slot's recurrent states after its first `length` tokens."""
 
     length: int
@@ -37,7 +37,7 @@ class RecurrentStates:
         self.trail: dict[Key, list[Tensor]] = {}
         """In a pass in steps: the same after every position, or after the last `noted`."""
         self.noted: int | None = None
-        self.remembered: dict[int, deque[States]] = {}
+        self.remembered: dict[int, deque[StateSnapshot]] = {}
         """By slot, in the order of their lengths."""
 
     def open(self, noted: int | None) -> None:
@@ -75,7 +75,9 @@ class RecurrentStates:
             for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
                 history = self.remembered.setdefault(row, deque(maxlen=self.undo + 1))
                 for n in range(max(1, count - self.undo) if self.trail else count, count + 1):
-                    history.append(States(start + n, {key: self._after(key, n, b, width).clone() for key in self.work}))
+                    history.append(
+                        StateSnapshot(start + n, {key: self._after(key, n, b, width).clone() for key in self.work})
+                    )
 
     def _after(self, key: Key, count: int, b: int, width: int) -> Tensor:
         """A state of row b after the first `count` tokens of the open pass."""

@@ -15,13 +15,13 @@ from outrider.errors import TargetError
 from outrider.kernels.quantized import Activations
 from outrider.targets.gguf import model, tokenizer
 from outrider.targets.gguf.keys import Refused
-from outrider.targets.gguf.model import Parts
+from outrider.targets.gguf.model import GgufFiles
 from outrider.targets.gguf.reader import Damaged
 
 log = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
+class LoadedGguf(NamedTuple):
     """A model that stays in its blocks, and its tokenizer."""
 
     model: Any
@@ -35,15 +35,15 @@ class Described(NamedTuple):
 
     config: Any
     """transformers'."""
-    parts: Parts
+    parts: GgufFiles
 
 
-def load(name: str, paths: Sequence[Path], activations: Activations = "float32") -> Loaded:
+def load(name: str, paths: Sequence[Path], activations: Activations = "float32") -> LoadedGguf:
     """Raises TargetError for files that are damaged, not supported, or larger than the memory that is free."""
     with refusing(name), _without_collections():
-        parts = Parts(paths)
+        parts = GgufFiles(paths)
         say_what_fits(name, parts, model.config_of(parts))
-        return Loaded(model.build(parts, activations), *read_tokenizer(parts))
+        return LoadedGguf(model.build(parts, activations), *read_tokenizer(parts))
 
 
 @contextmanager
@@ -61,11 +61,11 @@ def _without_collections() -> Iterator[None]:
 def described(name: str, paths: Sequence[Path]) -> Described:
     """What a file says; reads no weights.  Raises TargetError."""
     with refusing(name):
-        parts = Parts(paths)
+        parts = GgufFiles(paths)
         return Described(model.config_of(parts), parts)
 
 
-def read_tokenizer(parts: Parts) -> tuple[Any, str]:
+def read_tokenizer(parts: GgufFiles) -> tuple[Any, str]:
     """The tokenizer; where there can be none, None and why."""
     try:
         return tokenizer.of_keys(parts.keys), ""
@@ -87,7 +87,7 @@ def refusing(name: str) -> Iterator[None]:
         ) from None
 
 
-def say_what_fits(name: str, parts: Parts, config: Any) -> None:
+def say_what_fits(name: str, parts: GgufFiles, config: Any) -> None:
     """One line with what the weights take, what is free, and how long texts may be beside them.
 
     A warning where that is less than the model's context.  Raises TargetError where not even the weights fit.
@@ -109,7 +109,7 @@ def say_what_fits(name: str, parts: Parts, config: Any) -> None:
     )  # fmt: skip
 
 
-def kinds(parts: Parts) -> str:
+def kinds(parts: GgufFiles) -> str:
     """The types of its matrices, by bytes, such as `q4_1 and q8_0`."""
     sizes: Counter[str] = Counter()
     for info in parts.tensors.values():

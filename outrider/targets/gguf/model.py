@@ -37,7 +37,7 @@ FACTORS = (rotary.DIVISORS, rotary.SHORT, rotary.LONG)
 HEAD = WHOLE["output"]
 
 
-class Parts:
+class GgufFiles:
     """The files of one model: its keys, and the bytes of its tensors."""
 
     def __init__(self, paths: Sequence[Path]):
@@ -86,7 +86,7 @@ def stem_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def config_of(parts: Parts) -> Any:
+def config_of(parts: GgufFiles) -> Any:
     """The transformers config of a model.  Raises Refused, see `architectures.config`."""
     keys = Keys(parts.keys)
     fields = architectures.config(keys, parts.tensors, parts.factors)
@@ -117,7 +117,7 @@ def _refusing() -> Iterator[None]:
         raise Refused(f"transformers can't build a model of its sizes: {reason[0]}") from error
 
 
-def build(parts: Parts, activations: Activations = "float32") -> PreTrainedModel:
+def build(parts: GgufFiles, activations: Activations = "float32") -> PreTrainedModel:
     """The model.  Raises Refused for what is not supported, Damaged for a file that is cut meanwhile; OSError."""
     config, arch = config_of(parts), architectures.architecture(Keys(parts.keys))
     model: Any = _without_values(config)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from outrider.targets.cache.attention_mask import Limit, Tree
+from outrider.targets.cache.attention_mask import AttentionLimit, Tree
 from outrider.targets.cache.slots import SlotCache
 from outrider.targets.hf import hooks
 from outrider.targets.hf.anatomy import BROKEN, cache_argument, trunk
@@ -39,7 +39,7 @@ class Family:
     masks: Masks
     """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them
     itself."""
-    limits: Mapping[str, Limit | None]
+    limits: Mapping[str, AttentionLimit | None]
     """Kinds of attention among its layers, and how far they attend."""
     cache: str
     """Name of the argument that takes the cache."""
@@ -135,11 +135,11 @@ def _attention_kinds(kinds: list[str]) -> list[str]:
     return sorted({kind for kind in named if kind.endswith("_attention") and kind != "linear_attention"})
 
 
-def _limit(kind: str, config: Any) -> Limit | None:
+def _limit(kind: str, config: Any) -> AttentionLimit | None:
     if kind == "sliding_attention":
-        return Limit("window", config.sliding_window)
+        return AttentionLimit("window", config.sliding_window)
     if kind == "chunked_attention":
-        return Limit("chunk", config.attention_chunk_size)
+        return AttentionLimit("chunk", config.attention_chunk_size)
     return None
 
 

@@ -317,7 +317,7 @@ def _readable(data: bytes) -> str:
         return data[: error.start].decode()
 
 
-class Overlap(NamedTuple):
+class VocabularyOverlap(NamedTuple):
     """How much two vocabularies share."""
 
     tokens: int
@@ -332,9 +332,11 @@ class Overlap(NamedTuple):
         return f"{self.tokens} shared tokens, {self.share:.0%} of the target's; {held}"
 
 
-def overlap(shared: SharedVocabulary, p: Tensor) -> Overlap:
+def overlap(shared: SharedVocabulary, p: Tensor) -> VocabularyOverlap:
     """p [..., V]: the target's distributions at the positions of some text."""
-    return Overlap(shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean()))
+    return VocabularyOverlap(
+        shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean())
+    )
 
 
 SAMPLE = """The committee met on Tuesday and agreed, after a short talk, that the road should be repaired before winter.

@@ -26,7 +26,7 @@ CHUNK = 2048
 WARPS = 4
 
 
-class Rows(NamedTuple):
+class RowStatistics(NamedTuple):
     """What was read of logits [B, n, V]: numbers of rows, from which any probability is one more read away."""
 
     logits: Tensor
@@ -114,7 +114,7 @@ def accept(draft: Draft, logits: Tensor, temperature: Tensor, streams: Streams) 
 def accept_greedy(draft: Draft, logits: Tensor, choice: Tensor | None = None) -> Tensor:
     """As `accept`, of greedy slots.  choice [B, N+1] as in `Scores`, where it is known: logits are not read."""
     choice = likeliest(logits) if choice is None else choice.contiguous()
-    return walk(Rows(logits, *(choice,) * 6), Nodes.of(draft), None, choice)
+    return walk(RowStatistics(logits, *(choice,) * 6), Nodes.of(draft), None, choice)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -134,7 +134,9 @@ def sample(logits: Tensor, temperature: Tensor, streams: Streams, depth: int) ->
 # ── launches ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read(logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, streams: Streams | None = None) -> Rows:
+def read(
+    logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, streams: Streams | None = None
+) -> RowStatistics:
     """One look at logits [B, n, V] and, where there are nodes with q, at that."""
     logits, is_wide, device = _dense_rows(logits), logits.dtype == torch.float64, logits.device
     slots, width, _ = logits.shape
@@ -143,7 +145,7 @@ def read(logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, stream
     choice = torch.empty(count, dtype=torch.int32, device=device)
     valid = torch.empty(slots, width - 1, dtype=torch.int8, device=device)
     coins = torch.empty(slots, width - 1, dtype=torch.float64, device=device)
-    rows = Rows(logits, temperature.to(wide), best, choice, total, valid, coins)
+    rows = RowStatistics(logits, temperature.to(wide), best, choice, total, valid, coins)
     sizes, has_q = rows.sizes, nodes is not None and streams is not None
     parts = rows.parts(count, wide, torch.int32, wide, wide, wide)
     tokens, q = (logits[0], logits) if nodes is None else (nodes.tokens, nodes.q)
@@ -159,7 +161,7 @@ def read(logits: Tensor, temperature: Tensor, nodes: Nodes | None = None, stream
     return rows
 
 
-def masses_of(rows: Rows, nodes: Nodes) -> Tensor:
+def masses_of(rows: RowStatistics, nodes: Nodes) -> Tensor:
     """[B N, splits]: each chunk's share of what the rejection of a node with younger siblings leaves."""
     [masses] = rows.parts(nodes.tokens.numel(), rows.temperature.dtype)
     for rank in range(nodes.ranks):
@@ -171,7 +173,12 @@ def masses_of(rows: Rows, nodes: Nodes) -> Tensor:
 
 
 def drawn(
-    rows: Rows, depths: Tensor, streams: Streams, purpose: Purpose, only_seeded: bool = False, out: Tensor | None = None
+    rows: RowStatistics,
+    depths: Tensor,
+    streams: Streams,
+    purpose: Purpose,
+    only_seeded: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[R] tokens drawn from every row.  only_seeded: of seeded slots; others' are not set.  out [R, V]: p."""
     best, token = rows.parts(len(rows.best), torch.float64, torch.int32)
@@ -186,7 +193,7 @@ def drawn(
 
 
 def walk(
-    rows: Rows, nodes: Nodes, masses: Tensor | None, draws: Tensor | None, seeded: Tensor | None = None,
+    rows: RowStatistics, nodes: Nodes, masses: Tensor | None, draws: Tensor | None, seeded: Tensor | None = None,
     left: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[B, N+4], as `accept` returns; where nodes are judged by q the next token is still missing.
@@ -208,7 +215,7 @@ def walk(
 
 
 def emit(
-    rows: Rows, nodes: Nodes, masses: Tensor, streams: Streams, walked: Tensor, out: Tensor | None = None
+    rows: RowStatistics, nodes: Nodes, masses: Tensor, streams: Streams, walked: Tensor, out: Tensor | None = None
 ) -> None:  # fmt: skip
     """Draws the token after each path into `walked`.  out [B, V]: gets what it is drawn from, not normalised."""
     wide = rows.temperature.dtype

@@ -38,7 +38,7 @@ def token_bytes(target: Target) -> int:
     return cache.column_bytes if isinstance(cache, InColumns) else 0
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """What texts may take."""
 
     length: int
@@ -47,7 +47,7 @@ class Room(NamedTuple):
     """Most of all together, drafted ones included; None where every slot has room for its longest text."""
 
 
-def room(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Room:
+def capacity(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Capacity:
     """What so many slots have room for: texts of `length` tokens, or as long as the context and the budget allow.
 
     budget_bytes: of all texts together.  Unless given it is all that is free for a `length`, and half of that without
@@ -63,16 +63,16 @@ def room(target: Target, slots: int, length: int | None, budget_bytes: int | Non
         refuse_above(budget, 1, min(length or 2, context), each, source, more)
         tokens = budget // each
         longest = min(length or context, context, tokens - more)
-        return Room(longest, None if slots * (longest + more) <= tokens else tokens)
+        return Capacity(longest, None if slots * (longest + more) <= tokens else tokens)
     refuse_above(budget, slots, min(length or 2, context), each, source, more)
     most = budget // (slots * each) - more if each else context if length is not None else UNKNOWN_LENGTH
-    return Room(min(length or most, context, most))
+    return Capacity(min(length or most, context, most))
 
 
 def refuse_above(budget: int, slots: int, length: int, each: int, source: str, more: int = 0) -> None:
     """Raises ConfigError where slots of this many tokens, of `each` bytes, take more than a budget in bytes.
 
-    source: "given" or "free".  more: as in `room`.
+    source: "given" or "free".  more: as in `capacity`.
     """
     taken = slots * (length + more) * each
     if taken <= budget:
