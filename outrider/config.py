@@ -91,7 +91,7 @@ class Config(BaseModel):
             return data
         for key in data:
             if key in cls.REMOVED:
-                raise ValueError(f"{key!r} was removed; {cls.REMOVED[key]}")
+                raise ValueError(f"unknown key {key!r}; it was removed, {cls.REMOVED[key]}")
             if key not in cls.model_fields:
                 now, instead = RENAMED.get(key), REMOVED.get(key)
                 if now in cls.model_fields:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, key_of, lasting, place_of_json, remark, say, write_json
+from outrider.cli.console import bar, key_of, lasting, place_of_json, remark, say, write_json
+from outrider.cli.options import JsonTo
 from outrider.client import AsyncClient, ClientError, Limits, Retries, Timeouts, load_prices
-from outrider.client.asking import Outcome, Prompt, ask_all, left_of, locked, prompts_of, streamed
+from outrider.client.asking import FileProgress, Prompt, ask_all, locked, read_prompts, stream_text, unanswered
 from outrider.errors import ConfigError, DataError
 
 FILES = (".jsonl", ".ndjson")
@@ -107,10 +108,10 @@ def _ask_one(made: MadeClient, body: Mapping[str, Any], stream: bool) -> dict[st
         began = time.monotonic()
         async with made() as client:
             await _name_model(client)
-            async for text in streamed(client, body, stream):
+            async for text in stream_text(client, body, stream):
                 show(text)
             show("\n")
-            report = _report(client, Outcome(answered=1), time.monotonic() - began)
+            report = _report(client, FileProgress(answered=1), time.monotonic() - began)
         remark(", ".join(_summary(report)), "dim")
         return report
 
@@ -144,11 +145,11 @@ def _ask_file(
     made: MadeClient, given: Path, settings: Mapping[str, Any], out: Path, concurrency: int
 ) -> dict[str, Any]:
     """Answer a file of prompts into another, and print what became of them."""
-    prompts = prompts_of(given, settings)
+    prompts = read_prompts(given, settings)
     if out.exists() and out.samefile(given):
         raise ConfigError(f"answers would overwrite {given}; name another file with --out")
     with locked(out):
-        left = left_of(prompts, out)
+        left = unanswered(prompts, out)
         before = len(prompts) - len(left)
         report = asyncio.run(_main(made, given, left, before, out, concurrency))
     _print(report, out)
@@ -165,19 +166,19 @@ async def _main(
         say(f"ask       {given}: {total} prompts, {before} answered before; model {client.model}, answers in {out}")
         with bar("prompts", total, before) as update:
             tell = lambda done, failed: update(before + done + failed, f"{failed} failed" if failed else "")
-            outcome = await ask_all(client, left, out, concurrency, tell)
-        return _report(client, outcome, time.monotonic() - began)
+            progress = await ask_all(client, left, out, concurrency, tell)
+        return _report(client, progress, time.monotonic() - began)
 
 
-def _report(client: AsyncClient, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def _report(client: AsyncClient, progress: FileProgress, seconds: float) -> dict[str, Any]:
     """The result as JSON has it; amounts as texts, since JSON's numbers are not exact."""
     totals, prices = client.usage, client.prices
     counts = {name: f"{value:f}" if isinstance(value, Decimal) else value for name, value in asdict(totals).items()}
     return {
         "model": client.model, "seconds": round(seconds, 3),
-        "answered": outcome.answered,
-        "failed": {name: _described(error) for name, error in outcome.failed.items()},
-        "stopped": None if outcome.stopped is None else str(outcome.stopped),
+        "answered": progress.answered,
+        "failed": {name: _described(error) for name, error in progress.failed.items()},
+        "stopped": None if progress.stopped is None else str(progress.stopped),
         "cost": None if totals.cost is None or prices is None else f"{totals.cost:f}",
         "currency": None if prices is None else prices.currency,
         "prices_of": None if prices is None else str(prices.date),

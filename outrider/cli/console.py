@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.cells import cell_len
@@ -36,19 +36,6 @@ note = Console(stderr=True)
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that do something to a terminal, but for tabs and line feeds."""
 PASSWORD = re.compile(r"(?<=://)[^/\s@\"']+@")
-
-RunFile = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)
-]
-JsonTo = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
-]
-Parts = Annotated[int | None, typer.Option("--tensor-parallel", help="Processes, of torchrun, that share the target.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Write more than 10 GB without asking.")]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")
-]
 
 
 def plain(text: str) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, counted, place_of_json, present, say, sized
+from outrider.cli.console import bar, counted, place_of_json, present, say, sized
+from outrider.cli.options import JsonTo
 from outrider.errors import DataError
 from outrider.retrieval.corpus import corpora
 from outrider.retrieval.corpus.files import verify

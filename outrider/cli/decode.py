@@ -10,6 +10,7 @@ from rich.text import Text
 
 from outrider import machine
 from outrider.cli import console
+from outrider.cli.options import TARGET_OPTIONS, Chat, DrafterName, DrafterSettings, Fields, with_options
 from outrider.cli.stages import Printer
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
@@ -18,12 +19,14 @@ from outrider.fast.packages import background
 from outrider.generation import Piece, stream
 from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter
+from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import Sampling
+from outrider.serve.config import Config as ServeConfig
 from outrider.targets.hf.transformers import TransformersTarget
 from outrider.targets.load import load_target, work_for_first
 
 DRAFTED = "green underline"
-"""The style of drafted tokens that were accepted."""
+"""Style of accepted draft tokens."""
 
 
 class Pace(NamedTuple):
@@ -32,44 +35,24 @@ class Pace(NamedTuple):
     tokens: int
     steps: int
     tokens_per_s: float | None
-    """After its first step, so without reading the prompt; None where there was no other step."""
+    """After the first step, so the prefill does not count; None with a single step."""
 
 
+@with_options
 def decode(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")
-    ] = None,
-    target: Annotated[str, typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id.")] = "demo",
-    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input if omitted or -.")] = None,
+    *,
+    target: Annotated[TargetConfig, Fields(TargetConfig, TARGET_OPTIONS, defaults={"name": "demo"})],
+    drafter: DrafterName = None,
+    settings: DrafterSettings = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
-    policy: Annotated[str, typer.Option(help="How much to draft: auto or fixed.")] = "auto",
-    verification: Annotated[
-        str, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
-    ] = "standard",
-    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
-    quantize: Annotated[
-        str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")
-    ] = None,
-    activations: Annotated[
-        str | None, typer.Option(help="int8: round what the weights of a GGUF file are multiplied with.")
-    ] = None,
-    tensor_parallel: console.Parts = None,
-    compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile first, or never; by default once per machine, in the background.",
-        ),
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; can be repeated.")] = None,
+    chat: Chat = False,
+    serving: Annotated[ServeConfig, Fields(ServeConfig, "policy verification allow_lossy")],
     compare: Annotated[
         bool | None,
         typer.Option(
@@ -78,9 +61,8 @@ def decode(
         ),
     ] = None,
 ) -> None:
-    """Stream a continuation.  Drafted tokens that were accepted are underlined green; the target's own are plain."""
-    parts = 1 if tensor_parallel is None else tensor_parallel
-    work_for_first(parts)  # the others read and print nothing
+    """Stream a continuation.  Accepted draft tokens are underlined in green; the target's own tokens are plain."""
+    work_for_first(target.tensor_parallel)  # the others read and print nothing
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
         raise DataError("the prompt is empty; give it as an argument or on standard input")
@@ -89,20 +71,20 @@ def decode(
     if compare and not drafter:
         raise ConfigError("--compare needs a drafter to compare with; name one with --drafter")
     machine.set_up_process()
-    loaded = load_target(target, tensor_parallel=parts, quantize=quantize, compile=compile, activations=activations)
+    loaded = load_target(target.name, **target.model_dump(exclude={"name"}))
     built = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
-    if compile and built is not None:
+    if target.compile and built is not None:
         compile_drafter(built, Printer())
-    if compile is None and isinstance(loaded, TransformersTarget):
-        background.build([loaded.step, *(built.steps if built else ())], target, drafter, settings or ())
-    asked = Sampling(temperature, top_k, top_p, seed)
+    if target.compile is None and isinstance(loaded, TransformersTarget):
+        background.build([loaded.step, *(built.steps if built else ())], target.name, drafter, settings or ())
+    sampling = Sampling(temperature, top_k, top_p, seed)
 
     def pieces(drafter: Drafter | None) -> Iterator[Piece]:
         return stream(
             loaded, [[{"role": "user", "content": text}]] if chat else text, drafter, max_new_tokens=max_new_tokens,
-            # where nothing is asked for, the model's own generation_config is used
-            sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
-            allow_lossy=allow_lossy,
+            # with no sampling options the model's own generation_config applies
+            sampling=None if sampling == Sampling() else sampling, stop=stop or (),
+            policy=serving.policy, verification=serving.verification, allow_lossy=serving.allow_lossy,
         )  # fmt: skip
 
     colour = console.out.is_terminal and not console.out.no_color
@@ -124,7 +106,7 @@ def decode(
 
 
 def _timed(pieces: Iterator[Piece], show: Callable[[Piece], None] = lambda piece: None) -> Pace:
-    """Generate, and show every piece; the time of showing does not count."""
+    """Generate, and show every piece; printing time does not count."""
     tokens: list[int] = []
     seconds, began = 0.0, time.perf_counter()
     for piece in pieces:
@@ -147,13 +129,14 @@ def _show(piece: Piece, target: TransformersTarget, colour: bool) -> None:
         sys.stdout.flush()
 
 
-def _remark_pace(found: Pace, alone: Pace | None = None) -> None:
-    line = f"{found.tokens} tokens in {found.steps} steps, {found.tokens / max(1, found.steps):.2f} tokens per step"
-    if found.tokens_per_s is not None:
-        line += f", {found.tokens_per_s:.1f} tokens/s"
-        if alone is not None and alone.tokens_per_s is not None:
-            ratio = found.tokens_per_s / alone.tokens_per_s
-            line += f"; without the drafter {alone.tokens_per_s:.1f} tokens/s: {ratio:.2f} times as fast with it"
+def _remark_pace(drafted: Pace, plain: Pace | None = None) -> None:
+    line = f"{drafted.tokens} tokens in {drafted.steps} steps, "
+    line += f"{drafted.tokens / max(1, drafted.steps):.2f} tokens per step"
+    if drafted.tokens_per_s is not None:
+        line += f", {drafted.tokens_per_s:.1f} tokens/s"
+        if plain is not None and plain.tokens_per_s is not None:
+            ratio = drafted.tokens_per_s / plain.tokens_per_s
+            line += f"; without the drafter {plain.tokens_per_s:.1f} tokens/s: {ratio:.2f} times as fast with it"
     console.remark(line, "dim")
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, write_json
+from outrider.cli.console import place_of_json, quiet, remark, say, write_json
+from outrider.cli.options import JsonTo
 from outrider.engines import commands, manifests
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_name, engine_of

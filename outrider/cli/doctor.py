@@ -13,7 +13,8 @@ import typer
 
 from outrider import demo, fast, machine
 from outrider.cli import console
-from outrider.cli.console import JsonTo, sized
+from outrider.cli.console import sized
+from outrider.cli.options import JsonTo
 from outrider.errors import DataError
 from outrider.fast import runner
 from outrider.runs.provenance import version_of

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import complete, console
-from outrider.cli.console import JsonTo
+from outrider.cli.options import JsonTo
 from outrider.cli.show import heading, settings_table
 from outrider.drafters import find, kinds, trained
 from outrider.errors import ConfigError

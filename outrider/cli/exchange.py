@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from outrider.checkpoint import whole
-from outrider.cli.console import JsonTo, counted, place_of_json, present, quiet, say, sized, table, write_json
+from outrider.cli.console import counted, place_of_json, present, quiet, say, sized, table, write_json
+from outrider.cli.options import JsonTo
 from outrider.engines import card, names
 from outrider.engines import export as exporting
 from outrider.engines.engine import engine_name

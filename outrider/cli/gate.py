@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, write_json
+from outrider.cli.console import place_of_json, write_json
+from outrider.cli.options import JsonTo
 from outrider.errors import ConfigError, DataError
 from outrider.gate.outcome import Outcome
 from outrider.gate.policy import policy_of

@@ -13,7 +13,7 @@ import yaml
 from outrider import config as configs
 from outrider import machine
 from outrider.cli.console import say
-from outrider.data.answers.talks import Talk, iterate_asked
+from outrider.data.answers.dialogue import Dialogue, hash_conversations
 from outrider.data.config import BUILT_IN
 from outrider.data.config import Config as Prepare
 from outrider.data.sources.conversations import read
@@ -155,10 +155,10 @@ def _budgeted(place: Path, values: dict[str, str], minutes: float, began: float)
     machine.set_up_process()
     target = load_target(settings.target.name, **settings.target.load_options())
     prompts = []
-    for one in itertools.islice(iterate_asked(inputs.asked, settings.prepare), 2 * settings.prepare.slots):
-        talk = Talk(one)
-        if talk.ask(target.tokenizer, settings.prepare, target.spec.context):
-            prompts.append(talk.tokens)
+    for one in itertools.islice(hash_conversations(inputs.asked, settings.prepare), 2 * settings.prepare.slots):
+        dialogue = Dialogue(one)
+        if dialogue.ask(target.tokenizer, settings.prepare, target.spec.context):
+            prompts.append(dialogue.tokens)
     rates = budget.measured(settings, target, prompts)
     here, there = f"{minutes:g} minutes", len(inputs.asked)
     found = budget.planned(settings, rates, 60 * minutes - (time.monotonic() - began), there)

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, present, say
+from outrider.cli.console import place_of_json, present, say
+from outrider.cli.options import JsonTo
 from outrider.serve.http import keys
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of the keys' hashes.", show_default=False)]

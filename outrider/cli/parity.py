@@ -12,7 +12,8 @@ import typer
 
 from outrider.checkpoint import checksum
 from outrider.cli import console
-from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, say, write_json
+from outrider.cli.console import bar, counted, place_of_json, say, write_json
+from outrider.cli.options import JsonTo, Overrides
 from outrider.config import override
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
@@ -226,19 +227,10 @@ def lm_eval(
         float, typer.Option(min=1e-6, help="Difference of scores that does not matter; 0.01 is a point.")
     ] = 0.01,
     max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks that say none.")] = 256,
-    allow_code_execution: Annotated[
-        bool, typer.Option("--allow-code-execution", help="Run tasks that execute what the model wrote.")
-    ] = False,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option("--timeout-s", min=1, help="Longest run of tasks that execute code; a day unless given."),
-    ] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores
     differ."""
-    if timeout_s is not None and not allow_code_execution:
-        console.note.print("--timeout-s has no effect without --allow-code-execution", style="dim", highlight=False)
     # read once, when lm-eval loads it; its bars and ours would write over each other
     os.environ.setdefault("TQDM_DISABLE", "1")
     place_of_json(json_to)
@@ -254,7 +246,6 @@ def lm_eval(
     job = Job(
         tasks=names, target=target, drafter=drafter, settings=override({}, settings or ()), dtype=dtype, limit=limit,
         include_path=include_path, slots=slots, chat=chat, margin=margin, max_gen_toks=max_gen_toks,
-        allow_code=allow_code_execution, **({} if timeout_s is None else {"timeout_s": timeout_s}),
     )  # fmt: skip
     say(
         f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "

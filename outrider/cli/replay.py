@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
+from outrider.cli.console import bar, counted, key_of, place_of_json, write_json
+from outrider.cli.options import Fields, JsonTo, KeyFrom, SkipBad, with_options
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.traffic.address import address_of
@@ -23,63 +25,39 @@ from outrider.traffic.replay.report import Replayed
 from outrider.traffic.replay.run import replay as send
 from outrider.traffic.replay.servers import check_servers
 
+OPTIONS = (
+    "speed rate concurrency limit=calls warmup split model max_tokens greedy completions ignore_eos retries "
+    "timeout_s=timeout seed redact"
+)
 
+
+@with_options
 def replay(
     context: typer.Context,
     log: Annotated[
         Path, typer.Argument(help="Recorded requests; docs/traffic-logs.md lists the formats.", show_default=False)
     ],
+    plan: Annotated[Plan, Fields(Plan, OPTIONS)],
     against: Annotated[
         str | None, typer.Option(metavar="URL[,URL…]", help="A server, or several to compare on the same requests.")
     ] = None,
-    format: Annotated[str | None, typer.Option(help="Of the log; recognised by its first row without it.")] = None,
-    speed: Annotated[float, typer.Option(help="Times of the log are divided by it.")] = 1.0,
-    rate: Annotated[
-        float | None, typer.Option(help="Calls a second at random times, instead of the log's times.")
+    format: Annotated[
+        str | None, typer.Option(help="Format of the log; detected from its first row by default.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Callers that each wait for their answer, instead.")] = None,
-    calls: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
-    warmup: Annotated[int, typer.Option(help="First calls that are not timed.")] = 0,
-    split: Annotated[
-        bool, typer.Option("--split", help="Each session to one of the servers instead of to all.")
-    ] = False,
     slo: Annotated[
-        str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all count.")
+        str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all of them count.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Instead of the log's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer.")] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="Ask at temperature 0, so that answers can be compared.")
-    ] = False,
-    completions: Annotated[
-        bool, typer.Option("--completions", help="Send messages as a prompt, for targets without a chat template.")
-    ] = False,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Synthetic calls get answers in full length.")
-    ] = False,
-    retries: Annotated[int, typer.Option(help="How often a call that failed is sent again.")] = 3,
-    timeout: Annotated[float, typer.Option(help="The longest silence, in seconds.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Of the random times.")] = 0,
-    key_from: Annotated[
-        str | None, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable that holds the key.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Gets calls.jsonl and replay.json.")] = None,
-    over: Annotated[bool, typer.Option("--over", help="Write over what is there.")] = False,
+    key_from: KeyFrom = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where calls.jsonl and replay.json go.")] = None,
+    over: Annotated[bool, typer.Option("--over", help="Overwrite existing files.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log in Outrider's format.")] = None,
-    redact: Annotated[
-        bool, typer.Option("--redact", help="What is written holds hashes and lengths, no text.")
-    ] = False,
     skip_bad: SkipBad = False,
     json_to: JsonTo = None,
 ) -> None:
     """Send recorded traffic to one server or several, and time the answers."""
     place_of_json(json_to)
-
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
-    plan = Plan(
-        speed, rate, concurrency, split, calls, warmup, model, max_tokens, greedy, ignore_eos, completions, limits(slo),
-        retries, timeout, seed, redact,
-    )  # fmt: skip
+    plan = dataclasses.replace(plan, slo=limits(slo))
     plan.check()
     if urls:
         check_servers(urls)
@@ -95,8 +73,8 @@ def replay(
     if urls:
         plan.check(trace)
     if save is not None:
-        count = traces.write(save, islice(trace.calls(), calls), redact)
-        _say(f"{count} calls written to {save}" + (", redacted" if redact else ""))
+        count = traces.write(save, islice(trace.calls(), plan.limit), plan.redact)
+        _say(f"{count} calls written to {save}" + (", redacted" if plan.redact else ""))
     if urls:
         _send(trace, urls, plan, out, over, key, json_to)
 

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, write_json
+from outrider.cli.console import place_of_json, write_json
+from outrider.cli.options import JsonTo
 from outrider.errors import DataError
 from outrider.report import summary, tables
 from outrider.report.compare import Comparison, names

@@ -9,20 +9,9 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import (
-    JsonTo,
-    Overrides,
-    RunFile,
-    SkipBad,
-    Yes,
-    counted,
-    lasting,
-    place_of_json,
-    present,
-    sized,
-    write_json,
-)  # fmt: skip
+from outrider.cli.console import counted, lasting, place_of_json, present, sized, write_json
 from outrider.cli.look import show_samples
+from outrider.cli.options import JsonTo, Overrides, RunFile, SkipBad, Yes
 from outrider.cli.stages import Printer
 from outrider.errors import ConfigError, ExportError
 from outrider.loading import describe

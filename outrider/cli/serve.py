@@ -13,12 +13,12 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-import yaml
 
 from outrider import checkpoint, machine
 from outrider import config as configs
 from outrider.cli import console
-from outrider.cli.console import Parts, bar, say, sized
+from outrider.cli.console import bar, say, sized
+from outrider.cli.options import DRAFTERS_OWN, TARGET_OPTIONS, DrafterName, DrafterSettings, Fields, with_options
 from outrider.cli.stages import Printer
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import kinds
@@ -34,8 +34,8 @@ from outrider.serve import batch
 from outrider.serve.config import Config
 from outrider.serve.engine import Engine
 from outrider.serve.http import server
+from outrider.serve.http.admission import Admission
 from outrider.serve.http.api import make_app
-from outrider.serve.http.door import Door
 from outrider.serve.http.keys import KeyRing
 from outrider.serve.learning import folder as learning
 from outrider.serve.learning.learner import Learner
@@ -47,6 +47,10 @@ from outrider.targets.load import load_target, work_for_first
 from outrider.training.progress.checkpoints import chosen
 
 RUN_FILES = (".yaml", ".yml")
+OPTIONS = (
+    "host port name slots length policy verification allow_lossy keys allow_anonymous drain_s=drain request_log "
+    "log_prompts"
+)
 PREFIX_SHARE = 0.1
 """Of the memory that is free, for shared beginnings unless told otherwise."""
 
@@ -59,6 +63,7 @@ class Served(NamedTuple):
     config: Config
 
 
+@with_options
 def serve(
     what: Annotated[
         list[str] | None,
@@ -68,71 +73,23 @@ def serve(
             help="A run file, whose target and trained drafter are served; and settings, such as serve.queue=64.",
         ),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="`demo`, `smollm2`, a folder, or a Hugging Face id; the drafter's own unless given."),
-    ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
-    port: Annotated[int | None, typer.Option(help="8000 unless given; 0 takes a free one.")] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; the target's unless given.")] = None,
-    slots: Annotated[int | None, typer.Option(help="Texts that are continued at the same time; 16.")] = None,
-    length: Annotated[int | None, typer.Option(help="Most tokens of a prompt with its answer.")] = None,
-    policy: Annotated[str | None, typer.Option(help="How much to draft: auto or fixed.")] = None,
-    verification: Annotated[
-        str | None, typer.Option(help="standard or block, both exact; with --allow-lossy others, see docs/lossy.md.")
-    ] = None,
-    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights.")] = None,
-    activations: Annotated[
-        str | None, typer.Option(help="int8: round what the weights of a GGUF file are multiplied with.")
-    ] = None,
-    tensor_parallel: Parts = None,
-    compile: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile first, or never; by default once per machine, in the background.",
-        ),
-    ] = None,
-    keys: Annotated[
-        str | None, typer.Option(metavar="FILE", help="API keys, one of which every request must have.")
-    ] = None,
-    allow_anonymous: Annotated[
-        bool, typer.Option("--allow-anonymous", help="Let other machines ask without a key.")
+    *,
+    target_overrides: Annotated[list[str], Fields(TargetConfig, TARGET_OPTIONS, "target", DRAFTERS_OWN)],
+    drafter: DrafterName = None,
+    settings: DrafterSettings = None,
+    serve_overrides: Annotated[list[str], Fields(Config, OPTIONS, "serve")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log to standard error, with a JSON line per request.")
     ] = False,
-    drain: Annotated[
-        float | None, typer.Option(help="Seconds that running requests have to end in after SIGTERM; 30.")
-    ] = None,
-    request_log: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Add a JSON line a request; `outrider replay` reads it.")
-    ] = None,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="With prompts and answers.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say what happens, with a JSON line a request.")] = False,
     batch_in: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answer the requests of a JSONL file instead of clients'.")
+        Path | None, typer.Option(metavar="FILE", help="Answer the requests in a JSONL file, without a server.")
     ] = None,
     batch_out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Gets the answers; those it has are not asked again.")
+        Path | None, typer.Option(metavar="FILE", help="Where the answers go; requests with an answer are skipped.")
     ] = None,
 ) -> None:
-    """Serve a target and its drafter to OpenAI's clients."""
-    options = {
-        "host": host, "port": port, "name": name, "slots": slots, "length": length, "policy": policy,
-        "verification": verification, "allow_lossy": allow_lossy or None, "keys": keys,
-        "allow_anonymous": allow_anonymous or None, "drain_s": drain, "request_log": request_log,
-        "log_prompts": log_prompts or None,
-    }  # fmt: skip
-    overrides = [f"serve.{key}={_yaml(value)}" for key, value in options.items() if value is not None]
-    more = {
-        "name": target, "quantize": quantize, "activations": activations, "compile": compile,
-        "tensor_parallel": tensor_parallel,
-    }  # fmt: skip
-    overrides += [f"target.{key}={_yaml(value)}" for key, value in more.items() if value is not None]
-    served = _served(what or (), overrides, drafter, settings or ())
+    """Serve a target and its drafter over an OpenAI-compatible API."""
+    served = _served(what or (), [*serve_overrides, *target_overrides], drafter, settings or ())
     work_for_first(served.target.tensor_parallel)
     if verbose:
         _log_all()
@@ -162,12 +119,12 @@ def _answer_clients(served: Served) -> None:
     keys = None if config.keys is None else KeyRing(config.keys)
     with _service(served) as (service, post), sock:
         telemetry = service.engine.telemetry
-        app = make_app(service, telemetry, lambda: door.is_closed)
-        door = Door(app, config, keys, telemetry)
+        app = make_app(service, telemetry, lambda: admission.is_closed)
+        admission = Admission(app, config, keys, telemetry)
         what = "the keys of " + str(config.keys) if keys else "no key is asked for"
         line = f"server    {server.address_of(sock)}, model {service.name}; {what}; Ctrl-C stops"
         remark = lambda text: console.remark(f"          {text}")
-        own = server.Server(door, service, post, remark, ready=lambda: say(line))
+        own = server.Server(admission, service, post, remark, ready=lambda: say(line))
         server.run(own, sock)
     say("          stopped" if own.unfinished else "          stopped; all requests that ran have ended")
 
@@ -335,7 +292,3 @@ def _by_names(overrides: Sequence[str], drafter: Choice | None) -> Served:
     asked = {"name": (trained and trained.target) or "demo", **values.get("target", {})}
     config = configs.build(Config, values.get("serve", {}), "serve")
     return Served(configs.build(TargetConfig, asked, "target"), drafter, config)
-
-
-def _yaml(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else yaml.safe_dump(value).removesuffix("\n...\n").strip()

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, Overrides, sized
+from outrider.cli.console import sized
+from outrider.cli.options import JsonTo, Overrides
 from outrider.errors import ConfigError
 from outrider.runs import settings
 from outrider.runs.settings import Section, Setting

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import bar, confirm, counted, lasting, restarted, say, sized
-from outrider.data.overlap.contamination import Found
+from outrider.data.overlap.contamination import OverlapReport
 from outrider.fast import NotCompiled
 from outrider.machine import measurements
 from outrider.report import summary, tables
@@ -50,8 +50,8 @@ class Printer(Reporter):
     def not_compiled(self, reason: NotCompiled) -> None:
         console.remark(f"the drafter stays plain: {reason}", "dim")
 
-    def looked(self, drafter: str, found: Found) -> None:
-        say(f"overlap   {drafter}: {found.line()}")
+    def looked(self, drafter: str, report: OverlapReport) -> None:
+        say(f"overlap   {drafter}: {report.line()}")
 
     @contextmanager
     def working(self, plan: Plan) -> Iterator[Update]:

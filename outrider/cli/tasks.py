@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
+from outrider.cli.console import place_of_json, quiet, write_json
+from outrider.cli.options import JsonTo
 from outrider.measure.tasks.names import BUILT_IN, listed
 
 Data = Annotated[
     Path | None,
     typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, taken instead of the hub."),
 ]
-SCORED = {"answer": "the answer", "tests": "tests", None: "-"}
 
 
 def tasks(data: Data = None, json_to: JsonTo = None) -> None:
@@ -35,15 +35,14 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
 
 def _table(found: list[dict[str, Any]], with_folder: bool) -> console.FittedTable:
     last_column = "found" if with_folder else "licence"
-    table = console.table("task", "prompts", "source", "scored by", last_column, right=["prompts"])
+    table = console.table("task", "prompts", "source", last_column, right=["prompts"])
     for entry in found:
         last = "" if with_folder else entry["licence"]
         if entry["found"] is not None:
             names = entry["found"].split(", ")
             what = Path(names[0]).name if len(names) == 1 else f"{len(names)} files"
-            unscored = ", no references" if entry["score"] and not entry["references"] else ""
-            last = f"{entry['found_rows']} in {what}{unscored}"
+            last = f"{entry['found_rows']} in {what}"
         pinned = f" at {entry['revision'][:12]}" if entry["revision"] else ""
         count = f"{entry['used']} of {entry['rows']}"
-        table.add_row(entry["name"], count, entry["source"] + pinned, SCORED[entry["score"]], last)
+        table.add_row(entry["name"], count, entry["source"] + pinned, last)
     return table

@@ -14,8 +14,9 @@ import typer
 
 from outrider.checkpoint import checksum
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, say, table, write_json
+from outrider.cli.console import bar, key_of, place_of_json, quiet, say, table, write_json
 from outrider.cli.deploy import ParallelOption, PythonOption, TargetOption, VersionOption
+from outrider.cli.options import JsonTo
 from outrider.engines import commands
 from outrider.engines.engine import Wish
 from outrider.engines.tuning import sweep

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, table, write_json
+from outrider.cli.console import place_of_json, quiet, remark, say, table, write_json
+from outrider.cli.options import JsonTo
 from outrider.engines import card
 from outrider.engines.engine import engine_name
 from outrider.engines.verify import comparison, parity

@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, lasting, place_of_json, write_json
+from outrider.cli.console import lasting, place_of_json, write_json
+from outrider.cli.options import JsonTo
 from outrider.errors import ConfigError, DataError
 from outrider.report.schema import Report
 from outrider.traffic.address import address_of

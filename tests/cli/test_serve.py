@@ -97,11 +97,11 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED = [
-    (("--host", "0.0.0.0"), "everybody could ask; name a file of keys with --keys"),
+    (("--host", "0.0.0.0"), "no key is required; name a file of keys with --keys"),
     (("--host", "no.such.host.invalid"), "can't listen on no.such.host.invalid"),
     (("--keys", "none.json"), "outrider keys add none.json NAME"),
     (("--slots", "0"), "serve.slots"),
-    (("--policy", "greedy"), "serve.policy"),
+    (("--policy", "greedy"), "--policy"),
     (("--verification", "typical"), "allow_lossy"),
     (("serve.quue=5",), "unknown key 'quue'; did you mean 'queue'"),
     (("train.lr=1",), "settings begin with serve. or target."),

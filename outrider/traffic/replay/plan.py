@@ -7,7 +7,9 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from pydantic.dataclasses import dataclass
 
 from outrider.errors import ConfigError
 from outrider.targets.text.parts import text_of
@@ -24,40 +26,43 @@ OPTIONS = {
 """Numbers of a plan that must be above 0, and their options on the command line."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"use_attribute_docstrings": True})
 class Plan:
     """How the calls are sent."""
 
     speed: float = 1.0
-    """Times of the log are divided by it."""
+    """Divide the log's times by this."""
     rate: float | None = None
-    """Calls per second, at random times (Poisson), instead of the log's times."""
+    """Calls per second at random (Poisson) times, instead of the log's times."""
     concurrency: int | None = None
-    """Callers that each send a call when the one before is answered, instead of the log's times."""
+    """Callers that each send a call as soon as the previous one is answered, instead of the log's times."""
     split: bool = False
-    """Each session goes to one server instead of to all."""
+    """Send each session to one of the servers instead of to all."""
     limit: int | None = None
-    """Calls; all of the log where None."""
+    """Send only the first calls; all of the log unless given."""
     warmup: int = 0
-    """First calls that are sent and counted but not timed."""
+    """First calls, which are sent and counted but not timed."""
     model: str | None = None
-    """Instead of the log's; without it a model that a server does not have is replaced by the first that it has."""
+    """Model to ask for instead of the log's; unless given, a model that a server does not have is replaced by its
+    first."""
     max_tokens: int | None = None
-    """The most tokens of an answer; a call that wants fewer keeps its own."""
+    """Most tokens of an answer; a call with a lower limit keeps it."""
     greedy: bool = False
-    """Every call at temperature 0, so that answers can be compared."""
+    """Use temperature 0 for every call, so that answers can be compared."""
     ignore_eos: bool = False
-    """Synthetic calls get answers of full length; what comes after the end of a text is not real output."""
+    """Give synthetic calls answers of full length; text after an end token is not real output."""
     completions: bool = False
-    """Messages are joined and sent to /v1/completions, for targets without a chat template."""
+    """Send messages as a prompt to /v1/completions, for targets without a chat template."""
     slo: Mapping[str, float] = field(default_factory=dict)
     """Limits in seconds for ttft, tpot, e2e."""
     retries: int = 3
+    """How often a failed call is sent again."""
     timeout_s: float = 120.0
-    """The longest silence."""
+    """Longest silence, in seconds."""
     seed: int = 0
+    """Seed of the random times."""
     redact: bool = False
-    """Write a keyed hash and a length instead of answers."""
+    """Write a keyed hash and a length instead of texts."""
 
     def check(self, trace: Trace | None = None) -> None:
         """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
