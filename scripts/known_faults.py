@@ -1055,7 +1055,7 @@ FAULTS = [
     # measure
     fault(
         "tracing a prompt teaches the policy that is being timed",
-        ("trace", "named.apart(measured.chosen)", "measured.chosen"),
+        ("trace", "named.snapshot(measured.chosen)", "measured.chosen"),
     ),
     fault(
         "of several processes the one that ends first writes the report without the others' prompts",
@@ -1363,7 +1363,7 @@ FAULTS = [
     ),
     fault(
         "a probe leaves out a looping answer for one method only, so methods are compared on different requests",
-        ("counted", "if record.number not in loops]", "if not record.loops]"),
+        ("without_loops", "if record.number not in loops]", "if not record.loops]"),
     ),
     fault(
         "the roofline reads a text's cache once per drafted row",
@@ -1371,7 +1371,7 @@ FAULTS = [
     ),
     fault(
         "a probe replays sampled requests greedily",
-        ("_sampling", '**{"temperature": 0.0, **given, "seed": seed}', '**{**given, "temperature": 0.0, "seed": seed}'),
+        ("_sampling", '**{"temperature": 0.0, **settings, "seed": seed}', '**{**given, "temperature": 0.0, "seed": seed}'),
     ),
     # engines
     fault(

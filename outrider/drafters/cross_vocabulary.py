@@ -117,7 +117,7 @@ class CrossVocabulary(Drafter):
         is_known = [self.shared.of(memory.slots[row].transcript.incomplete) is not None for row in rows]
 
         def read_one(tokens: Tensor) -> Tensor:
-            return self.shared.spread(self._read_one(memory, rows, self.shared.own(tokens)))
+            return self.shared.spread(self._read_one(memory, rows, self.shared.to_drafter(tokens)))
 
         draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_known), state)
         return serving.possible(draft, state)

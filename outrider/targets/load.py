@@ -1,4 +1,4 @@
-"""Load a target: the demo, a checkpoint by name or folder, or a module that is already there."""
+"""Load a target: the demo, a checkpoint by name or folder, a GGUF file, or a module already in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from outrider.targets.text.turns import closing_of, names_of
 log = logging.getLogger(__name__)
 
 Compile = bool | Literal["auto"] | None
-"""Whether steps are compiled, see `load_target`."""
+"""Whether steps are compiled; see `load_target`."""
 
 
 def load_target(
@@ -57,36 +57,34 @@ def load_target(
     compile: Compile = None,
     activations: str | None = None,
 ) -> TransformersTarget:
-    """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, a GGUF file, or a module that is already
-    there.
+    """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, a GGUF file, or a module in memory.
 
-    A GGUF file is a path, a folder that holds one, or a file of the hub, OWNER/NAME:FILE; its weights stay in their
-    blocks, on the CPU, and are multiplied in float32.  activations: `int8` rounds what such weights are multiplied
-    with, so that products are exact sums of integers.
+    A GGUF file is given by its path, by its folder, or as a file of the hub, OWNER/NAME:FILE.  Its weights stay
+    quantised, on the CPU, and are multiplied in float32.  activations: `int8` rounds the activations that such weights
+    are multiplied with, so that products are exact sums of integers.
 
-    A folder with an `ensemble.json` is several of them (`lab.targets.ensemble`); the options are each member's.
+    A folder with an `ensemble.json` is an ensemble (`lab.targets.ensemble`); the options apply to each member.
 
-    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own
-    where its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
-    the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is
-    handed to transformers as `quantization_config`; without it the weights of a checkpoint whose method would round
-    activations are dequantised.  device_map is transformers' special_target: `auto`, or which part goes to
-    which device or `disk`.  tensor_parallel: processes that each have a part of every layer; all are started by
-    torchrun, and in all but the first this function does not return: they work until the first one ends, then exit.
-    adapter: folder of a LoRA adapter, which peft merges into the weights; a module of peft's is used as it is.
-    Where the weights are not in one place the steps stay plain.  A bare module has no tokenizer: its prompts are token
-    ids.
-    compile: None takes a compiled step of this very model if one is on disk, and captures passes on a CUDA GPU; `auto`
-    has one made where that can be done (one to two minutes, once per machine), True raises NotCompiled where it can't,
-    False stays plain.
-    Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it
-    quantises activations, keys or values; ConfigError for an unknown `quantize`, and for options that exclude each
+    dtype: default float32 on a CPU and the checkpoint's own on an accelerator; `auto` is the checkpoint's own if this
+    machine multiplies it as fast as float32.  quantize: `int8` quantises the weights of the linear layers, also of a
+    module in memory; it needs torchao, and steps are not compiled.  quantization is passed to transformers as
+    `quantization_config`; without it, checkpoints whose method would round activations are dequantised.  device_map is
+    transformers': `auto`, or a device or `disk` for each part.  tensor_parallel: number of processes that share every
+    layer; torchrun starts them all, and in all but the first this function does not return: they work until the first
+    one ends, then exit.  adapter: folder of a LoRA adapter, which peft merges into the weights; a peft model in memory
+    is used as it is.  If the weights are not in one place, steps are not compiled.  A bare module has no tokenizer: its
+    prompts are token ids.
+    compile: None uses a compiled step of this model if one is on disk, and captures passes on a CUDA GPU; `auto`
+    compiles one if possible (one to two minutes, once per machine); True does too, and raises NotCompiled if it can't;
+    False never does.
+    Raises TargetError if the model can't be found or loaded, if its plain decoding fails the self-test, or if it
+    quantises activations, keys or values; ConfigError for an unknown `quantize` and for options that exclude each
     other.
     """
     if quantize is not None:
         quantised.library(quantize)
     if isinstance(target, nn.Module):
-        _refuse_adapter(adapter, "a module that is there already")
+        _refuse_adapter(adapter, "a module in memory")
         model: Any = without_wrapper(target)
         model = model if device is None else model.to(device)
         model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
@@ -99,9 +97,7 @@ def load_target(
         )  # fmt: skip
         return _from_gguf(name, files, _rounding(activations), compile)
     if activations is not None:
-        raise ConfigError(
-            f"activations {activations!r} needs a target in a GGUF file, and {name!r} is none; leave it out"
-        )
+        raise ConfigError(f"activations {activations!r} is for GGUF files, and {name!r} is not one; leave it out")
     if (special_target := special(name)) is not None:
         _refuse_adapter(adapter, f"{name}, which is several models or another sort")
         sort, described = special_target
@@ -124,7 +120,7 @@ def load_target(
     calls = tensor_parallelism.join(tensor_parallel)
     if calls.rank:
         tensor_parallelism.work(calls, _from_checkpoint)
-    if dtype == "auto":  # by what this machine measured, which another may not have
+    if dtype == "auto":  # decided here, since other machines may have measured otherwise
         path = catalog.checkpoint(name)
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         options["dtype"] = dtype_of(config, dtype, default_device())
@@ -133,31 +129,33 @@ def load_target(
 
 
 def work_for_first(tensor_parallel: int) -> None:
-    """In the first of the processes that share a target, nothing; in the others, all that they do, and no return."""
+    """In the first of the processes that share a target, do nothing; in the others, work for it and never return."""
     if tensor_parallelism.is_worker(tensor_parallel):
         tensor_parallelism.work(tensor_parallelism.join(tensor_parallel), _from_checkpoint)
 
 
 def _refuse_adapter(adapter: str | Path | None, what: str) -> None:
     if adapter is not None:
-        raise ConfigError(f"adapter {str(adapter)!r} does not go with {what}; merge it first with merge_and_unload")
+        raise ConfigError(f"adapter {str(adapter)!r} can't be used with {what}; merge it first with merge_and_unload")
 
 
 def _refuse_with_parts(count: int, **options: Any) -> None:
-    """Raises ConfigError for what does not go with tensor_parallel."""
+    """Raises ConfigError for options that exclude tensor_parallel."""
     if count < 1:
         raise ConfigError(f"tensor_parallel must be at least 1, got {count}")
     why = {
-        "device": "each process has a device of its own", "device_map": "both say where weights are",
+        "device": "each process has its own device", "device_map": "both place the weights",
         "quantize": "parts of a layer are not quantised", "quantization": "parts of a layer are not quantised",
     }  # fmt: skip
     for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"tensor_parallel {count} does not go with {name} {value!r}: {why[name]}; leave one out")
+            raise ConfigError(
+                f"tensor_parallel {count} can't be used with {name} {value!r}: {why[name]}; leave one out"
+            )
 
 
 def _from_gguf(name: str, files: Sequence[Path], activations: Activations, compile: Compile) -> TransformersTarget:
-    """The target of a GGUF file, whose weights stay in their blocks."""
+    """The target of a GGUF file, whose weights stay quantised."""
     model, tokenizer, reason = gguf.load(name, files, activations)
     if reason:
         log.warning("no tokenizer for %s (%s): prompts must be token ids", name, reason)
@@ -165,25 +163,25 @@ def _from_gguf(name: str, files: Sequence[Path], activations: Activations, compi
 
 
 def _rounding(activations: str | None) -> Activations:
-    """What blocks are multiplied with.  Raises ConfigError for a type that is not known."""
+    """The type of activations.  Raises ConfigError for an unknown one."""
     if activations not in (None, "float32", "int8"):
-        raise ConfigError(f"activations {activations!r} is not known; choose float32 or int8, or leave it out")
+        raise ConfigError(f"unknown activations {activations!r}; choose float32 or int8, or leave it out")
     return "int8" if activations == "int8" else "float32"
 
 
 def _refuse_for_blocks(**options: Any) -> None:
-    """Raises ConfigError for what does not go with weights in the blocks of a GGUF file."""
+    """Raises ConfigError for options that weights in a GGUF file exclude."""
     fits = {"device": ("cpu",), "dtype": ("auto", "float32"), "tensor_parallel": ("1",)}
     why = {
         "device": "they are multiplied on the CPU", "dtype": "they are multiplied in float32",
-        "tensor_parallel": "they are not cut into parts",
+        "tensor_parallel": "they can't be split",
     }  # fmt: skip
     for name, value in options.items():
         if value is not None and str(value).removeprefix("torch.") not in fits.get(name, ()):
             reason = why.get(
                 name, "they are quantised already" if name.startswith("quant") else "they lie in one place"
             )
-            raise ConfigError(f"{name} {value!r} does not go with weights in a GGUF file: {reason}; leave it out")
+            raise ConfigError(f"{name} {value!r} can't be used with weights in a GGUF file: {reason}; leave it out")
 
 
 def _from_checkpoint(
@@ -191,15 +189,15 @@ def _from_checkpoint(
     quantize: str | None, quantization: Any, revision: str | None, trust_remote_code: bool,
     compile: Compile, adapter: str | Path | None = None, parts: int = 1,
 ) -> TransformersTarget:  # fmt: skip
-    """The target of a checkpoint, as `load_target`.  parts: processes that have one each, of which this has its own."""
+    """The target of a checkpoint, as `load_target`.  parts: number of processes that share its layers."""
     if device is not None and device_map is not None:
-        raise ConfigError(f"device {device!r} and device_map both say where weights are; leave one out")
+        raise ConfigError(f"device {device!r} and device_map both place the weights; leave one out")
     path = catalog.checkpoint(name)
     device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     spread: dict[str, Any] = {"device_map": device_map}
     rewritten: tempfile.TemporaryDirectory[str] | None = None
-    if device_map is not None:  # some layers on disk are stored in another layout than they are read in
+    if device_map is not None:  # accelerate rewrites some layers that stay on disk
         cache.folder().mkdir(parents=True, exist_ok=True)
         rewritten = tempfile.TemporaryDirectory(prefix="offload-", dir=cache.folder())
         spread["offload_folder"] = rewritten.name
@@ -212,7 +210,7 @@ def _from_checkpoint(
         weight_dtype: Any = "auto" if dtype is None and device.type != "cpu" else dtype_of(config, dtype, device)
         whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
         read_as = quantization if whole is None else whole
-        # None would hide that a checkpoint comes quantised
+        # passing None would override the checkpoint's own quantization_config
         method = {} if read_as is None else {"quantization_config": read_as}
         with no_bars():
             loaded: Any = loader_of(config, name).from_pretrained(
@@ -220,9 +218,7 @@ def _from_checkpoint(
             )
         model, loading_info = loaded
         if whole is not None and isinstance(weight_dtype, torch.dtype):
-            model = model.to(
-                weight_dtype
-            )  # what was not quantised has it already, the rest is in the type of its scales
+            model = model.to(weight_dtype)  # dequantised weights are still in the dtype of their scales
         tokenizer, reason = load_tokenizer(path, **options)
         if adapter is not None and not loading_info["missing_keys"]:
             model = merged(model, adapter)
@@ -230,28 +226,24 @@ def _from_checkpoint(
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
     except OutriderError:
         raise
-    except Exception as error:  # a checkpoint is others' work, and each family and file format fails in its own way
+    except Exception as error:  # every family and file format fails in its own way
         advice = (
             "give `demo`, `smollm2`, a folder with config.json and safetensors, a GGUF file, or a Hugging Face id "
             "(needs the network once)"
         )
-        if isinstance(
-            error, ImportError | RuntimeError
-        ):  # such as a quantisation's library or device that is not there
-            advice = "install what it names, use a device that has it, or take the checkpoint unquantised"
+        if isinstance(error, ImportError | RuntimeError):  # such as a missing quantisation library or device
+            advice = "install what it names, use a device that supports it, or use an unquantised checkpoint"
         if "contains custom code" in str(error):
-            advice = "read that code, and then allow it with trust_remote_code"
+            advice = "review that code, then allow it with trust_remote_code"
         raise TargetError(f"can't load target {name!r}: {first_line(error)}; {advice}") from error
     if loading_info["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(loading_info["missing_keys"])
         raise TargetError(
             f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or use the "
-            "checkpoint "
-            "of a whole causal LM"
+            "checkpoint of a whole causal LM"
         )
-    if (
-        device_map is None and parts == 1 and model.device != torch.empty(0, device=device).device
-    ):  # some quantised models can't be moved
+    # some quantised models can't be moved, not even to where they are
+    if device_map is None and parts == 1 and model.device != torch.empty(0, device=device).device:
         model = model.to(device)
     if rewritten is not None:
         weakref.finalize(model, rewritten.cleanup)
@@ -261,16 +253,16 @@ def _from_checkpoint(
 
 
 def default_device(requested: str | torch.device | None = None) -> torch.device:
-    """The device asked for; else the accelerator if there is one."""
+    """The requested device, else a CUDA GPU if available, else the CPU."""
     return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _quantised(model: Any, quantize: str | None) -> str | None:
-    """Quantise all but the output layer, where that is asked for; returns the hash of the weights before, else None."""
+    """Quantise all layers but the output layer.  Returns the hash of the weights before; None without `quantize`."""
     if quantize is None:
         return None
     if (already := quantised.precision(model)) is not None:
-        raise TargetError(f"the target's weights are {already} already; leave out quantize={quantize!r}")
+        raise TargetError(f"the target's weights are already {already}; leave out quantize={quantize!r}")
     base = hash_weights(model)
     quantised.quantise(model, quantize, keep=[output_layer(model)])
     return base
@@ -279,14 +271,14 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
 def _compiled(target: TransformersTarget, compile: Compile) -> TransformersTarget:
     if not target.is_whole:
         log.warning(
-            "%s: its weights are not all in one place, so its steps stay plain, and no kernels of ours run",
+            "%s: its weights are not all in one place, so its steps are not compiled and run without our kernels",
             target.spec.name,
         )  # fmt: skip
         compile = False
-    is_wanted = compile == "auto" and target.step.is_possible
+    is_auto = compile == "auto" and target.step.is_possible
     if compile is True:
         target.compile()
-    elif is_wanted or (compile is not False and target.device.type == "cuda"):  # captured there, in seconds
+    elif is_auto or (compile is not False and target.device.type == "cuda"):  # a GPU captures them in seconds
         with suppress(NotCompiled):
             target.compile()
     if compile is not False:
@@ -297,7 +289,7 @@ def _compiled(target: TransformersTarget, compile: Compile) -> TransformersTarge
 
 
 def dtype_of(config: Any, dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The type in which a checkpoint's weights are loaded.  config: the checkpoint's; dtype: what was asked for."""
+    """The dtype in which a checkpoint's weights are loaded.  config: the checkpoint's; dtype: as in `load_target`."""
     stored = config.get_text_config().dtype
     if dtype is None:
         return torch.float32 if device.type == "cpu" else stored or torch.float32
@@ -305,7 +297,7 @@ def dtype_of(config: Any, dtype: str | torch.dtype | None, device: torch.device)
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """The type asked for; for `auto` the one that the weights are stored in, where this device multiplies it fast."""
+    """The requested dtype; for `auto` the stored one if this device multiplies it fast, else float32."""
     if dtype == "auto":
         stored = stored or torch.float32
         return machine.decoding_dtype(stored) if device.type == "cpu" else stored
@@ -318,7 +310,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype |
 
 
 def _warn_if_slow(target: TransformersTarget) -> None:
-    """One line where this CPU multiplies the target's type much more slowly than another."""
+    """Warn if this CPU multiplies the target's dtype much more slowly than another."""
     spec = target.spec
     is_fast = spec.dtype == "float32" and spec.quantised is None
     if target.device.type != "cpu" or is_fast or quantised.parts_in_blocks(target.model):
@@ -331,21 +323,21 @@ def _warn_if_slow(target: TransformersTarget) -> None:
 
 
 def _warn_of_text(target: TransformersTarget) -> None:
-    """One line where generation_config, tokenizer and chat template name different ends, and one for tokens without an
+    """Warn if generation_config, tokenizer and chat template name different end tokens, and of tokens without an
     embedding."""
     stops, tokenizer = ends_of(target.model), target.tokenizer
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
         log.warning(
-            "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
-            "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
+            "%s: its config names the end token %s, but its generation_config none, so texts run to their limit, as "
+            "with model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
         )  # fmt: skip
         return
     if tokenizer is None:
         return
     if more := unembedded(tokenizer, target.spec.vocabulary):
         log.warning(
-            "%s: its tokenizer has %d tokens that its embedding of %d rows lacks, such as %r; texts with them are "
+            "%s: %d tokens of its tokenizer have no row in its embedding of %d rows, such as %r; texts with them are "
             "refused", target.spec.name, len(more), target.spec.vocabulary, next(iter(more)),
         )  # fmt: skip
     closing = closing_of(tokenizer)

@@ -1,4 +1,4 @@
-"""What transformers shows while it loads weights: a library shows nothing."""
+"""Silences what transformers prints while it loads weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """While this is open, transformers draws no bars; those of downloads are the hub's own and stay."""
+    """Disables transformers' progress bars, but not those of the hub's downloads."""
     before = logging.set_tqdm_hook(lambda tqdm, args, kwargs: tqdm(*args, **{**kwargs, "disable": True}))
     try:
         yield
@@ -20,7 +20,7 @@ def no_bars() -> Iterator[None]:
 
 @contextmanager
 def no_reports() -> Iterator[None]:
-    """While this is open, transformers draws no bars and lists no weights that a model does not take."""
+    """Disables transformers' progress bars and its list of weights that a model does not use."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""What a target offers beyond the loop: its sizes, embedding, head, layers and tokenizer.
+"""What a target offers beyond the decoding loop: its sizes, embedding, head, layers and tokenizer.
 
 B slots, S sequence, T taps, H hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ from outrider.sampling.text import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Sizes of a decoder layer, and its rotary positions."""
+    """Sizes and rotary positions of a decoder layer."""
 
     heads: int
     kv_heads: int
@@ -31,19 +31,19 @@ class LayerSizes:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
-    """How rotary frequencies are scaled, as in the rope_parameters of a config.json; None where they are not."""
+    """Scaling of the rotary frequencies, as in the rope_parameters of a config.json; None if they are not scaled."""
     partial_rotary_factor: float = 1.0
-    """Share of a head that is rotated."""
+    """Fraction of a head that is rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """What a drafter or a checkpoint must know of its target, and what distinguishes two targets."""
+    """What a drafter or a checkpoint needs to know about its target, and what identifies the target."""
 
     name: str
     revision: str | None
     layers: int
-    """0 where they are out of reach, on a server."""
+    """0 if they are on a server."""
     hidden: int
     vocabulary: int
     context: int
@@ -53,79 +53,79 @@ class TargetSpec:
     weights_hash: str
     """SHA-256 over shapes and a sample of the weights' values, 16 hex digits."""
     mode: Literal["tree", "chain", "off"] = "tree"
+    """Which drafts it can verify."""
     quantised: str | None = None
-    """What its weights are quantised to, such as int8; None where they are not."""
+    """Type of quantised weights, such as int8; None if they are not quantised."""
     base_hash: str | None = None
-    """`weights_hash` of the weights that were quantised; None where nothing was, or where it came quantised."""
+    """`weights_hash` before Outrider quantised the weights; None if it did not."""
     sizes: LayerSizes | None = None
-    """Of its own decoder layers, which are a drafter's defaults; None where they are not known."""
+    """Of its decoder layers, the defaults for a drafter's; None if unknown."""
     unused: int | None = None
-    """First row of the embedding that is not a token of the tokenizer; None where there is none."""
+    """First row of the embedding without a token in the tokenizer; None if all rows have one."""
 
     @property
     def precision(self) -> str:
-        """int8 or the like, else the type of its weights."""
+        """The quantised type, else the dtype."""
         return self.quantised or self.dtype
 
 
 def members_of(target: Any) -> Sequence[Any]:
-    """The targets whose distributions a target mixes; () where it is one model."""
+    """The targets whose distributions an ensemble mixes; () for a single model."""
     members: Sequence[Any] = getattr(target, "members", ())
     return members
 
 
 class Target(decoding.Target, Protocol):
-    """The model that verifies, with what drafters, training and requests ask of it besides."""
+    """The model that verifies drafts, with what drafters, training and requests need besides."""
 
     spec: TargetSpec
     mask_token: int | None
-    """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+    """Id of the mask token, for tokens yet to be drafted; None if the tokenizer has none."""
 
     @property
     def detokenizer(self) -> Detokenizer | None:
-        """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
+        """Incremental `decode`, for streamed text; None without a tokenizer."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., H], the family's scale applied."""
+        """Embeddings [..., H], with the family's scale."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """[..., V], the family's soft-cap and scale applied."""
+        """Logits [..., V], with the family's scale and soft cap."""
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """Rows [n, H] of the output embedding for these ids [n]; for reading."""
+        """Rows [n, H] of the output embedding for these ids [n]; read-only."""
 
     def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
-        """`head` over these ids [n] alone, its weights copied and of this type: hidden [..., H] to logits [..., n]."""
+        """A copy of `head` in this dtype, for these ids [n] only: hidden [..., H] to logits [..., n]."""
 
     def copy_to(self, device: torch.device) -> Target:
-        """This target for a drafter on another device: embedding and head are copied there."""
+        """This target with embedding and head copied to another device, for a drafter there."""
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, counted from 0; its weights are for reading."""
+        """Decoder layer `index`, counted from 0; its weights are read-only."""
 
     def read(self, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a
         cache."""
 
     def check_probe(self) -> None:
-        """Raises TargetError where the passes take no probe."""
+        """Raises TargetError if the passes can't include a probe."""
 
     def read_probe(self, tokens: Tensor, documents: Tensor, probe: Probe) -> Tensor:
-        """Hidden states [B, P, H] of a probe's rows behind whole texts [B, S], for training: the gradient reaches its
-        embeddings.
+        """Hidden states [B, P, H] of a probe's rows after whole texts [B, S]; gradients flow to its embeddings.
 
-        documents [B, S] as in `Batch`: a token attends to its own text's up to itself.  The probe's mask is [B, P,
+        documents [B, S] as in `Batch`: a token attends to earlier tokens of its own text.  The probe's mask is [B, P,
         S + P], over text and probe, and its depths are positions.
         """
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        """How a prompt is continued where no `Sampling` is given: greedily, with what the model itself asks for."""
+        """The default for this prompt: greedy, with the settings of the model's generation_config."""
 
     def encode(self, prompt: Any) -> list[int]:
-        """Token ids of a text, of chat messages, or of ids given as they are."""
+        """Token ids of a text or of chat messages; token ids are returned unchanged."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these ids; special tokens are left out."""
+        """The text of these ids, without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +138,15 @@ class Skip:
 
 @runtime_checkable
 class SkipsLayers(Protocol):
-    """A target that can read on with some of its sublayers left out, and so draft for itself."""
+    """A target that can run with some of its sublayers left out, and so draft for itself."""
 
     def skippable(self) -> Skip:
-        """All that may be left out.  Raises TargetError where nothing may."""
+        """All sublayers that can be left out.  Raises TargetError if none can."""
 
     def skipping(
         self, skip: Skip, cache: Any, rows: Sequence[int]
     ) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them after what these slots hold, without
-        `skip`.
+        """Yields a function from tokens [R, n], appended to these slots, to logits [R, n, V], computed without `skip`.
 
-        One call goes on where the last ended.  Afterwards model and slots are what they were before, errors included.
+        Each call continues from the last.  On exit, also after an error, model and slots are restored.
         """

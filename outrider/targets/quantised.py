@@ -1,15 +1,13 @@
-"""Linear layers with their weights in int8: a quarter of float32's memory.  The output is then that of the quantised
-model.
+"""Quantised targets: linear layers in int8, checkpoints that come quantised, and weights in the blocks of GGUF files.
 
-torchao's weight-only int8, symmetric, one scale for every row of a weight.  Embedding, norms and output layer stay as
-they are, because drafters borrow the two ends; so does what is not an `nn.Linear`, such as fused experts.  Products run
-in the type of the activations, so that a pass of many rows differs from single rows by rounding alone, as it does
-without quantisation.
+int8 is torchao's weight-only int8, symmetric, with one scale per row of a weight: a quarter of float32's memory.  The
+output is that of the quantised model.  Embedding, norms and output layer are not quantised, since drafters borrow the
+two ends, nor is anything but `nn.Linear`, such as fused experts.  Products run in the dtype of the activations, so a
+pass of many rows differs from single rows by rounding only, as without quantisation.
 
 int8-dynamic, which rounds activations too, is refused.  A token's result does not depend on its neighbours there, but a
-value that rounding moved by 1e-7 falls on the other side of a step of 1/127: the logits of single steps of the demo
-target and of a pass over the same tokens differ by 0.2, at values of up to 15, where those of float32 and int8 differ
-by 1e-5.
+difference of 1e-7 can move a value across a step of 1/127: on the demo target, logits of single steps and of a pass
+over the same tokens differ by 0.2, at values of up to 15; those of float32 and int8 differ by 1e-5.
 """
 
 from __future__ import annotations
@@ -34,15 +32,14 @@ MODES = ("int8",)
 IN_BLOCKS = (QuantizedLinear, QuantizedEmbedding)
 """Modules whose weights are the blocks of a GGUF file."""
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
-"""Methods whose checkpoints are read as whole weights, on these devices, or on all where none is named.  As they are
-meant to run they round activations, and in the first one's own way a pass of several tokens is not that of single
-ones."""
+"""Methods whose checkpoints are dequantised as they load, on these devices, or on all if none is named.  In their usual
+mode they round activations, and with the first one a pass of several tokens differs from single steps."""
 ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "mxfp8", "nvfp4", "bitsandbytes_8bit")
-"""Methods that round activations wherever they run."""
+"""Methods that always round activations."""
 
 
 def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
-    """Quantise the linear layers of `model` in place, but for those in `keep`.  Raises what `library` does."""
+    """Quantise the linear layers of `model` in place, except those in `keep`.  Raises as `library`."""
     api = library(mode)
     chosen = [
         part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not whole for whole in keep)
@@ -52,7 +49,7 @@ def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ())
             f"quantize={mode!r} has no effect on {type(model).__name__}, which has no linear layers; leave it out"
         )
     doubles = [layer for layer in chosen if layer.weight.dtype == torch.float64]
-    for layer in doubles:  # torchao reads float32 at most
+    for layer in doubles:  # torchao does not read float64
         layer.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
     with torch.no_grad():
         api.quantize_(
@@ -66,10 +63,9 @@ def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ())
 
 
 def library(mode: str) -> Any:
-    """torchao's quantisation.  Raises ConfigError for a mode that there is not, TargetError where torchao is
-    missing."""
+    """torchao's quantisation.  Raises ConfigError for an unknown mode, TargetError if torchao is missing."""
     if mode == "int8-dynamic":
-        raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds weights alone")
+        raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds only weights")
     if mode not in MODES:
         raise ConfigError(f"quantize={mode!r} is not known; choose {' or '.join(map(repr, MODES))}, or leave it out")
     try:
@@ -82,13 +78,13 @@ def library(mode: str) -> Any:
 
 
 def is_quantised(weight: object) -> bool:
-    """Whether it is a tensor made of others, such as torchao's of int8 values and scales."""
+    """Whether it is a tensor subclass made of other tensors, such as torchao's int8 values and scales."""
     return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight) and not spread.is_part(weight)
 
 
 def precision(model: nn.Module) -> str | None:
-    """What the weights are quantised to: int8, the type of most blocks of a GGUF file, or the name of another method;
-    None where they are not."""
+    """The type of quantised weights: int8, that of most blocks of a GGUF file, or the name of another method; None if
+    they are not quantised."""
     if blocks := parts_in_blocks(model):
         sizes: Counter[str] = Counter()
         for part in blocks:
@@ -102,10 +98,10 @@ def precision(model: nn.Module) -> str | None:
 
 
 def whole_weights(config: Any, name: str, device: torch.device, device_map: Any = None) -> Any:
-    """What to hand to transformers so that a quantised checkpoint is read as whole weights; None to read it as it is.
+    """The quantization_config with which transformers dequantises a checkpoint; None to load it as it is.
 
-    config: the checkpoint's.  Looks at no weight.  Raises TargetError for a method that transformers does not know,
-    that rounds activations, or whose library or device is not there.
+    config: the checkpoint's.  Reads no weights.  Raises TargetError for a method that transformers does not know, that
+    rounds activations, or whose library or device is missing.
     """
     settings = _settings_of(config)
     method = _method(settings)
@@ -113,10 +109,9 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
         return None
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise TargetError(
-            f"{name} is quantised with {method!r}, which transformers does not know, so that it would take the stored "
-            "numbers "
-            f"for the weights; take the checkpoint unquantised, or quantised with {', '.join(sorted(DEQUANTISED))} or "
-            "torchao"
+            f"{name} is quantised with {method!r}, which transformers does not know, so it would use the stored "
+            "numbers as the weights; use an unquantised checkpoint, or one quantised with "
+            f"{', '.join(sorted(DEQUANTISED))} or torchao"
         )
     if method not in DEQUANTISED:
         _refuse_activations(settings, name)
@@ -126,8 +121,7 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             raise TargetError(
                 f"{name} is quantised with {method!r}, which can't be read here: {first_line(error)}; install what it "
-                "names, "
-                "use a device that has it, or take the checkpoint unquantised"
+                "names, use a device that supports it, or use an unquantised checkpoint"
             ) from error
         return None
     if DEQUANTISED[method] and device.type not in DEQUANTISED[method]:
@@ -137,21 +131,20 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
 
 
 def check(model: Any, name: str) -> None:
-    """Raises TargetError where text would depend on how many tokens a pass has, or where keys can't be taken back."""
+    """Raises TargetError if text would depend on the number of tokens in a pass, or if cached keys can't be undone."""
     settings = _settings_of(getattr(model, "config", None))
     generation = getattr(model, "generation_config", None)
     if getattr(generation, "cache_implementation", None) == "quantized" or settings.get("kv_cache_scheme"):
         raise TargetError(
-            f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in "
-            "groups, "
-            "so a rejected token changes its neighbours and can't be taken back exactly; take that setting out of "
+            f"{name} is set to quantise keys and values (cache_implementation or kv_cache_scheme): they are rounded in "
+            "groups, so a rejected token changes its neighbours and can't be undone exactly; remove that setting from "
             "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
         )
     _refuse_activations(settings, name, model.parameters())
 
 
 def _refuse_activations(settings: Mapping[str, Any], name: str, weights: Iterable[Tensor] = ()) -> None:
-    """Raises TargetError where the method, its settings or a weight say that activations are rounded."""
+    """Raises TargetError if the method, its settings or a weight says that activations are rounded."""
     groups = (settings.get("config_groups") or {}).values()
     if (
         _method(settings) in ROUNDS_ACTIVATIONS
@@ -159,18 +152,18 @@ def _refuse_activations(settings: Mapping[str, Any], name: str, weights: Iterabl
         or any(getattr(weight, key, None) is not None for weight in weights for key in _OF_ACTIVATIONS)
     ):
         raise TargetError(
-            f"{name} quantises activations: {_DYNAMIC}; take a weight-only quantisation, such as quantize='int8'"
+            f"{name} quantises activations: {_DYNAMIC}; use weight-only quantisation, such as quantize='int8'"
         )
 
 
 def values(weight: Tensor) -> Tensor:
-    """A weight's values, computed from int8 values and scales where it is quantised."""
+    """A weight's values, dequantised if it is quantised."""
     whole: Any = weight
     return whole.dequantize(torch.float32).to(weight.dtype) if is_quantised(weight) else weight
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module itself, or where weights of it are quantised a copy with the values that they stand for."""
+    """The module itself, or if any of its weights are quantised a dequantised copy."""
     if not any(map(is_quantised, module.parameters())) and not parts_in_blocks(module):
         return module
     there = copy.deepcopy(module)
@@ -188,26 +181,26 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 def is_of_blocks(precision: str) -> bool:
-    """Whether a `precision` is that of a GGUF file's blocks."""
+    """Whether a `precision` is a block type of GGUF files."""
     return precision.split()[0].upper() in BLOCKS
 
 
 def parts_in_blocks(model: nn.Module) -> list[QuantizedLinear | QuantizedEmbedding]:
-    """Modules whose weights are blocks, an embedding that is tied to the head left out."""
+    """Modules whose weights are blocks, without an embedding tied to the head."""
     parts = (part for part in model.modules() if isinstance(part, IN_BLOCKS))
     by_address = {part.packed.data_ptr(): part for part in parts}
     return list(by_address.values())
 
 
 def rows_of(module: Any) -> int:
-    """Rows of the weights of an embedding or a linear layer."""
+    """Number of rows in the weights of an embedding or a linear layer."""
     if isinstance(module, IN_BLOCKS):
         return module.rows
     return len(spread.weight_of(module))
 
 
 def dtype_of(module: Any) -> torch.dtype:
-    """The type in which an embedding or a linear layer computes."""
+    """The dtype in which an embedding or a linear layer computes."""
     if isinstance(module, IN_BLOCKS):
         return torch.float32
     dtype: torch.dtype = module.weight.dtype
@@ -222,7 +215,7 @@ def rows_at(module: Any, ids: Tensor) -> Tensor:
 
 
 def _unpacked(part: QuantizedLinear) -> nn.Linear:
-    """The layer with the values of its weights."""
+    """The layer, dequantised."""
     made: nn.Linear = nn.utils.skip_init(nn.Linear, part.columns, part.rows, bias=part.bias is not None)
     made.weight = nn.Parameter(part.dequantized(), requires_grad=False)
     if part.bias is not None:
@@ -239,18 +232,17 @@ def parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
 
 
 _DYNAMIC = (
-    "rounded activations turn the rounding of a pass of several tokens into whole steps of int8, so that its tokens "
-    "are not "
-    "those of decoding one by one"
+    "rounded activations turn the rounding differences of a pass of several tokens into whole steps of int8, so its "
+    "tokens differ from decoding one by one"
 )
 
 
 _OF_ACTIVATIONS = ("act_quant_kwargs", "activation_quantization")
-"""Where torchao's tensors say how activations are rounded."""
+"""Attributes of torchao's tensors that say how activations are rounded."""
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """The quantization_config of a model's config; empty where there is none."""
+    """The quantization_config of a model's config; empty if it has none."""
     settings = getattr(config, "quantization_config", None)
     if settings is None or isinstance(settings, dict):
         return settings or {}

@@ -1,7 +1,6 @@
-"""Sizes and rotary positions of a model's decoder layers, from its config alone.
+"""Sizes and rotary positions of a model's decoder layers, from its config.
 
-Where layers differ, those of the last layer that attends to the whole text are taken: a drafter's layers attend to it
-too.
+If layers differ, they are those of the last layer with full attention, since a drafter's layers have full attention.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.targets.protocol import LayerSizes
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-"""What families call the width of the MLP; four times the hidden size where it has no name."""
+"""Names of the MLP's width; without one it is four times the hidden size."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-"""What families call the epsilon of a norm."""
+"""Names of the epsilon of a norm."""
 OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor", "type")
 """Keys of rope_parameters that are not part of the scaling."""
 
 
 def layer_sizes(config: Any) -> LayerSizes | None:
-    """Sizes of a transformers config's decoder layers; None where it names no heads, as recurrent models may not.
+    """Sizes of a transformers config's decoder layers; None if it names no heads, as for some recurrent models.
 
-    The width of experts is `intermediate_size` of the config.
+    For experts it is the config's `intermediate_size` too.
     """
     text = config.get_text_config(decoder=True)
     layer = _whole_text_layer(text)
@@ -37,10 +36,10 @@ def layer_sizes(config: Any) -> LayerSizes | None:
     if not isinstance(heads, int):
         return None
     kv_heads = _first(layer, ("num_key_value_heads", "num_kv_heads")) or heads
-    # with a compressed cache (MLA) head_dim is that of the rotated part alone
+    # with a compressed cache (MLA) head_dim is that of the rotated part only
     head_dim = _first(layer, ("v_head_dim", "head_dim")) or text.hidden_size // heads
     widths = _first(layer, WIDTHS)
-    width = widths[-1] if isinstance(widths, list | tuple) else widths  # the last layer's, where there is one for each
+    width = widths[-1] if isinstance(widths, list | tuple) else widths  # the last layer's, if each has its own
     theta, scaling, share = _rotation(text)
     return LayerSizes(
         heads, kv_heads, head_dim, width or 4 * text.hidden_size,
@@ -49,13 +48,12 @@ def layer_sizes(config: Any) -> LayerSizes | None:
 
 
 def unused_row(tokenizer: Any, rows: int) -> int | None:
-    """First row of an embedding that is not a token of the tokenizer; None where there is none or no tokenizer."""
+    """First row of an embedding without a token in the tokenizer; None if all rows have one, or without a tokenizer."""
     return None if tokenizer is None or len(tokenizer) >= rows else len(tokenizer)
 
 
 def _whole_text_layer(text: Any) -> Any:
-    """The config of the last layer that attends to the whole text, in families whose layers have configs of their
-    own."""
+    """The config of the last layer with full attention, in families with a config per layer."""
     layers = getattr(text, "per_layer_config", None)
     if not layers:
         return text
@@ -69,18 +67,18 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
-    """Base, scaling and the rotated share of a head, of layers that attend to the whole text."""
+    """Base, scaling and the rotated fraction of a head, for layers with full attention."""
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     by_kind = [value for value in rope.values() if isinstance(value, Mapping)]
     if by_kind:
-        rope = rope.get("full_attention") or by_kind[-1]  # those without any rotation are named with None
+        rope = rope.get("full_attention") or by_kind[-1]  # kinds without rotation map to None
     scaling = {key: value for key, value in rope.items() if key not in OF_THEIR_OWN}
     kind = scaling.get("rope_type", "default")
     if "factor" in scaling:
         scaling["factor"] = float(scaling["factor"])
     if kind in ("yarn", "llama3") and scaling.get("original_max_position_embeddings") is None:
-        scaling["original_max_position_embeddings"] = text.max_position_embeddings  # as transformers takes it
-    # in proportional scaling the share is one of frequencies, and the whole head is rotated
+        scaling["original_max_position_embeddings"] = text.max_position_embeddings  # transformers' default
+    # in proportional scaling it is a fraction of the frequencies, and the whole head is rotated
     share = 1.0 if kind == "proportional" else rope.get("partial_rotary_factor", 1.0)
     return float(rope.get("rope_theta", 10_000.0)), None if kind == "default" else scaling, float(share)
 
@@ -93,7 +91,7 @@ def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]
 
 @functools.cache
 def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device: torch.device) -> tuple[Tensor, float]:
-    # not a buffer: a model that is moved to bf16 would take it along, and far positions would have wrong angles
+    # not a buffer: moving the model to bf16 would convert it too, and far positions would get wrong angles
     parameters = json.loads(scaling)
     rotated = int(head_dim * share)
     if parameters is None:

@@ -1,4 +1,4 @@
-"""A target known by its config alone: enough to build a drafter without weights and to count its parameters."""
+"""A target known only by its config: enough to build a drafter without weights and to count parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIED = "tie_word_embeddings"
 
 
 class Sketch:
-    """Takes the place of a target where a draft model is built on the meta device.  It has shapes and no values."""
+    """Stands in for a target when a draft model is built on the meta device.  It has shapes but no values."""
 
     device = torch.device("meta")
 
@@ -40,7 +40,7 @@ class Sketch:
         return torch.empty(*hidden.shape[:-1], self.spec.vocabulary, device=self.device)
 
     def check_probe(self) -> None:
-        """Whether its passes take a probe is known with its weights."""
+        """Does nothing: whether its passes can include a probe is only known with its weights."""
 
     head_rows = embedding_rows = embed
 
@@ -61,7 +61,7 @@ class Sketch:
         return sum(self.weights().values())
 
     def weights(self) -> dict[str, int]:
-        """How many numbers each of its weights has, by name."""
+        """Number of values of each of its weights, by name."""
         return {name: weight.numel() for name, weight in self._model.named_parameters()}
 
     @functools.cached_property

