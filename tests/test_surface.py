@@ -93,7 +93,7 @@ def test_imports_and_help_need_no_torch() -> None:
     assert {name for name in report["modules"] if name.startswith("outrider.cli.")} == {"outrider.cli.console"}
     assert report["help"].count("\n") <= 45
     assert max(map(len, report["help"].splitlines())) <= 80
-    first = ("init", "decode", "prepare", "train", "evaluate", "run", "export", "deploy", "corpus")
+    first = ("plan", "init", "decode", "prepare", "train", "evaluate", "run", "export", "deploy", "serve", "corpus")
     order = [report["help"].index(f"│ {verb} ") for verb in first]
     assert order == sorted(order)
 

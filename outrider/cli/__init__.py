@@ -1,4 +1,4 @@
-"""The command line: one file for each verb, loaded when the verb is called, so that `--help` needs no torch."""
+"""The command line: a module per verb, loaded when the verb is called, so that `--help` does not import torch."""
 
 import keyword
 import sys
@@ -14,80 +14,79 @@ from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
 HIDDEN = ""
-"""Heading of verbs that the help leaves out, since others call them."""
+"""Heading of verbs that the help omits, since other verbs run them."""
 VERBS = {
-    "Steps": {
-        "plan": ("plan", "Will it pay, which method, how deep, at what cost"),
-        "init": ("init", "Write a run file to begin with, by flags or by asking"),
-        "decode": ("decode", "Stream a continuation; what was drafted is marked"),
-        "prepare": ("run", "Let the target answer the prompts"),
-        "train": ("run", "Train the drafter on the target's answers"),
-        "evaluate": ("evaluate", "Measure the drafter and its baselines"),
-        "run": ("run", "Prepare, train and evaluate: all that a run file has"),
-        "export": ("exchange", "Write a drafter in another's format, and check it"),
-        "deploy": ("deploy", "The command and files with which an engine serves it"),
-    },
-    "Data and weights": {
-        "import": ("exchange", "Make a checkpoint of a draft in another's format"),
-        "calibrate": ("run", "Scale confidences by what was accepted"),
-    },
-    "Checks": {
-        "parity": ("parity", "Are the answers the same with a drafter?"),
-        "lm-eval": ("parity", "Are the scores of public tasks the same?"),
-        "verify-export": ("verify", "Does an engine accept what is accepted here?"),
-        "report": ("report", "Write a report's page again, or compare reports"),
-        "gate": ("gate", "May this draft ship?  Compare with a baseline's report"),
+    "From plan to production": {
+        "plan": ("plan", "Predict whether speculation pays, and with which method"),
+        "init": ("init", "Create a run file"),
+        "decode": ("decode", "Generate text, with accepted draft tokens marked"),
+        "prepare": ("run", "Generate training answers with the target"),
+        "train": ("run", "Train a drafter"),
+        "evaluate": ("evaluate", "Measure drafters against the target alone"),
+        "run": ("run", "Run all stages: prepare, train, evaluate"),
+        "export": ("exchange", "Export a drafter to the format of an engine"),
+        "deploy": ("deploy", "Print the command that serves a drafter in an engine"),
+        "serve": ("serve", "Start an OpenAI-compatible server"),
     },
     "Servers": {
-        "serve": ("serve", "Serve a target and its drafter to OpenAI's clients"),
-        "ask": ("ask", "Ask a server, by prompt or by file, and what it cost"),
-        "tune": ("tune", "Find which draft length pays at which load"),
-        "replay": ("replay", "Send recorded traffic to servers, and time the answers"),
-        "watch": ("watch", "Warn when a server's acceptance leaves its release's"),
+        "ask": ("ask", "Send a prompt, or a file of prompts, to a server"),
+        "tune": ("tune", "Find the best draft length for each load"),
+        "replay": ("replay", "Replay recorded traffic and time the answers"),
+        "watch": ("watch", "Warn if acceptance leaves the release's interval"),
     },
-    "Lists": {
-        "show": ("show", "A run file resolved, and the size of its drafter"),
-        "drafters": ("drafters", "The drafters there are"),
-        "tasks": ("tasks", "The prompt sets to measure on"),
-        "formats": ("exchange", "Which drafters can be written and read in which format"),
-        "doctor": ("doctor", "What this machine can do, and what to install for more"),
+    "Checks": {
+        "parity": ("parity", "Check that a drafter does not change the output"),
+        "lm-eval": ("parity", "Check that it does not change benchmark scores"),
+        "verify-export": ("verify", "Compare acceptance in an engine and in Outrider"),
+        "report": ("report", "Render a report, or compare reports"),
+        "gate": ("gate", "Decide whether a drafter may replace the current one"),
+    },
+    "Drafters and data": {
+        "import": ("exchange", "Import a published draft model"),
+        "calibrate": ("run", "Calibrate a drafter's confidences"),
+    },
+    "Information": {
+        "show": ("show", "Show a run file with all defaults resolved"),
+        "drafters": ("drafters", "List drafters and their settings"),
+        "tasks": ("tasks", "List prompt sets for evaluation"),
+        "formats": ("exchange", "List formats and engines"),
+        "doctor": ("doctor", "Show what this machine supports"),
     },
     HIDDEN: {
         "compile": ("compile", "Compile the steps of a target and a drafter, once per machine"),
     },
 }  # fmt: skip
-"""Heading of the help → verb → its module in this package, and its line in the help."""
-CORPUS = {
-    "Commands": {
-        "add": ("corpus_add", "Make a corpus of texts"),
-        "list": ("corpus", "The corpora there are"),
-        "stats": ("corpus", "What a corpus holds, and of which files it was made"),
+"""Heading in the help → verb → its module in this package, and its line in the help."""
+GROUPS = {
+    "corpus": ("Drafters and data", "Manage text corpora to draft from", {
+        "add": ("corpus_add", "Build a corpus from text files"),
+        "list": ("corpus", "List corpora"),
+        "stats": ("corpus", "Show the contents of a corpus"),
         "remove": ("corpus", "Delete a corpus"),
-        "verify": ("corpus", "Read a whole corpus and compare it with its checksums"),
-    },
-}
-KEYS = {
-    "Commands": {
-        "add": ("keys", "Make a key, and print it once"),
-        "list": ("keys", "The names that have a key"),
-        "revoke": ("keys", "Remove a key"),
-    },
-}
-
-
-LEARNING = {
-    "Commands": {
-        "log": ("learning", "What was trained, served, refused and rolled back"),
+        "verify": ("corpus", "Check a corpus against its checksums"),
+    }),
+    "keys": ("Servers", "Manage the API keys of a server", {
+        "add": ("keys", "Create a key and print it once"),
+        "list": ("keys", "List keys"),
+        "revoke": ("keys", "Revoke a key"),
+    }),
+    "learning": ("Servers", "Inspect or undo online learning of a server", {
+        "log": ("learning", "Show training runs, updates and rollbacks"),
         "undo": ("learning", "Go back to an earlier version of the drafter"),
-    },
-}
+    }),
+    "lab": ("Drafters and data", "Fit settings of experimental methods", {
+        "layers": ("lab", "Search for layers to skip while drafting"),
+        "cues": ("lab", "Rank words after which a small model can write alone"),
+    }),
+}  # fmt: skip
+"""Verb with verbs of its own → its heading, its line in the help, and its verbs."""
 
 
 class Verbs(TyperGroup):
-    """Verbs listed in a table, and loaded when they are called."""
+    """Verbs listed in a table, and imported when they are called."""
 
     def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
-        """prefix: of the functions.  Each has its verb's name, with `_` for `-` and after a word of Python's."""
+        """prefix: of the functions, whose names are the verbs' with `_` for `-`, and a final `_` after a keyword."""
         lines = [
             TyperCommand(verb, short_help=line, rich_help_panel=heading, hidden=heading == HIDDEN)
             for heading, verbs in table.items() for verb, (_, line) in verbs.items()
@@ -97,17 +96,17 @@ class Verbs(TyperGroup):
         self.prefix = prefix
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The verb of a command line, loaded, in place of its line in the table."""
+        """The loaded verb, instead of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing:
-            from outrider.cli import complete  # of no use but to the shell
+            from outrider.cli import complete  # needed for shell completion only
 
             if (quick := complete.stand_in(rest)) is not None:
                 return name, quick, rest
         return name, self.load(name) if name else None, rest
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Known, but without a panel of its own: all of the help fits one screen."""
+        """Hidden, so that the help fits one screen."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.hidden = True
@@ -115,7 +114,7 @@ class Verbs(TyperGroup):
 
     def load(self, name: str) -> Any:
         """A verb as a command with all its options."""
-        if name not in self.modules:  # verbs of its own
+        if name not in self.modules:  # a group
             return self.commands[name]
         module = self.modules[name]
         console.quiet(parallel_tokenizers=module == "corpus_add")
@@ -126,42 +125,27 @@ class Verbs(TyperGroup):
 
 
 def _with_model(command: Any) -> Any:
-    """`--model` is taken for `--target`, which other tools call so."""
-    given = {name for option in command.params for name in option.opts}
+    """Accept `--model`, the name in other tools, for `--target`."""
+    flags = {flag for option in command.params for flag in option.opts}
     for option in command.params:
-        if "--target" in option.opts and "--model" not in given:
+        if "--target" in option.opts and "--model" not in flags:
             option.opts.append("--model")
     return command
 
 
 app = Verbs(
     "outrider", VERBS,
-    help="Speculative decoding with exact output.  `COMMAND -h` says more; `--version`.",
+    help="Speculative decoding with exact output.  `COMMAND -h` lists options; `--version`.",
     context_settings={"help_option_names": ["-h", "--help"]}, params=list(get_install_completion_arguments()),
 )  # fmt: skip
 for option in app.params:  # for the shell's completion; hidden, so that all of the help fits one screen
     option.hidden = True  # type: ignore[attr-defined]
-app.add_command(
-    Verbs(
-        "corpus", CORPUS, prefix="corpus_", help="Texts to draft from: add, list, remove, stats, verify.",
-        rich_help_panel="Data and weights",
-    )
-)  # fmt: skip
-app.add_command(
-    Verbs("keys", KEYS, prefix="keys_", help="API keys of a server: add, list, revoke.", rich_help_panel="Servers")
-)
-
-
-app.add_command(
-    Verbs(
-        "learning", LEARNING, prefix="learning_", help="A drafter that learns while it serves: log, undo.",
-        rich_help_panel="Servers",
-    )
-)  # fmt: skip
+for group, (heading, line, verbs) in GROUPS.items():
+    app.add_command(Verbs(group, {"Commands": verbs}, prefix=f"{group}_", help=line, rich_help_panel=heading))
 
 
 def main() -> None:
-    """Entry point: an OutriderError is printed as one sentence and an exit code, without a traceback."""
+    """Entry point: an OutriderError is printed as one sentence with an exit code, without a traceback."""
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"outrider {outrider.__version__}")
@@ -175,10 +159,10 @@ def main() -> None:
         console.fail(str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     except OSError as error:
-        console.fail(f"{error}; what was written before stays")
+        console.fail(f"{error}; files written so far are kept")
         raise SystemExit(1) from None
     except (KeyboardInterrupt, typer.Abort):
-        console.remark("\nstopped; what is done stays, the same command goes on from there")
+        console.remark("\nstopped; rerun the same command to resume")
         raise SystemExit(130) from None
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None

@@ -1,210 +1,119 @@
-"""What all verbs share: two consoles, tables, progress, JSON, sizes in words, common arguments."""
+"""Output of all verbs: text, tables, progress, JSON, and counts and sizes in short form."""
 
 import json
 import os
 import re
 import statistics
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import ConfigError, DataError
 
-FAR = 3
-"""Times what is usual, from which on a stage says why it takes so long."""
+SLOW_FACTOR = 3
+"""A stage explains why it is slow if it will take this many times its usual minutes."""
 LINE_EVERY_S, LINE_AFTER_S = 30.0, 1.0
-"""Seconds between two lines of progress in a log: at most, and at least."""
-
+"""Maximum and minimum seconds between two lines of progress in a log."""
 STEADY_STEPS = 24
-"""Steps of a kind after which their time is known."""
+"""Minimum number of steps for a time estimate."""
 BURST = 200
-"""Answers after which the time of one is known: those of a batch end at about the same time."""
+"""Minimum number of answers for a time estimate: the answers of a batch end at about the same time."""
 
 out = Console()
 note = Console(stderr=True)
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that do something to a terminal, but for tabs and line feeds."""
+"""Characters that control a terminal, except tabs and line feeds."""
 PASSWORD = re.compile(r"(?<=://)[^/\s@\"']+@")
 
 
 def plain(text: str) -> str:
-    """Text that shows what it is and does nothing: control characters are written out, which could drive a terminal or
-    turn its letters around, halves of surrogates can be encoded, and a password in an address is left out."""
-    shown = CONTROL.sub(lambda match: match[0].encode("unicode_escape", "backslashreplace").decode(), text)
-    return PASSWORD.sub("***@", shown)
+    """Text that is safe to print: control characters and lone surrogates are escaped, passwords in URLs are masked."""
+    escaped = CONTROL.sub(lambda match: match[0].encode("unicode_escape", "backslashreplace").decode(), text)
+    return PASSWORD.sub("***@", escaped)
 
 
 def written(text: str) -> str:
-    """A model's text as standard output may have it: plain in a terminal, as it came in a file."""
-    whole = text.encode(errors="replace").decode()
-    return plain(whole) if out.is_terminal else whole
+    """A model's text for standard output: escaped on a terminal, verbatim in a file."""
+    encodable = text.encode(errors="replace").decode()
+    return plain(encodable) if out.is_terminal else encodable
 
 
 def say(line: str, style: str | None = None) -> None:
-    """Print a line: as it is, however long, into a file or a pipe; between words and indented on a terminal."""
-    out.print(_wrapped(line, out), style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line on standard output."""
+    _print(out, line, style)
 
 
 def remark(line: str, style: str | None = None) -> None:
-    """Print a line on standard error, for what is not a result."""
-    note.print(_wrapped(line, note), style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line that is not a result, on standard error."""
+    _print(note, line, style)
 
 
-def _wrapped(text: str, console: Console, indent: int | None = None) -> str:
-    """Text whose lines fit a terminal, but for words that are longer; as it is for a file or a pipe.
-
-    indent: of the lines that a line is broken into; as far as its words after the verb's name unless given.
-    """
-    text = plain(text)
-    if not console.is_terminal:
-        return text
-    lines = []
-    for line in text.split("\n"):
-        head = re.match(r"\S*\s{2,}", line)
-        after = " " * (indent if indent is not None else len(head[0]) if head else 0)
-        is_long = cell_len(line) > console.width
-        lines.append(textwrap.fill(line, console.width, subsequent_indent=after, **_WHOLE_WORDS) if is_long else line)
-    return "\n".join(lines)
+def _print(console: Console, line: str, style: str | None = None) -> None:
+    """Print text unwrapped to a file or a pipe.  On a terminal it wraps behind the name at its start, if it has one."""
+    for part in plain(line).split("\n") if console.is_terminal else [plain(line)]:
+        name = re.match(r"\S*\s{2,}", part)
+        if console.is_terminal and name:
+            grid = Table.grid(padding=0)
+            grid.add_column(width=len(name[0]))
+            grid.add_row(Text(name[0]), Text(part[len(name[0]) :]), style=style)
+            console.print(grid)
+        else:
+            console.print(part, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
-def present(json_to: str | None, value: Any, *shown: "FittedTable | Table | str") -> None:
-    """Print a result, unless JSON goes to standard output, and write it as JSON where `--json` asks for that."""
-    for each in shown if json_to != "-" else ():
-        say(each) if isinstance(each, str) else show(each)
+def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
+    """Print a result, unless standard output gets the JSON, and write it as JSON if `--json` is given."""
+    for part in shown if json_to != "-" else ():
+        say(part) if isinstance(part, str) else show(part)
     write_json(json_to, value)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class FittedTable:
-    """A table as wide as the terminal: cells wrap between words; where a word has no room, rows are blocks of lines.
-
-    Cells are text, not markup.
-    """
-
-    def __init__(self, columns: Sequence[Column]):
-        self.columns = columns
-        self.rows: list[tuple[list[Text], str]] = []
-
-    def add_row(self, *cells: str | Text, style: str = "") -> None:
-        self.rows.append(([_text(cell) for cell in cells[: len(self.columns)]], style))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        texts = [[_text(column.header), *cells] for column, cells in zip(self.columns, self._cells(), strict=True)]
-        full = [max(_longest(text.plain.split("\n")) for text in own) for own in texts]
-        narrowest = [
-            max(_longest(own[0].plain.split()), *(_longest(_pieces(text, column.no_wrap)) for text in own))
-            for column, own in zip(self.columns, texts, strict=True)
-        ]
-        gap = 2 if sum(full) + 2 * (len(full) - 1) <= width else 1
-        room = width - gap * (len(full) - 1)
-        if sum(narrowest) > room or _is_tall(widths := _widths(narrowest, full, room), texts):
-            yield from self._blocks(width)
-            return
-        made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-        for column, own, size in zip(self.columns, texts, widths, strict=True):
-            made.add_column(own[0], justify=column.justify, width=size, overflow="fold")
-        for cells, style in self.rows:
-            made.add_row(*cells, style=style)
-        yield made
-
-    def _cells(self) -> list[list[Text]]:
-        """The cells of every column; a row may be shorter than the table."""
-        blank = Text()
-        return [[row[i] if i < len(row) else blank for row, _ in self.rows] for i in range(len(self.columns))]
-
-    def _blocks(self, width: int) -> RenderResult:
-        """Every row as its first cell, and below it a line for each other cell that has a value."""
-        names = [" ".join(_text(column.header).plain.split()) for column in self.columns]
-        indent = min(_longest(names[1:]), width // 3) + 4
-        for cells, style in self.rows:
-            lines = [] if not cells[0].plain.strip() else textwrap.wrap(cells[0].plain, width, **_WHOLE_WORDS)
-            for name, cell in zip(names[1:], cells[1:], strict=False):
-                if cell.plain.strip(" -–"):
-                    first = f"  {name}".ljust(indent - 1) + " "
-                    value = " ".join(cell.plain.split())
-                    lines += textwrap.wrap(
-                        value, width, initial_indent=first, subsequent_indent=" " * indent, **_WHOLE_WORDS
-                    )
-            yield Text("\n".join(lines), style, no_wrap=True, overflow="ignore")
+COLUMN_GAP = (0, 2, 0, 0)
 
 
-_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-TALLEST = 6
-"""Lines of a cell: where one needs more, rows are blocks."""
+class PlainTable(Table):
+    """A table without lines.  Strings are text, not markup, and can't control the terminal."""
+
+    def add_row(self, *cells: str | Text, style: str = "") -> None:  # type: ignore[override]
+        super().add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in cells), style=style)
 
 
-def table(*columns: str, right: Collection[str] = ()) -> FittedTable:
-    """An empty table without lines.  right: the columns that hold numbers, which never wrap."""
-    return FittedTable(
-        [Column(name, justify="right" if name in right else "left", no_wrap=name in right) for name in columns]
-    )
-
-
-def fitted(given: Table) -> FittedTable:
-    """A table of rich as one that fits; its lines and its own widths are left out."""
-    made = FittedTable(given.columns)
-    for row, *cells in zip(given.rows, *(column.cells for column in given.columns), strict=True):
-        made.add_row(*map(_text, cells), style=str(row.style or ""))
+def table(*columns: str, right: Collection[str] = ()) -> PlainTable:
+    """An empty table.  right: columns of numbers, which never wrap."""
+    made = PlainTable(box=None, pad_edge=False, padding=COLUMN_GAP)
+    for name in columns:
+        is_number = name in right
+        made.add_column(Text(plain(name)), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     return made
 
 
-def show(given: FittedTable | Table) -> None:
-    """Print a table in the width there is."""
-    out.print(fitted(given) if isinstance(given, Table) else given, crop=False)
-
-
-def _text(given: Any) -> Text:
-    return given if isinstance(given, Text) else Text(plain(str(given)))
-
-
-def _longest(words: Sequence[str]) -> int:
-    return max(map(cell_len, words), default=0)
-
-
-def _pieces(text: Text, whole_lines: bool) -> list[str]:
-    return text.plain.split("\n") if whole_lines else text.plain.split()
-
-
-def _widths(narrowest: Sequence[int], full: Sequence[int], room: int) -> list[int]:
-    """Widths between `narrowest` and `full` of every column that together take at most `room`, shared evenly."""
-    widths, spare = list(narrowest), room - sum(narrowest)
-    while spare > 0 and (narrow := [i for i, width in enumerate(widths) if width < full[i]]):
-        each = max(1, spare // len(narrow))
-        for i in narrow[:spare]:
-            more = min(each, full[i] - widths[i])
-            widths[i], spare = widths[i] + more, spare - more
-    return widths
-
-
-def _is_tall(widths: Sequence[int], texts: Sequence[Sequence[Text]]) -> bool:
-    return any(
-        len(textwrap.wrap(text.plain, max(1, width), **_WHOLE_WORDS)) > TALLEST
-        for width, own in zip(widths, texts, strict=True) for text in own
-    )  # fmt: skip
+def show(table: Table) -> None:
+    """Print a table without lines; cells wrap to the width of the terminal."""
+    table.box = None
+    table.pad_edge = False
+    table.padding = COLUMN_GAP
+    out.print(table, crop=False)
 
 
 # ── long work ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def quiet(*, parallel_tokenizers: bool = False) -> None:
-    """transformers and datasets talk less, if this is called before they load; what the user must know we say
-    ourselves.
+    """Silence transformers and datasets; must be called before they are imported.
 
-    parallel_tokenizers: many texts are read at once, and no process is forked after.
+    parallel_tokenizers: tokenize on several threads, for work that forks no process afterwards.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -212,7 +121,7 @@ def quiet(*, parallel_tokenizers: bool = False) -> None:
 
 
 class Forecast:
-    """How long a stage will take, and where it is, from the times of its steps."""
+    """Time estimate and progress of a stage, from the times of its steps."""
 
     def __init__(
         self,
@@ -223,13 +132,11 @@ class Forecast:
         usual_minutes: float | None,
         why_slow: Callable[[], str] = str,
     ):
-        self.unit, self.total, self.done, self.is_steady, self.usual_minutes = (
-            unit,
-            total,
-            done,
-            is_steady,
-            usual_minutes,
-        )
+        self.unit = unit
+        self.total = total
+        self.done = done
+        self.is_steady = is_steady
+        self.usual_minutes = usual_minutes
         self.why_slow = why_slow
         self.began = self.at = self.line_at = time.monotonic()
         self.steps: list[float] = []
@@ -239,37 +146,40 @@ class Forecast:
         self.reading_s = (0.0, 0.0)
 
     def update(self, done: int, reading_s: tuple[float, float] = (0.0, 0.0)) -> str | None:
-        """The line about the whole, once its first steps are timed; None before and after.
+        """The line with the total time, once the first steps are timed; None before and after.
 
-        reading_s: seconds of what is done once, beside the steps, so far and still to come."""
+        reading_s: seconds of one-time work besides the steps, spent and still to come."""
         if self.is_steady and not self.steps:
-            self.done = done - 1  # where an earlier run stopped is known to the one that goes on
-        now, new_steps = time.monotonic(), done - self.done
+            self.done = done - 1  # a resumed run starts where the previous one stopped
+        now = time.monotonic()
+        new_steps = done - self.done
         if new_steps < 1:
             return None
-        own = now - self.at - (reading_s[0] - self.reading_s[0])
-        self.steps += [own / new_steps] * new_steps
+        step_s = now - self.at - (reading_s[0] - self.reading_s[0])
+        self.steps += [step_s / new_steps] * new_steps
         self.done, self.at, self.reading_s = done, now, reading_s
-        spent, enough = now - self.began, len(self.steps) >= STEADY_STEPS or not self.is_steady
+        spent = now - self.began
+        enough = len(self.steps) >= STEADY_STEPS or not self.is_steady
         if self.is_printed or not self.is_known or not (spent > 30 or (spent > 5 and enough)):
             return None
         self.is_printed = True
-        whole = spent + self.left_s
+        total_s = spent + self.left_s
         count = len(self.steps) + self.total - done
-        line = f"about {lasting(whole)} for {count} {self.unit}, {lasting(self.each_s)} each"
-        if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
+        line = f"about {lasting(total_s)} for {count} {self.unit}, {lasting(self.each_s)} each"
+        if self.usual_minutes is None or total_s < SLOW_FACTOR * 60 * self.usual_minutes:
             return line
-        return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {self.why_slow()}"
+        return f"{line}; {lasting(60 * self.usual_minutes)} is usual. {self.why_slow()}"
 
     @property
     def is_known(self) -> bool:
-        """Enough was timed to tell the rest from: of a batch, whose answers end in bursts, more than its first ones."""
+        """Whether enough steps were timed for an estimate; it takes more answers, since those of a batch end in bursts."""
         count = len(self.steps)
         return self.is_steady or count >= min(0.05 * self.total, BURST) or self.at - self.began > 120
 
     @property
     def each_s(self) -> float:
-        """Seconds that a step takes.  The first step of a training warms up; answers of a batch end in bursts."""
+        """Seconds per step: a median in training, whose first step is a warm-up; a mean for answers, which end in
+        bursts."""
         spent = self.at - self.began
         return statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / len(self.steps)
 
@@ -278,8 +188,9 @@ class Forecast:
         return self.each_s * max(0, self.total - self.done) + self.reading_s[1]
 
     def line(self, note: str) -> str | None:
-        """Progress in one line for a log: every `LINE_EVERY_S` seconds and every tenth of the work; None in between."""
-        now, tenth = time.monotonic(), max(1, self.total // 10)
+        """A line of progress for a log, every `LINE_EVERY_S` seconds and every tenth of the work; None in between."""
+        now = time.monotonic()
+        tenth = max(1, self.total // 10)
         waited = now - self.line_at
         is_tenth = self.done // tenth > self.line_done // tenth
         if not self.steps or (waited < LINE_EVERY_S and not (is_tenth and waited >= LINE_AFTER_S)):
@@ -304,10 +215,10 @@ def bar(
     unit: str, total: int, done: int = 0, is_steady: bool = False, usual_minutes: float | None = None,
     why_slow: Callable[[], str] = str,
 ) -> Iterator[Callable[..., None]]:  # fmt: skip
-    """Progress of long work; gives update(done, note).  A bar on a terminal; lines where output goes to a file or pipe.
+    """Progress of long work; yields update(done, note).  A bar on a terminal, lines in a file or pipe.
 
-    The time of the whole is printed after the first steps.  is_steady: steps come one by one and take equally long.
-    why_slow: asked for the reason where it will take three times the usual minutes.
+    The total time is printed after the first steps.  is_steady: steps come one by one and take equally long.
+    why_slow: called for an explanation if the work will take three times the usual minutes.
     """
     forecast = Forecast(unit, total, done, is_steady, usual_minutes, why_slow)
     columns = (
@@ -315,7 +226,7 @@ def bar(
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     with ExitStack() as stack:
-        # drawn when it moves and at no other time: a thread that draws would slow down what is being measured
+        # drawn only when it moves: a refresh thread would slow down what is being measured
         progress = Progress(*columns, console=note, transient=True, auto_refresh=False)
         task = progress.add_task(unit, total=total, completed=done, note="")
         if note.is_terminal:
@@ -337,7 +248,7 @@ def bar(
 
 @contextmanager
 def stopping(line: str) -> Iterator[None]:
-    """Within it, Ctrl-C ends the program with this line."""
+    """Ctrl-C ends the program with this line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -347,23 +258,23 @@ def stopping(line: str) -> Iterator[None]:
 
 @contextmanager
 def restarted(what: str) -> Iterator[None]:
-    """Within it, Ctrl-C says that this work can't be resumed.  Also decorates a verb."""
-    with stopping(f"nothing of this {what} is stored, the same command starts it again"):
+    """Ctrl-C ends the program and says that this work can't be resumed.  Also decorates a verb."""
+    with stopping(f"this {what} is not stored; the same command starts it again"):
         yield
 
 
 def key_of(variable: str | None) -> str | None:
-    """The key that an environment variable holds, for `--key-from`; None where none is named."""
+    """The key in an environment variable, for `--key-from`; None without a name."""
     key = None if variable is None else os.environ.get(variable)
     if variable is not None and not key:
         raise ConfigError(
-            f"--key-from {variable}: there is no such environment variable; set it to the key, or leave out the option"
+            f"--key-from {variable}: this environment variable is not set; set it to the key, or leave out the option"
         )
     return key
 
 
 def place_of_json(to: str | None) -> None:
-    """Refuse a place that can't be written before the work; where it is standard output, all else goes to standard
+    """Refuse a file that can't be written before the work starts; for standard output, send all else to standard
     error."""
     if to == "-":
         out.file = sys.stderr
@@ -372,7 +283,7 @@ def place_of_json(to: str | None) -> None:
 
 
 def write_json(to: str | None, value: Any) -> None:
-    """Write a value where `--json` says; nothing where it was not given."""
+    """Write a value to the file of `--json`, if it was given."""
     if to == "-":
         sys.stdout.write(json.dumps(value, indent=2) + "\n")
     elif to is not None:
@@ -395,14 +306,14 @@ def sized(size_bytes: float) -> str:
 
 
 def confirm(what: str) -> None:
-    """Go on if somebody at a terminal says so.  Raises ConfigError where they don't, or where nobody is there."""
+    """Ask at a terminal whether to continue.  Raises ConfigError if not, or without a terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError(f"{what}; add --yes if that is meant, or lower prepare.count")
-    if not typer.confirm(f"{what}; go on?"):
-        raise ConfigError("nothing is written; lower prepare.count, or name another prepare.folder")
+        raise ConfigError(f"{what}; add --yes to allow it, or lower prepare.count")
+    if not typer.confirm(f"{what}; continue?"):
+        raise ConfigError("nothing was written; lower prepare.count, or name another prepare.folder")
 
 
 def fail(message: str) -> None:
-    text = Text(_wrapped(f"error {message}", note, indent=6))
-    text.stylize("bold red", 0, len("error"))
-    note.print(text, highlight=False, soft_wrap=True)
+    note.print(
+        Text.assemble(("error", "bold red"), f" {plain(message)}"), highlight=False, soft_wrap=not note.is_terminal
+    )

@@ -34,7 +34,7 @@ def doctor(
     console.present(json_to, checks, table, _speed_table())
 
 
-def _speed_table() -> console.FittedTable:
+def _speed_table() -> console.PlainTable:
     """Time of matrix products here, by number type and rows, and in training."""
     measured = machine.matmul_times().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]

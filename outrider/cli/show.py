@@ -77,7 +77,7 @@ def heading(section: Section) -> str:
     return "\n" + textwrap.fill(f"{title(section)}: {section.summary}", console.out.width, break_long_words=False)
 
 
-def settings_table(section: Section) -> console.FittedTable:
+def settings_table(section: Section) -> console.PlainTable:
     """The settings of a section, as a table that fits the terminal."""
     table = console.table("setting", "type", "default", "meaning")
     for setting in section.settings:

@@ -33,7 +33,7 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     write_json(json_to, found)
 
 
-def _table(found: list[dict[str, Any]], with_folder: bool) -> console.FittedTable:
+def _table(found: list[dict[str, Any]], with_folder: bool) -> console.PlainTable:
     last_column = "found" if with_folder else "licence"
     table = console.table("task", "prompts", "source", last_column, right=["prompts"])
     for entry in found:

@@ -167,7 +167,7 @@ def _status_text(view: View, promised: Release | None) -> Text:
     return _side_text(view.side, promised, inside, f", found at {since}")
 
 
-def _table(columns: list[tuple[str, Window]], promised: Release | None) -> console.FittedTable:
+def _table(columns: list[tuple[str, Window]], promised: Release | None) -> console.PlainTable:
     """Figures in rows, periods in columns, the release's interval last."""
     heads = [f"{name:>8}" for name, _ in columns] + (["release"] if promised else [])
     table = console.table("", *heads, right=heads)

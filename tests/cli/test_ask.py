@@ -110,7 +110,7 @@ WRONG = [
     (("hi", "--budget", "5", "--prices", "prices.yaml", "--model", "other"), "price of 'other'"),
     (("hi", "--prices", "none.yaml"), "no table of prices at none.yaml"),
     (("hi", "--prediction", "none.txt"), "can't read none.txt"),
-    (("hi", "--key-from", "NO_SUCH_KEY"), "there is no such environment variable"),
+    (("hi", "--key-from", "NO_SUCH_KEY"), "this environment variable is not set"),
     (("hi", "--server", "ftp://x"), "not the address of a server"),
 ]
 

@@ -168,7 +168,7 @@ def test_the_stages_one_by_one_are_the_run(made, folder, outrider, tmp_path, mon
                 patched.setattr(regenerate, "_answers", interrupted_answers)
             done = outrider(verb, "tiny.yaml")
         assert done.code == 130 and "Traceback" not in done.err
-        assert "stopped; what is done stays, the same command goes on from there" in done.said
+        assert "stopped; rerun the same command to resume" in done.said
         done = outrider(verb, "tiny.yaml")
         assert done.code == 0 and ("2 answered before" in done.out) == (verb == "prepare")
         assert (tmp_path / "runs/tiny/checkpoint").exists() == (verb == "train")
@@ -242,9 +242,8 @@ def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outri
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     """Catches a verb whose options can't be built, and -h that is unknown."""
     verbs = [[verb] for verb in cli.app.commands]
-    for group, table in (("corpus", cli.CORPUS), ("keys", cli.KEYS), ("learning", cli.LEARNING)):
-        verbs += [[group, verb] for verb in table["Commands"]]
-    assert len(verbs) == 40
+    verbs += [[group, verb] for group, (_, _, table) in cli.GROUPS.items() for verb in table]
+    assert len(verbs) == 43
     for verb in verbs:
         done = outrider(*verb, "-h")
         assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
@@ -302,7 +301,9 @@ def test_cue_words_are_ranked_and_the_text_is_relayed_by_them(outrider: Outrider
     prompts = [{"prompt": "import os\n\n\ndef read(path):\n"}, {"prompt": "class Queue:\n    def put(self, item):\n"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     words = ("--words", "self,return,def,if,no_such_word", "--max-tokens", 24)
-    done = outrider("tune", "prompts.jsonl", "--relay", "demo", *words, "--out", "tuned", "--json", "found.json")
+    done = outrider(
+        "lab", "cues", "prompts.jsonl", "--small-model", "demo", *words, "--out", "tuned", "--json", "found.json"
+    )
     assert done.code == 0, done.err
     table = json.loads((tmp_path / "tuned/cues.json").read_text())
     assert (table["target"], table["small_model"], table["answers"]) == ("demo", "demo", 2)
@@ -405,13 +406,13 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         (("show", "[bold]no[/bold].yaml"), 2, "can't read run file [bold]no[/bold].yaml"),
         (("train", "tiny.yaml"), 1, "run `outrider prepare` first"),
         (("evaluate", "tiny.yaml"), 2, "checkpoint"),
-        (("train", "deep.yaml"), 1, "taps (1, 40) reach past layer 3"),
+        (("train", "deep.yaml"), 1, "taps (1, 40) are out of range"),
         (("prepare", "tiny.yaml", "target.name=/no/such/model"), 2, "target.name: no such folder: /no/such/model"),
         (("drafters", "--json", "nowhere/d.json"), 1, "can't write nowhere/d.json"),
         ((*decode, ""), 1, "the prompt is empty"),
         ((*decode, "x" * 300), 1, "has 300 tokens and leaves no room in the target's context of 256"),
         ((*decode, "x", "--drafter", "ngarm"), 2, "did you mean 'ngram'"),
-        ((*decode, "x", "--verification", "typical"), 2, "verification 'typical' changes what the target would write"),
+        ((*decode, "x", "--verification", "typical"), 2, "verification 'typical' changes the target's output"),
         ((*decode, "x", "--max-new-tokens", "0"), 2, "--max-new-tokens"),
         (("shwo",), 2, "No such command 'shwo'"),
         (("show",), 2, "show needs a run file"),

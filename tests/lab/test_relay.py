@@ -137,7 +137,7 @@ def test_cues_come_from_a_table_or_a_list(tmp_path, target, prompts) -> None:
     assert relay(str(path), 3).name == f"relay(cues={path}, min_tokens=3)"
     for wrong in ("[1]", "{}", '{"selected": [1]}', "So", '{"selected": "So"}'):
         path.write_text(wrong)
-        with pytest.raises(ConfigError, match="outrider tune --relay"):
+        with pytest.raises(ConfigError, match="outrider lab cues"):
             relay(path)
     with pytest.raises(ConfigError, match="can't be read"):
         relay(tmp_path / "none.json")

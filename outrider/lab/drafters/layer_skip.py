@@ -2,7 +2,7 @@
 2404.16710.)
 
 Drafts read the target's own keys and values, and write theirs after them, where the verifying pass writes next.  Which
-sublayers are left out is a setting, or the result of `outrider tune --draft layer_skip` on the user's own prompts
+sublayers are left out is a setting, or the result of `outrider lab layers` on the user's own prompts
 (`training.fitting`), or of a search while decoding (`search`, `lab.sublayer_search`); the simplest choice is to exit
 early, after some layers, with the target's norm and head.  Needs no training.
 
@@ -52,7 +52,7 @@ LENGTH, MIN_CONFIDENCE = 6, 0.4
 class Config(Base):
     kind: Literal["layer_skip"] = "layer_skip"
     file: str | None = None
-    """A file that `outrider tune` saved; it names what is left out, and length and min_confidence unless these are
+    """A file that `outrider lab layers` saved; it names what is left out, and length and min_confidence unless these are
     given."""
     skip_attention: tuple[NonNegativeInt, ...] | None = None
     """Layers whose attention is left out, counted from 0; every second layer is left out whole where nothing is
@@ -159,12 +159,12 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"can't read a set of sublayers from {path} ({type(error).__name__}: {error}); "
-            "search for one with `outrider tune`"
+            "search for one with `outrider lab layers`"
         ) from error
     if weights_hash != target.spec.weights_hash:
         raise CheckpointError(
             f"{path} was found on {name} with weights {weights_hash}; this target, {target.spec.name}, has "
-            f"{target.spec.weights_hash}; search again with `outrider tune`"
+            f"{target.spec.weights_hash}; search again with `outrider lab layers`"
         )
     return saved
 

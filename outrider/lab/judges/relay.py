@@ -165,7 +165,7 @@ class Relay(LossyRule):
 
 
 def relay(cues: str | Path | Sequence[str], min_tokens: int = MIN_TOKENS) -> Relay:
-    """The rule with these cue words, or with the selected ones of a table that `outrider tune --relay` wrote.
+    """The rule with these cue words, or with the selected ones of a table that `outrider lab cues` wrote.
 
     Raises ConfigError for a file that is not such a table.
     """
@@ -176,7 +176,7 @@ def relay(cues: str | Path | Sequence[str], min_tokens: int = MIN_TOKENS) -> Rel
 
 def selected(path: str | Path) -> list[str]:
     """The selected cues of a table.  Raises ConfigError for a file that is not one."""
-    wanted = "relay needs a table of cue words, which `outrider tune --relay` writes"
+    wanted = "relay needs a table of cue words, which `outrider lab cues` writes"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         cues = found["selected"]
