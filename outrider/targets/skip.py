@@ -1,12 +1,11 @@
-"""A model without some of its sublayers: while a set is left out, stand-ins run in place of their modules.
+"""Runs a model without some of its sublayers: stand-ins run in place of their modules.
 
-They run only in the thread that leaves the set out; passes of other threads run the modules themselves,
-`model.generate` too.
+They run only in the thread that skips these sublayers; passes of other threads, `model.generate` included, run the
+modules themselves.
 
-The child of a decoder layer that writes to the cache is its attention; its MLP is the one other child with weight
-matrices. An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its
-input on. A family whose layer without both is anything but the identity is refused: what it adds up would not be its
-residual stream.
+In a decoder layer, the child that writes to the cache is the attention, and the only other child with weight matrices
+is the MLP.  A skipped attention adds nothing and writes no keys; a layer with both skipped returns its input.  A family
+is refused if a layer without both is not the identity, since its sublayers then don't add to a residual stream.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ StandIn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Modules that can be left out, by layer, each with the shape of its output."""
+    """Modules that can be skipped, by layer, each with the shape of its output."""
 
     layers: list[tuple[nn.Module, Shape]]
     attention: dict[int, tuple[nn.Module, Shape]]
@@ -47,15 +46,14 @@ class Sublayers:
         return Skip(frozenset(self.attention), frozenset(self.mlp))
 
     def left_out(self, skip: Skip) -> AbstractContextManager[None]:
-        """While this is open, the model runs without these."""
+        """Within this context, the model runs without these."""
         whole = skip.attention & skip.mlp
         layers = [self.layers[index] for index in whole]
-        handing_on = {module: _answering(shape, lambda hidden: hidden) for module, shape in layers}
-        return _replaced(handing_on | self.silent(Skip(skip.attention - whole, skip.mlp - whole)))
+        identities = {module: _answering(shape, lambda hidden: hidden) for module, shape in layers}
+        return _replaced(identities | self.silent(Skip(skip.attention - whole, skip.mlp - whole)))
 
     def only(self, layers: range, states: Tensor | None) -> AbstractContextManager[None]:
-        """While this is open, the model runs these layers alone.  states: what the layer before them gives; None where
-        they are the first."""
+        """Within this context, the model runs only these layers.  states: their input; None if they are the first."""
         answers = {
             module: _answering(shape, lambda hidden: hidden)
             for index, (module, shape) in enumerate(self.layers)
@@ -67,14 +65,14 @@ class Sublayers:
         return _replaced(answers)
 
     def silent(self, skip: Skip) -> dict[nn.Module, StandIn]:
-        """Stand-ins that add nothing, for these sublayers."""
+        """Stand-ins that return zeros, for these sublayers."""
         chosen = [*(self.attention[index] for index in skip.attention), *(self.mlp[index] for index in skip.mlp)]
         return {module: _answering(shape, torch.zeros_like) for module, shape in chosen}
 
 
 @contextmanager
 def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
-    """While this is open, stand-ins run for these modules in this thread; afterwards each is what it was."""
+    """Within this context, stand-ins run for these modules in this thread; on exit the modules are restored."""
     with _LOCK:
         for module in stand_ins:
             if not _users[module]:
@@ -102,9 +100,9 @@ _stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", de
 
 _LOCK = threading.Lock()
 _users: Counter[nn.Module] = Counter()
-"""Modules whose calls are looked up in `_stand_ins`, and by how many."""
+"""Modules whose calls are looked up in `_stand_ins`, with the number of open contexts."""
 _previous: dict[nn.Module, Any] = {}
-"""Each one's own attribute `forward`, None where it is its class's."""
+"""The instance attribute `forward` of each before; None if it had none."""
 
 
 def _answer(module: nn.Module, forward: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -120,16 +118,16 @@ def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
 
 
 def learn(target: Any) -> Sublayers:
-    """Find the sublayers by watching one pass, and try the model without them.  target: a TransformersTarget.
+    """Find the sublayers by watching one pass, and test the model without them.  target: a TransformersTarget.
 
-    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be identified, a layer
-    that is not the identity without them.
+    Raises TargetError if none can be skipped: because of a recurrent state, sublayers that can't be identified, or a
+    layer that is not the identity without them.
     """
     if target.family.is_recurrent:
         raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
     sublayers = _watched(target)
     if not sublayers.attention and not sublayers.mlp:
-        raise _refused(target, "its layers have no attention or MLP of their own that could be identified")
+        raise _refused(target, "the attention and the MLP of its layers can't be identified")
     _try(target, sublayers)
     return sublayers
 
@@ -143,7 +141,7 @@ def _refused(target: Any, reason: str) -> TargetError:
 
 @torch.inference_mode()
 def _watched(target: Any) -> Sublayers:
-    """One pass of one token shows which child of a layer is its attention and which its MLP, where that is certain."""
+    """The attention and MLP of each layer, as far as one pass of one token identifies them."""
     returned: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
     writers: set[nn.Module] = set()
@@ -156,7 +154,7 @@ def _watched(target: Any) -> Sublayers:
         returned[module] = output
 
     def write(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        writers.update(running[-1:])  # outside the layers an n-gram embedding writes its tokens
+        writers.update(running[-1:])  # an n-gram embedding writes its tokens outside the layers
         return update(*args, **kwargs)
 
     cache.update = write
@@ -181,12 +179,12 @@ def _watched(target: Any) -> Sublayers:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Whether it multiplies; matrices in blocks are buffers."""
+    """Whether it has a weight matrix; those in GGUF blocks are buffers."""
     return any(weight.dim() > 1 for weight in (*module.parameters(), *module.buffers()))
 
 
 def _state(output: Any) -> Tensor:
-    """The hidden states among what a module returned."""
+    """The hidden states in a module's output."""
     state: Tensor = output[0] if isinstance(output, tuple) else output
     return state
 
@@ -197,7 +195,7 @@ def _shape(output: Any) -> Shape:
 
 @torch.inference_mode()
 def _try(target: Any, sublayers: Sublayers) -> None:
-    """Raise TargetError unless layers without any sublayer hand their input on."""
+    """Raise TargetError unless layers without both sublayers return their input."""
     whole = [index for index in sublayers.attention if index in sublayers.mlp]
     traced: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -216,14 +214,14 @@ def _try(target: Any, sublayers: Sublayers) -> None:
         for handle in handles:
             handle.remove()
     if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in traced.values()):
-        raise _refused(target, "a layer without attention and MLP changes what passes through it")
+        raise _refused(target, "a layer without attention and MLP changes its input")
 
 
-# ── what a drafter asks ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── for drafters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def able(target: Target) -> SkipsLayers:
-    """The target, checked that it can skip layers.  Raises DrafterError where it can't or verifies no drafts."""
+    """The target, if it can skip layers and verify drafts; else raises DrafterError."""
     if not isinstance(target, SkipsLayers):
         raise DrafterError(
             f"layer_skip needs a target that can run without some sublayers, and {target.spec.name} can't; choose "
@@ -239,7 +237,7 @@ def able(target: Target) -> SkipsLayers:
 
 
 def every_second(layers: int, possible: Skip) -> Skip:
-    """Every second layer but the last, whole: where SWIFT begins."""
+    """Every second layer except the last: the set that SWIFT starts from (arXiv 2410.06916)."""
     chosen = frozenset(range(1, layers - 1, 2))
     return Skip(chosen & possible.attention, chosen & possible.mlp)
 
@@ -250,8 +248,8 @@ def listed(layers: Iterable[int]) -> str:
 
 @torch.inference_mode()
 def refuse_failing(target: Target, skip: Skip) -> None:
-    """Read two tokens without these sublayers.  Raises DrafterError where another layer needs what one of them
-    writes."""
+    """Raises DrafterError if the target can't read two tokens without these sublayers, as when another layer needs
+    what one of them writes."""
     cache = target.allocate(1, 4)
     try:
         with able(target).skipping(skip, cache, [0]) as read:
@@ -260,7 +258,7 @@ def refuse_failing(target: Target, skip: Skip) -> None:
     except BROKEN as error:
         raise DrafterError(
             f"{target.spec.name} does not run without the attention of layers {listed(skip.attention)} and the MLP of "
-            f"{listed(skip.mlp)} ({type(error).__name__}: {error}); leave out less"
+            f"{listed(skip.mlp)} ({type(error).__name__}: {error}); skip fewer of them"
         ) from error
 
 
@@ -274,6 +272,6 @@ def runs(target: Target, skip: Skip) -> bool:
 
 
 def probability(logits: Tensor) -> Tensor:
-    """The likeliest token's, at temperature 1.  logits [B, V]; returns [B] float32."""
+    """The probability of the likeliest token at temperature 1.  logits [B, V]; returns [B] float32."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp().clamp(0, 1)

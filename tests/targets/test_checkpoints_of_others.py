@@ -54,7 +54,7 @@ def break_weights(folder: Path, how: str) -> str:
         path = folder / "tokenizer.json"
         path.write_text(POINTER)
     said = {"pointer": "LFS pointer", "config": "LFS pointer", "tokenizer": "LFS pointer", "empty": "is empty",
-            "cut": "cut short", "last byte": "cut short", "header": "cut within its header"}  # fmt: skip
+            "cut": "cut short", "last byte": "cut short", "header": "cut off within its header"}  # fmt: skip
     return f"{path.name} is.*{said.get(how, 'not a safetensors file')}" if how != "empty" else f"{path.name} is empty"
 
 

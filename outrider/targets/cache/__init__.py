@@ -1,1 +1,1 @@
-"""What targets store of texts: keys and values in slots, states of recurrent layers, masks over them, and memory."""
+"""The caches of targets: keys and values in slots, states of recurrent layers, attention masks, and their memory."""

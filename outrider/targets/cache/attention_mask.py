@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class AttentionLimit(NamedTuple):
-    """How far back a layer attends: to the last `size` positions, its own included, or to its own chunk of `size`
+    """How far back a layer attends: to the last `size` positions, the query's own included, or within chunks of `size`
     positions."""
 
     kind: Literal["window", "chunk"]
@@ -21,12 +21,12 @@ class AttentionLimit(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Which tokens of a pass attend to which, where a row is not one chain."""
+    """Which tokens of a pass attend to which, if a row is not a chain."""
 
     mask: Tensor
     """[R or 1, n, n] bool: True where the row's token attends to the column's."""
     depths: Tensor
-    """[R or 1, n], each token's offset from its row's start."""
+    """[R or 1, n], offset of each token from its row's start."""
 
     def of(self, row: int) -> Tree:
         """The mask of one row [1, n]."""
@@ -34,28 +34,28 @@ class Tree(NamedTuple):
 
 
 class PassLayout(NamedTuple):
-    """Positions and masks of a pass whose rows start at different lengths.  Tensors only, so that it can be traced."""
+    """Positions and masks of a pass whose rows start at different lengths.  Only tensors, so that it can be traced."""
 
     starts: Tensor
     """[R] length of each row's slot before the pass."""
     columns: Tensor
-    """[end] 0, 1, ... up to the last column that some row attends to."""
+    """[end] 0, 1, ... up to the last column that any row attends to."""
     width: int
-    """Tokens a row."""
+    """Tokens per row."""
 
     def positions(self, depths: Tensor) -> Tensor:
         """[R, n]; depths [R or 1, n] counts from each row's start."""
         return self.starts[:, None] + depths
 
     def mask(self, tree_mask: Tensor) -> Tensor:
-        """[R, Q, end] bool: all before the pass, and of the pass what `mask` [R or 1, Q, n] says."""
+        """[R, Q, end] bool: all columns before the pass, and those of the pass by `tree_mask` [R or 1, Q, n]."""
         offset, index = self._offsets()
         tree_mask = tree_mask.expand(self.starts.shape[0], -1, -1)
         inside = (offset >= 0) & (offset < self.width)
         return (offset < 0) | (inside & tree_mask.gather(-1, index.expand(-1, tree_mask.shape[1], -1)))
 
     def limit_mask(self, limit: AttentionLimit, depths: Tensor) -> Tensor:
-        """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not from its
+        """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not its
         column."""
         offset, index = self._offsets()
         query_positions = self.positions(depths)
@@ -68,7 +68,7 @@ class PassLayout(NamedTuple):
         )
 
     def _offsets(self) -> tuple[Tensor, Tensor]:
-        """Offset of every column from its row's start, [R, 1, end], and the same clamped to the pass."""
+        """Offset of every column from its row's start, [R, 1, end]; also clamped to the pass."""
         offset = self.columns - self.starts[:, None, None]
         return offset, offset.clamp(0, self.width - 1)
 
@@ -79,14 +79,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def span(indices: Sequence[int]) -> slice | None:
-    """These indices as a slice; None where they are not contiguous."""
+    """These indices as a slice; None if they are not contiguous."""
     first, last = indices[0], indices[0] + len(indices)
     return slice(first, last) if list(indices) == list(range(first, last)) else None
 
 
 class TracedCache:
-    """The cache that layers are given while a pass is traced: it writes after each row's start and reads up to the
-    end."""
+    """The cache that layers get while a pass is traced: it writes after each row's start and reads up to the end."""
 
     is_compileable = False
 
@@ -116,7 +115,7 @@ class TracedCache:
 
 
 class TextCache:
-    """The cache of a pass over texts and of one over rows behind them: nothing is written in place, so the second pass
+    """The cache of a pass over texts and of one over rows after them: nothing is written in place, so the second pass
     has a gradient."""
 
     is_compileable = False
@@ -141,7 +140,7 @@ class TextCache:
 
 
 def limited(mask: Tensor, limit: AttentionLimit | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """mask [R, Q, K] bool without what lies beyond a limit.  Positions: queries [R or 1, Q], keys [R or 1, K]."""
+    """mask [R, Q, K] bool within a limit.  Positions: queries [R or 1, Q], keys [R or 1, K]."""
     if limit is None:
         return mask
     queries, keys = queries[..., None], keys[:, None]
@@ -151,7 +150,7 @@ def limited(mask: Tensor, limit: AttentionLimit | None, queries: Tensor, keys: T
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Positions within each text, from 0.  documents [B, S]: equal numbers side by side are one text."""
+    """Positions within each text, from 0.  documents [B, S]: adjacent equal numbers are one text."""
     columns = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return columns - columns.where(begins, 0).cummax(1).values

@@ -1,8 +1,8 @@
-"""What the keys and values of texts may take, known before any of them is read.
+"""How many tokens the memory holds, computed before any text is read.
 
-Where memory comes page by page (see `lazy_memory`), all texts share a budget of tokens, and one that does not fit
-beside the others waits.  Elsewhere every slot may grow to its whole length, so all slots must fit at that length.
-Weights and a drafter's own caches are not in it.
+If memory is allocated page by page (see `lazy_memory`), all texts share a budget of tokens, and a text that does not
+fit waits.  Otherwise every slot may grow to its full length, so all slots must fit at that length.  Weights and a
+drafter's own caches are not included.
 """
 
 from __future__ import annotations
@@ -17,41 +17,40 @@ from outrider.targets.cache import lazy_memory
 from outrider.targets.protocol import Target
 
 SHARE = 0.5
-"""Of the memory that is free, what slots take unless a budget or a length is given."""
+"""Fraction of the free memory for slots, unless a budget or a length is given."""
 UNKNOWN_LENGTH = 4096
-"""Tokens of a slot, at most, where its memory is not known."""
+"""Most tokens of a slot if its memory is unknown."""
 
 
 @runtime_checkable
 class InColumns(Protocol):
-    """A cache that is a column of bytes for every token."""
+    """A cache with a fixed number of bytes per token."""
 
     column_bytes: int
 
 
 @torch.inference_mode()
 def token_bytes(target: Target) -> int:
-    """Bytes of one token of a slot in the target's cache, seen by reading one; 0 where it has a cache of its own
-    kind."""
+    """Bytes of one token in the target's cache, found by reading one; 0 if the family has its own kind of cache."""
     cache: Any = target.allocate(1, 8)
     target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1], ())
     return cache.column_bytes if isinstance(cache, InColumns) else 0
 
 
 class Capacity(NamedTuple):
-    """What texts may take."""
+    """Limits on texts."""
 
     length: int
-    """Most tokens of one, prompt and answer."""
+    """Most tokens of one text, prompt and answer."""
     tokens: int | None = None
-    """Most of all together, drafted ones included; None where every slot has room for its longest text."""
+    """Most tokens of all texts together, drafted ones included; None if every slot can hold its longest text."""
 
 
 def capacity(target: Target, slots: int, length: int | None, budget_bytes: int | None, more: int = 0) -> Capacity:
-    """What so many slots have room for: texts of `length` tokens, or as long as the context and the budget allow.
+    """Limits for this many slots: texts of `length` tokens, or as long as the context and the budget allow.
 
-    budget_bytes: of all texts together.  Unless given it is all that is free for a `length`, and half of that without
-    one.  more: columns of a slot besides its text's, for drafts.  Raises ConfigError where not even one text fits.
+    budget_bytes: for all texts together; default all free memory if `length` is given, else half of it.  more: columns
+    per slot for drafts, besides its text's.  Raises ConfigError if not even one text fits.
     """
     context, each = target.spec.context, token_bytes(target)
     if length is not None and length < 2:
@@ -70,7 +69,7 @@ def capacity(target: Target, slots: int, length: int | None, budget_bytes: int |
 
 
 def refuse_above(budget: int, slots: int, length: int, each: int, source: str, more: int = 0) -> None:
-    """Raises ConfigError where slots of this many tokens, of `each` bytes, take more than a budget in bytes.
+    """Raises ConfigError if slots of this many tokens, of `each` bytes, take more than a budget in bytes.
 
     source: "given" or "free".  more: as in `capacity`.
     """
@@ -78,14 +77,14 @@ def refuse_above(budget: int, slots: int, length: int, each: int, source: str, m
     if taken <= budget:
         return
     tokens, fit = max(0, budget // (slots * each) - more), budget // ((length + more) * each)
-    whose = "memory_gb allows" if source == "given" else "are free for them"
+    limit = "memory_gb allows" if source == "given" else "are free for them"
     if slots == 1:
         raise ConfigError(
-            f"a text of {length:,} tokens takes {_gb(taken)}, and {_gb(budget)} {whose}; one of {tokens:,} tokens "
+            f"a text of {length:,} tokens takes {_gb(taken)}, and {_gb(budget)} {limit}; one of {tokens:,} tokens "
             "fits: choose shorter texts, or another memory_gb"
         )
     raise ConfigError(
-        f"{slots} slots of {length:,} tokens take up to {_gb(taken)}, and {_gb(budget)} {whose}; {slots} slots of "
+        f"{slots} slots of {length:,} tokens take up to {_gb(taken)}, and {_gb(budget)} {limit}; {slots} slots of "
         f"{tokens:,} tokens fit, or {fit} of {length:,}: choose fewer slots or shorter texts, or another memory_gb"
     )
 

@@ -1,7 +1,7 @@
-"""Memory that is taken as address space and becomes real page by page, as it is written.  On a CPU under Linux.
+"""Memory that is reserved as address space and allocated page by page when it is written.  On a CPU under Linux.
 
-A slot of 8,192 tokens then costs what its text has written, whatever its neighbours hold, and nothing is copied as
-texts grow.  What a text held is given back when it ends, and reads as zeros again.
+A slot of 8,192 tokens then takes only what its text has written, and nothing is copied as texts grow.  A text's memory
+is released when it ends, and reads as zeros again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 NORESERVE = 0x4000
-"""Linux's MAP_NORESERVE, which `mmap` names from Python 3.13 on: address space is not counted as memory."""
+"""Linux's MAP_NORESERVE (in `mmap` since Python 3.13): address space does not count as memory."""
 
 
 def comes_by_page(device: torch.device) -> bool:
-    """Whether memory of this device can be taken so."""
-    return device.type == "cpu" and _is_lent()
+    """Whether memory of this device can be allocated page by page."""
+    return device.type == "cpu" and _overcommits()
 
 
 @functools.cache
-def _is_lent() -> bool:
-    """Whether the system gives address space without counting it as memory."""
+def _overcommits() -> bool:
+    """Whether the system reserves address space without counting it as memory."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:  # another system than Linux
@@ -37,16 +37,16 @@ class Pages:
     """The memory of one tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype):
-        """A tensor of zeros, none of which is there yet."""
+        """A tensor of zeros, none of it allocated yet."""
         size = math.prod(shape) * dtype.itemsize
         self.map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-        # a huge page is as large as a whole slot of one head, and would be there after its first token
+        # a huge page is as large as a whole slot of one head, and the first token would allocate it
         self.map.madvise(mmap.MADV_NOHUGEPAGE)
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self.map, dtype=dtype, count=math.prod(shape)).view(*shape)
 
     def give_back(self, part: Tensor) -> None:
-        """Forget a contiguous part of the tensor, but for what shares a page with others; it reads as zeros then."""
+        """Release a contiguous part of the tensor, except pages shared with other parts; it then reads as zeros."""
         assert part.is_contiguous()
         begin = part.data_ptr() - self.tensor.data_ptr()
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
-"""Slots whose past is in a cache of the family's own kind, of which only is known how one pass hands it to the next.
+"""Slots for families with their own kind of cache, known only as what one pass returns and the next takes.
 
-Some families store more than keys, values and states: compressed blocks, matrices, classes that refuse any cache but
-their own.  There every pass of a slot works on a copy.  If only a part of it is accepted, that part is read again
-before the next pass: a step that rejects costs one pass more, and no family is refused for its kind of cache.
+Some families store more than keys, values and states: compressed blocks, matrices, or a class that refuses other
+caches.  Every pass of a slot then works on a copy.  If only part of it is accepted, that part is read again before the
+next pass, so a step with a rejection costs one more pass, but no family is refused for its kind of cache.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 from outrider.targets.hf.anatomy import ARGUMENTS
 
 PASTS = (*ARGUMENTS, "state", "mems", "past_buckets_states")
-"""Names by which families take what a pass before gave back."""
+"""Names of the argument that takes the cache which an earlier pass returned."""
 
 
 class OwnCache:
-    """Texts of at most `length` tokens in `slots` slots, which pass one by one."""
+    """Texts of at most `length` tokens in `slots` slots, which are read one by one."""
 
     is_even = False
     layers: Sequence[int] = ()
     undo = 0
 
     def __init__(self, model: PreTrainedModel, name: str, slots: int, length: int):
-        """name: of the argument that takes the past, and of what hands it on."""
+        """name: of the argument that takes the past, and of the output that returns it."""
         self.model, self.name = model, name
         self.slots, self.length = slots, length
         self.lengths = [0] * slots
@@ -38,18 +38,18 @@ class OwnCache:
         self._starts: list[int] = []
         self._pasts: list[Any] = [None] * slots
         self._unread: list[Tensor | None] = [None] * slots
-        """Last tokens [1, n] of a slot that its past lacks."""
+        """Last tokens [1, n] of a slot that are not in its past yet."""
         self._open: dict[int, tuple[Tensor, Any]] = {}
-        """By slot, what the open pass reads and the past after it."""
+        """By slot, the tokens of the open pass and the past after it."""
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
-        """Begin a pass of `width` tokens a row; how its layers pass is the family's own matter."""
+        """Begin a pass of `width` tokens per row; the other arguments are not used."""
         self.rows = list(rows)
         self._starts = [self.lengths[row] for row in rows]
         assert max(self._starts, default=0) + width <= self.length
 
     def pass_arguments(self) -> dict[str, Any]:
-        """Arguments of a pass over the open row, but for its tokens."""
+        """Arguments of a pass over the open row, except its tokens."""
         [row] = self.rows
         if self._unread[row] is not None:
             out = self.model(input_ids=self._unread[row], **self._arguments(self._pasts[row]))
@@ -60,11 +60,11 @@ class OwnCache:
         return {"use_cache": True} if past is None else {"use_cache": True, self.name: past}
 
     def took(self, tokens: Tensor, out: Any) -> None:
-        """The open row's pass over tokens [1, n] gave this back."""
+        """Store the output of the open row's pass over tokens [1, n]."""
         self._open[self.rows[0]] = tokens, out[self.name]
 
     def append(self, counts: Sequence[int]) -> None:
-        """The first counts[r] tokens of each row of the pass stay."""
+        """Keep the first counts[r] tokens of each row of the pass."""
         for row, start, count in zip(self.rows, self._starts, counts, strict=True):
             read, past = self._open.pop(row)
             self.lengths[row] = start + count
@@ -74,12 +74,12 @@ class OwnCache:
                 self._unread[row] = read[:, :count]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Each row's first token (the anchor) and the nodes on its path, the first of a chain, stay."""
+        """Keep each row's first token (the anchor) and the nodes on its path, which are the first of a chain."""
         assert all(list(path) == list(range(len(path))) for path in paths)
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what a slot holds after its first `length` tokens: all of it, to be read again."""
+        """Forget all tokens of a slot after the first `length`; here the whole slot, which must be read again."""
         if length < self.lengths[row]:
             self.free([row])
 
@@ -91,8 +91,7 @@ class OwnCache:
 
 @torch.inference_mode()
 def past_name(model: PreTrainedModel) -> str | None:
-    """Under which name a pass gives back what the next takes; None where there is no such thing, or it can't be
-    asked."""
+    """The name under which a pass returns the cache that the next one takes; None if there is none."""
     taken = inspect.signature(model.forward).parameters
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:

@@ -1,9 +1,9 @@
-"""Keys and values of every slot in one buffer a layer: append a pass, keep one path of it, forget the rest.
+"""Keys and values of every slot in one buffer per layer: append a pass, keep one path of it, forget the rest.
 
-A slot's tokens fill columns 0, 1, ... without holes.  Its length says what is valid, and to forget is to lower that
-number. A pass writes its rows after each slot's length; `keep` moves the accepted ones together and counts them in.
-Layers with a window store all keys too: their mask hides what is too far back, so a tree, a cut and a slot that is used
-again are the same to all layers.
+A slot's tokens fill columns 0, 1, ... without gaps.  Its length says which are valid; lowering it forgets tokens.  A
+pass writes its rows after each slot's length; `keep` moves the accepted ones together and increases the length.  Layers
+with a window store all keys too, and their mask hides those too far back, so trees, cuts and reused slots work the same
+for all layers.
 
 Recurrent layers have a state instead of keys; see `states`.
 
@@ -25,27 +25,27 @@ from outrider.targets.cache.stacks import LayerBuffer, Stacks
 from outrider.targets.cache.states import RecurrentStates, StateCalls
 
 STEP_WIDTH = 64
-"""Tokens a row up to which a pass is a step and not a prompt's.  Steps share one mask, and follow each other over the
-same slots, so that these are moved together once instead of copied in every one."""
+"""Most tokens per row of a step; wider passes read prompts.  Steps share one mask, and successive steps have the same
+slots, so these are moved together once instead of being copied in every step."""
 VIEWS = 64
-"""Spans of slots whose views of all layers are stored; then all are dropped."""
+"""Number of slot spans whose views are stored; then all are dropped."""
 
 COLUMNS = 256
-"""A capture of a GPU reads a multiple of so many columns."""
+"""A captured pass on a GPU reads a multiple of this many columns."""
 
 
 class SlotCache(StateCalls):
-    """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache
-    does.
+    """Keys and values of `slots` texts of at most `length` tokens.  To attention layers it looks like transformers'
+    Cache.
 
-    Buffers are made when a layer first writes, in the shape that layer needs; see `stacks` for what they take.
+    A layer's buffers are created when it first writes; see `stacks` for their memory.
     """
 
     is_compileable = False
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
         """layers: how many are likely to store keys and values of one shape.  undo: tokens of a slot that `cut` can
-        take back without loss where layers are recurrent; each costs a copy of the slot's states."""
+        take back without loss if layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
         self.length = length
@@ -68,16 +68,16 @@ class SlotCache(StateCalls):
         self._open_rows: list[int] = []
         """Buffer row of each of them."""
         self._span: slice | None = None
-        """These buffer rows as a slice; None where they are not contiguous."""
+        """These buffer rows as a slice; None if they are not contiguous."""
         self.width = 0
-        """Tokens a row of the open pass, padding included."""
+        """Tokens per row of the open pass, padding included."""
         self.end = 0
         """Columns that some row of the open pass attends to."""
         self.texts: list[list[int]] = [[] for _ in range(slots)]
-        """What each slot has read, where the target says what a pass reads: by `reads`."""
+        """Tokens of each slot, if the target passes them to `reads`."""
         self.prompts = [0] * slots
-        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0
-        after the first verified pass."""
+        """Text length that determined the rotary factors of a slot's prompt, -1 if it was read in parts; 0 after the
+        first verified pass."""
         self.long = [False] * slots
         """Whether a slot was read as a text longer than the context of the first training."""
         self._reads: list[list[int]] | None = None
@@ -89,7 +89,7 @@ class SlotCache(StateCalls):
 
     @property
     def layout(self) -> tuple[LayerBuffer, ...]:
-        """Every buffer, in the order in which they were made; empty before the first pass."""
+        """Every buffer, in order of creation; empty before the first pass."""
         return self.stacks.layout
 
     @property
@@ -99,7 +99,7 @@ class SlotCache(StateCalls):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Those of the open pass's rows."""
+        """`views` of the open pass's rows."""
         assert self._span is not None
         return self.views(self._span)
 
@@ -113,7 +113,7 @@ class SlotCache(StateCalls):
         return self._views[key]
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
-        """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
+        """This cache with buffers for another's layers, before any pass: a compiled step creates none."""
         return self.laid_out(other.layout)
 
     def laid_out(self, layout: Sequence[LayerBuffer]) -> SlotCache:
@@ -131,7 +131,7 @@ class SlotCache(StateCalls):
         self._layers, self._views = {layer: (part, made[layer, "values"]) for layer, part in keys.items()}, {}
 
     def reserve(self, columns: int) -> None:
-        """Have room for texts of this many tokens.  Buffers that were taken before are old where there was none."""
+        """Make room for texts of this many tokens.  If buffers grow, views taken before are out of date."""
         assert columns <= self.length, f"a pass up to {columns} tokens in a cache of {self.length}"
         if columns > self.stacks.columns:
             self.stacks.grow(columns, max(self.lengths))
@@ -142,7 +142,7 @@ class SlotCache(StateCalls):
         if rows is self._gathered:
             return
         current = [self.buffer_rows[row] for row in rows]
-        # where most of them stay; if that leaves no room for all, at the beginning, so that more can follow
+        # start where most of them stay; if they don't fit there, at 0, so that more can follow
         [(first, _)] = Counter(index - n for n, index in enumerate(current)).most_common(1)
         first = first if 0 <= first <= self.slots - len(rows) else 0
         placement = dict(zip(rows, range(first, first + len(rows)), strict=True))
@@ -158,7 +158,7 @@ class SlotCache(StateCalls):
         moved = [row for row, index in placement.items() if self.buffer_rows[row] != index and self.lengths[row]]
         come_from = {self.buffer_rows[row]: self.lengths[row] for row in moved}
         for stack in self.stacks.tensors if moved else ():
-            # all is read before any is written, and a short text stays as short as it is
+            # all are read before any is written, and only up to each text's length
             taken = [stack[:, at, :, :held].clone() for at, held in come_from.items()]
             for row, columns in zip(moved, taken, strict=True):
                 stack[:, placement[row], :, : columns.shape[2]] = columns
@@ -170,9 +170,9 @@ class SlotCache(StateCalls):
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
-        """Begin a pass of `width` tokens a row; until the next, `update` writes there.
+        """Begin a pass of `width` tokens per row; `update` writes there until the next one.
 
-        in_steps: states are noted at each position, or only at the last `noted` ones.
+        in_steps: states are stored at each position, or only at the last `noted` ones.
         """
         self.rows, self.width, self.in_steps = list(rows), width, in_steps
         self._starts = [self.lengths[row] for row in self.rows]
@@ -188,21 +188,20 @@ class SlotCache(StateCalls):
         self.states.open(noted)
 
     def reads(self, tokens: Tensor) -> None:
-        """The open pass reads tokens [R, n]: those that stay are remembered in `texts`."""
+        """Tell the tokens [R, n] of the open pass: those that stay are added to `texts`."""
         self._reads = tokens.tolist()
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end,
-        d]."""
+        """Write this layer's keys and values [R, h, n, d]; returns the rows' up to the longest, [R, h, end, d]."""
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._buffer(layer_idx, "keys", keys), self._buffer(layer_idx, "values", values)
         buffers = self._layers[layer_idx]
         return self._write(buffers[0], keys), self._write(buffers[1], values)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """Write this layer's keys of a sparse attention's index [R, n, d]; returns all up to the longest, [R, end,
+        """Write this layer's index keys of a sparse attention [R, n, d]; returns those up to the longest, [R, end,
         d]."""
         keys = keys.unsqueeze(1)
         if layer_idx not in self._indexers:
@@ -210,15 +209,14 @@ class SlotCache(StateCalls):
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n the length of the longest of
-        them."""
+        """Keys and values of a layer for these slots, read-only: [R, h, n, d], n the length of the longest one."""
         longest = max(self.lengths[row] for row in rows)
         indices = [self.buffer_rows[row] for row in rows]
         keys, values = (buffer[span(indices) or indices][:, :, :longest] for buffer in self._layers[layer])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Asked by some families for their default positions; we always pass positions."""
+        """Some families compute default positions from it; we always pass positions."""
         return max(self._starts, default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -242,7 +240,7 @@ class SlotCache(StateCalls):
         limits: Mapping[str, AttentionLimit | None],
         depths: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """A mask as above for every kind of layer, within that kind's limit.  depths as in `positions`."""
+        """A mask as `mask` for every kind of layer, within that kind's limit.  depths as in `positions`."""
         if (
             tree_mask is None
             and self.is_even
@@ -256,8 +254,8 @@ class SlotCache(StateCalls):
         }
 
     def _chain_mask(self, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
-        """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all
-        widths and lengths; a chunk of a prompt makes its own."""
+        """The mask of a chain whose rows all start at the same length.  Steps slice one mask that serves all widths and
+        lengths; chunks of prompts get their own."""
         width, start = self.width, self._starts[0]
         if width > STEP_WIDTH:
             return self._new_chain_mask(start, width, dtype, limit)
@@ -265,7 +263,7 @@ class SlotCache(StateCalls):
         if key not in self._chain_masks:
             self._chain_masks[key] = self._new_chain_mask(self.length, STEP_WIDTH, dtype, limit)
         mask = self._chain_masks[key][..., :width, self.length - start : self.length + width]
-        # a GPU's kernels read masks in words of 16 bytes, and a slice begins anywhere
+        # GPU kernels read masks in words of 16 bytes, and a slice may not be aligned
         return mask if self.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
     def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: AttentionLimit | None) -> Tensor:
@@ -277,7 +275,7 @@ class SlotCache(StateCalls):
         return additive(mask[None], dtype)
 
     def _bool_mask(self, tree_mask: Tensor | None) -> Tensor:
-        """What every query attends to before limits are applied, [R or 1, Q, end] bool."""
+        """The mask before limits are applied, [R or 1, Q, end] bool."""
         if tree_mask is None:
             tree_mask = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.device).tril()
         if self.is_even:
@@ -311,7 +309,7 @@ class SlotCache(StateCalls):
     # ── after a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def append(self, counts: Sequence[int]) -> None:
-        """The first counts[r] tokens of each row of the pass stay."""
+        """Keep the first counts[r] tokens of each row of the pass."""
         for row, start, count in zip(self.rows, self._starts, counts, strict=True):
             self.lengths[row] = start + count
         if self._reads is not None:
@@ -321,7 +319,7 @@ class SlotCache(StateCalls):
             self.states.append(self.rows, self._starts, self.width, counts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
+        """Keep each row's first token (the anchor) and the nodes on its path.  Node n is token n + 1."""
         for row, start, path in zip(self.rows, self._starts, paths, strict=True):
             self.straighten(row, start, path)
         if self._reads is not None:
@@ -331,10 +329,10 @@ class SlotCache(StateCalls):
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what a slot holds after its first `length` tokens.
+        """Forget all tokens of a slot after the first `length`.
 
-        Where layers are recurrent it goes back to the last length up to there whose states are remembered, at worst to
-        0: `lengths` says which, and what is missing must be read again.
+        If layers are recurrent it goes back to the largest stored state up to there, at worst to 0; `lengths` then has
+        the new length, and the tokens after it must be read again.
         """
         if length < self.lengths[row]:
             self.lengths[row] = self.states.cut(row, length)
@@ -354,7 +352,7 @@ class SlotCache(StateCalls):
 
     @property
     def stores_columns_alone(self) -> bool:
-        """Whether equal beginnings of texts have equal columns, and nothing else is stored of a text; known after the
+        """Whether texts with equal prefixes have equal columns, and nothing else is stored of a text; known after the
         first pass."""
         return not (self.states.stored or self.states.work or any(self.texts))
 
@@ -371,7 +369,7 @@ class SlotCache(StateCalls):
 
     @torch.inference_mode()
     def copy_in(self, row: int, columns: Sequence[Tensor]) -> None:
-        """Append columns to what a slot holds, which must be as much as there was before them where they come from."""
+        """Append columns to a slot, whose length must be the `begin` with which they were copied out."""
         begin, at = self.lengths[row], self.buffer_rows[row]
         end = begin + columns[0].shape[2]
         self.reserve(end)
@@ -389,7 +387,7 @@ class SlotCache(StateCalls):
 
     @torch.inference_mode()
     def straighten(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Move the nodes on a path to the columns behind the anchor, which is in column `start`."""
+        """Move the nodes on a path to the columns after the anchor, which is in column `start`."""
         straight = next((i for i, node in enumerate(path) if node != i), len(path))
         if straight == len(path):
             return
@@ -402,13 +400,13 @@ class SlotCache(StateCalls):
         if self.is_even:
             buffer[self._span, :, self._starts[0] : self.end] = states
             return buffer[self._span, :, : self.end]
-        if self._at is None:  # only where layers write by themselves: a compiled step does not ask
+        if self._at is None:  # only if layers write by themselves: a compiled step does not need it
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
             rows = to_device(self._open_rows, self.device).unsqueeze(-1)
             self._at = rows, columns.to(self.device, non_blocking=True)
         rows, columns = self._at
-        if buffer.device != rows.device:  # of a layer on another device
+        if buffer.device != rows.device:  # a layer on another device
             rows, columns = rows.to(buffer.device), columns.to(buffer.device)
         buffer[rows, :, columns] = states.transpose(1, 2)
-        # a slice is a view; a list of rows would copy all that they hold
+        # a slice is a view; a list of rows would copy everything
         return buffer[self._span or self._open_rows, :, : self.end]

@@ -1,8 +1,9 @@
-"""The buffers of a slot cache: many layers of one shape in one tensor.
+"""The buffers of a slot cache: all layers of one shape in one tensor.
 
-Where memory comes page by page (`lazy_memory`), every slot has all its columns at once, and pays for those that its
-text has written.  Elsewhere buffers begin with few columns and double when a text needs more: many slots of a long
-context take no more memory than the longest text asks for.  While they double, one stack at a time is there twice.
+If memory is allocated page by page (`lazy_memory`), every slot has all its columns from the start, and takes memory
+only for those that its text has written.  Otherwise buffers begin with few columns and double when a text needs more,
+so many slots of a long context take no more memory than the longest text needs.  While they double, one stack at a time
+is in memory twice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from outrider.targets.cache import lazy_memory
 from outrider.targets.cache.lazy_memory import Pages
 
 FIRST = 512
-"""Columns of a slot before any text needs more, where buffers double."""
+"""Initial columns of a slot, if buffers double."""
 KEPT = 64
-"""Columns of a text that is over whose memory is not worth giving back: the next text is as long."""
+"""Memory of a finished text with up to this many columns is not released: the next text will be as long."""
 
 
 class LayerBuffer(NamedTuple):
-    """What a layer stores of all slots: [slots, heads, length, size]."""
+    """A layer's storage for all slots: [slots, heads, length, size]."""
 
     layer: int
     holds: Literal["keys", "values", "index"]
@@ -47,17 +48,17 @@ class Stacks:
         """device: of most buffers."""
         self.slots, self.length, self.stacked = slots, length, stacked
         self.columns = length if lazy_memory.comes_by_page(device) else min(length, FIRST)
-        """Columns that buffers have now."""
+        """Current number of columns."""
         self.layout: tuple[LayerBuffer, ...] = ()
-        """Every buffer, in the order in which they were made."""
+        """Every buffer, in order of creation."""
         self.tensors: list[Tensor] = []
         """[stacked, slots, heads, columns, size] each."""
         self.pages: list[Pages | None] = []
-        """The memory of each tensor; None where it is there as a whole."""
+        """The memory of each tensor; None if it is allocated as a whole."""
         self.used: list[int] = []
-        """How many buffers of each tensor are some layer's, from the first on."""
+        """How many buffers of each tensor, from the first on, belong to a layer."""
         self._numbers: list[tuple[int, int]] = []
-        """Of each buffer of the layout: its tensor, and which part of that it is."""
+        """For each buffer of the layout, the index of its tensor and its index within that."""
 
     @property
     def column_bytes(self) -> int:
@@ -65,8 +66,7 @@ class Stacks:
         return sum(buffer.column_bytes for buffer in self.layout)
 
     def make(self, buffer: LayerBuffer) -> Tensor:
-        """A new buffer [slots, heads, columns, size]: part of a stack, so that a path is moved in all layers at
-        once."""
+        """A new buffer [slots, heads, columns, size], part of a stack so that a path is moved in all layers at once."""
         shape = self.stacked, self.slots, buffer.heads, self.columns, buffer.size
         kind = buffer.dtype, buffer.device
         fits = (
@@ -96,10 +96,10 @@ class Stacks:
         """Every buffer, in the order of the layout."""
         return [self.tensors[number][part] for number, part in self._numbers]
 
-    @torch.inference_mode(False)  # buffers that were no inference tensors before must not become some
+    @torch.inference_mode(False)  # buffers must not become inference tensors
     @torch.no_grad()
     def grow(self, columns: int, held: int) -> None:
-        """Have at least this many columns; the first `held` are copied.  Buffers that were given out are old then."""
+        """Grow to at least this many columns; the first `held` are copied.  Buffers returned before are out of date."""
         before, self.columns = self.columns, min(self.length, max(columns, 2 * self.columns))
         held = min(held, before)
         for number in range(len(self.tensors)):
@@ -109,7 +109,7 @@ class Stacks:
             del old
 
     def give_back(self, row: int, held: int) -> None:
-        """The text in this row of the buffers, which had this many columns, is over."""
+        """Release the memory of the finished text in this row of the buffers, which had this many columns."""
         if held > KEPT:
             for tensor, pages, used in zip(self.tensors, self.pages, self.used, strict=True):
                 for layer in range(used if pages else 0):

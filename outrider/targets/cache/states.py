@@ -1,7 +1,7 @@
-"""The states of recurrent layers, a row a slot, and those of a pass of which it is not known yet how much is accepted.
+"""The states of recurrent layers, one row per slot, and those of a pass before its tokens are accepted.
 
-A pass in steps notes the states after every position, and `append` stores those after the last accepted token in the
-slot. A few are remembered a slot, where a cache must take back what it appended; `cut` goes back to one.
+A pass in steps records the states after every position, and `append` stores those after the last accepted token in the
+slot.  If a cache must be able to undo, each slot keeps a few older states, and `cut` goes back to one of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Key = tuple[int, str, int]
 
 
 class RecurrentStates:
-    """The states of `slots` texts, of which `cut` takes back up to `undo` tokens without loss."""
+    """The states of `slots` texts, of which `cut` can take back up to `undo` tokens without loss."""
 
     def __init__(self, slots: int, undo: int):
         self.slots, self.undo = slots, undo
         self.stored: dict[Key, Tensor] = {}
-        """[slots, ...] after what each slot holds."""
+        """[slots, ...] after each slot's last token."""
         self.work: dict[Key, Tensor] = {}
-        """[R, ...] of the open pass, after what it has read so far."""
+        """[R, ...] of the open pass, after the tokens read so far."""
         self.trail: dict[Key, list[Tensor]] = {}
         """In a pass in steps: the same after every position, or after the last `noted`."""
         self.noted: int | None = None
@@ -41,11 +41,11 @@ class RecurrentStates:
         """By slot, in the order of their lengths."""
 
     def open(self, noted: int | None) -> None:
-        """Begin a pass, of whose positions the last `noted` are wanted, or all."""
+        """Begin a pass; states are recorded at its last `noted` positions, or at all."""
         self.work, self.trail, self.noted = {}, {}, noted
 
     def read(self, key: Key, rows: Sequence[int], starts: Sequence[int]) -> Tensor | None:
-        """[R, ...] as the open pass has it; None where all rows begin.  Layers may write into it."""
+        """[R, ...] in the open pass; None if all rows start a text.  Layers may write into it."""
         if key not in self.work:
             if not any(starts) or key not in self.stored:
                 return None
@@ -55,7 +55,7 @@ class RecurrentStates:
         return self.work[key]
 
     def note(self, layer: int) -> None:
-        """Remember this layer's states as they are after one more position of the pass."""
+        """Record this layer's states after one more position of the pass."""
         for key, state in self.work.items():
             if key[0] == layer:
                 trail = self.trail.setdefault(key, [])
@@ -63,9 +63,9 @@ class RecurrentStates:
                 if self.noted is not None:
                     del trail[: -self.noted]
 
-    @torch.inference_mode()  # the passes that made states and buffers were in it
+    @torch.inference_mode()  # as the passes that created states and buffers
     def append(self, rows: Sequence[int], starts: Sequence[int], width: int, counts: Sequence[int]) -> None:
-        """The first counts[r] tokens of each row of the pass, `width` wide, stay."""
+        """Keep the first counts[r] tokens of each row of the pass, which is `width` wide."""
         for key, work in self.work.items():
             if key not in self.stored:
                 self.stored[key] = work.new_zeros(self.slots, *work.shape[1:])
@@ -86,7 +86,7 @@ class RecurrentStates:
 
     @torch.inference_mode()
     def cut(self, row: int, length: int) -> int:
-        """Go back to the last length up to `length` whose states are remembered, at worst to 0; returns it."""
+        """Go back to the largest length up to `length` whose states are stored, at worst to 0; returns it."""
         if not self.stored:
             return length
         history = self.remembered.get(row, deque())
@@ -98,7 +98,7 @@ class RecurrentStates:
 
 
 class StateCalls:
-    """What recurrent layers ask of transformers' Cache, for the rows of an open pass."""
+    """The methods of transformers' Cache that recurrent layers call, for the rows of an open pass."""
 
     states: RecurrentStates
     rows: list[int]
@@ -106,11 +106,12 @@ class StateCalls:
     """Length of each of them before the pass."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
+        """Last inputs of a convolution, [R, channels, kernel]; None if all rows start a text.  Layers may write into
+        it."""
         return self.states.read((layer_idx, "conv", state_idx), self.rows, self._starts)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """State [R, ...]; None where all rows begin.  Layers may write into it."""
+        """State [R, ...]; None if all rows start a text.  Layers may write into it."""
         return self.states.read((layer_idx, "recurrent", state_idx), self.rows, self._starts)
 
     def update_conv_state(
@@ -121,7 +122,7 @@ class StateCalls:
         conv_kernel_size: int | None = None,
         **_kwargs: object,
     ) -> Tensor:
-        """Inputs so far followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
+        """Earlier inputs followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
         before = self.get_conv_state(layer_idx, state_idx)
         kernel = conv_kernel_size or conv_states.shape[-1]
         joined = conv_states if before is None else torch.cat([before, conv_states], -1)
@@ -143,5 +144,5 @@ class StateCalls:
 
     @property
     def is_initialized(self) -> bool:
-        """Asked by some families: whether a pass continues a text."""
+        """Whether the pass continues a text; read by some families."""
         return any(self._starts)
