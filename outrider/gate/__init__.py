@@ -1,2 +1,2 @@
-"""Did anything get worse?  Compares reports, texts, distributions and task scores, and gives a verdict with its
+"""Did anything get worse?  Compares reports, texts, distributions and task scores, and returns a verdict with
 reasons."""

@@ -1,4 +1,4 @@
-"""Rules over figures of prompts, new against old: speeds, tokens per step, the slowest prompts, scores.  No torch.
+"""Rules over figures of prompts, new against old: speeds, tokens per step, the slowest prompts.  No torch.
 
 Prompts are resampled within their tasks.  An estimate below 0 is a loss.
 """
@@ -14,82 +14,80 @@ import numpy as np
 from outrider.gate.outcome import Part, Test, silent, too_few
 from outrider.gate.policy import Policy
 from outrider.gate.statistics.pairing import Comparison
-from outrider.measure.tasks.names import TASKS
-from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
+from outrider.report.bootstrap import Estimate, Floats, estimate_of, resampled, sums
 from outrider.report.parts import PromptResult
 
-Found = Iterator[Test | Part]
+Results = Iterator[Test | Part]
 
 
-def speed(comparison: Comparison, policy: Policy) -> Found:
+def speed(comparison: Comparison, policy: Policy) -> Results:
     """Log of new/old speed, prompt by prompt."""
     return _paired(comparison, partial(speed_log, policy=policy), _mean, policy, f"a {policy.speed.by}")
 
 
 def speed_log(new: PromptResult, old: PromptResult, policy: Policy) -> tuple[float, ...] | None:
-    """(log of new/old speed, 1): their sums give the mean.  None where a speed is missing."""
+    """(log of new/old speed, 1): their sums give the mean.  None if a speed is missing."""
     a, b = (p.speedup if policy.speed.by == "speedup" else p.tokens_per_s for p in (new, old))
     return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
 
-def tokens_per_step(comparison: Comparison, policy: Policy) -> Found:
+def tokens_per_step(comparison: Comparison, policy: Policy) -> Results:
     """Log of new/old tokens per step."""
     return _paired(comparison, counts, _pace, policy, "tokens and steps")
 
 
-def clean_figure(comparison: Comparison, policy: Policy) -> Found:
-    """Tokens per step without the prompts that were found in a drafter's text, or could not be searched for."""
+def clean_figure(comparison: Comparison, policy: Policy) -> Results:
+    """Tokens per step without the prompts that occur in a drafter's texts or could not be searched for."""
     matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
     by_prompt = any(prompt.contaminated is not None for _, pair in matched for prompt in pair.new.per_prompt)
     if not by_prompt and all(pair.new.clean is None for _, pair in matched):
         yield silent("", "the candidate was not checked for overlap")
         return
-    strange: set[tuple[str, str]] = set()
+    unclean: set[tuple[str, str]] = set()
     for task, pair in matched:
         for row in (pair.new, pair.old):
-            strange |= {(task, name) for name in (row.clean.contaminated if row.clean else ())}
-            strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.contaminated}
+            unclean |= {(task, name) for name in (row.clean.contaminated if row.clean else ())}
+            unclean |= {(task, prompt.id) for prompt in row.per_prompt if prompt.contaminated}
         if by_prompt:
-            strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.contaminated is None}
-    yield from _paired(comparison, counts, _pace, policy, "tokens and steps", without=strange)
+            unclean |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.contaminated is None}
+    yield from _paired(comparison, counts, _pace, policy, "tokens and steps", without=unclean)
 
 
 def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
-    """Tokens and steps of both; None where one is missing."""
-    found = (new.tokens, new.steps, old.tokens, old.steps)
-    return tuple(float(value or 0) for value in found) if all(value and value > 0 for value in found) else None
+    """Tokens and steps of both; None if one is missing."""
+    values = (new.tokens, new.steps, old.tokens, old.steps)
+    return tuple(float(value or 0) for value in values) if all(value and value > 0 for value in values) else None
 
 
 def _paired(
     comparison: Comparison, columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
     statistic: Callable[[Floats], Floats], policy: Policy, what: str,
     without: Collection[tuple[str, str]] | None = None,
-) -> Found:  # fmt: skip
+) -> Results:  # fmt: skip
     """Tests over all tasks and on each, from figures of pairs of prompts.
 
-    columns: the figures, or None where one is missing; statistic takes sums of them over prompts [..., K] and gives a
-    log ratio [...].  without: (task, prompt) that are left out; then there is one test over all tasks, and few prompts
-    are no fault.
+    columns: the figures, or None if one is missing.  statistic: from their sums over prompts [..., K] to a log ratio
+    [...].  without: (task, prompt) to leave out; then there is a single test over all tasks, and few prompts are fine.
     """
     for index, group in enumerate(comparison.groups):
         tables: dict[str, Floats] = {}
         for task, pair in group.pairs.items():
             prompts = [both for both in pair.prompts if (task, both[0].id) not in (without or ())]
-            found = [values for both in prompts if (values := columns(*both)) is not None]
-            if found and (without is not None or len(found) >= policy.shared * len(prompts)):
-                tables[task] = np.array(found, dtype=np.float64)
+            rows = [values for both in prompts if (values := columns(*both)) is not None]
+            if rows and (without is not None or len(rows) >= policy.shared * len(prompts)):
+                tables[task] = np.array(rows, dtype=np.float64)
             else:
-                why = f"{len(found)} of {len(prompts)} prompts have {what} in both reports"
+                why = f"{len(rows)} of {len(prompts)} prompts have {what} in both reports"
                 why = why if prompts else "a report does not list its prompts"
                 yield silent(group.named(task), why, is_hole=without is None)
         if not tables:
             continue
         where = group.named("all tasks" if len(tables) > 1 else next(iter(tables)))
-        whole, own = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
+        whole, by_task = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
         yield whole
         for task in tables if without is None and len(tables) > 1 else ():
             place, count = group.named(task), len(tables[task])
-            yield Test(place, own[task], count) if task in own else too_few(place, count, policy)
+            yield Test(place, by_task[task], count) if task in by_task else too_few(place, count, policy)
 
 
 def _bootstrapped(
@@ -97,33 +95,33 @@ def _bootstrapped(
 ) -> tuple[Test | Part, dict[str, Estimate]]:
     """The test over all tasks, resampled within each, and an estimate for each task that is large enough.
 
-    Small tasks are resampled together: a task of one prompt would never vary.
+    Small tasks are resampled together: a task with one prompt would never vary.
     """
     large = {task: table for task, table in tables.items() if len(table) >= policy.min_prompts}
     small = [table for task, table in tables.items() if task not in large]
-    own: dict[str, Estimate] = {}
+    by_task: dict[str, Estimate] = {}
     drawn: list[Floats] = []
     for i, (task, table) in enumerate(large.items()):
         drawn.append(sums(table, policy.draws, seed + i))
-        own[task] = estimate_of(float(statistic(table.sum(axis=0))), statistic(drawn[-1]), len(table))
+        by_task[task] = estimate_of(float(statistic(table.sum(axis=0))), statistic(drawn[-1]), len(table))
     if small:
         drawn.append(sums(np.concatenate(small), policy.draws, seed + len(large)))
     count = sum(map(len, tables.values()))
     if count < policy.min_prompts:
-        return too_few(where, count, policy), own
+        return too_few(where, count, policy), by_task
     center = float(statistic(np.concatenate(list(tables.values())).sum(axis=0)))
     whole = estimate_of(center, statistic(np.sum(drawn, axis=0)), count, len(drawn))
-    return Test(where, whole, count, is_whole=True), own
+    return Test(where, whole, count, is_whole=True), by_task
 
 
 def _mean(table: Floats) -> Floats:
-    """Of (value, 1)."""
+    """Mean of the values, from sums of (value, 1)."""
     means: Floats = table[..., 0] / table[..., 1]
     return means
 
 
 def _pace(table: Floats) -> Floats:
-    """Log of new/old tokens per step, of (new tokens, new steps, old tokens, old steps)."""
+    """Log of new/old tokens per step, from (new tokens, new steps, old tokens, old steps)."""
     logs: Floats = np.log(table[..., 0] * table[..., 3] / (table[..., 1] * table[..., 2]))
     return logs
 
@@ -131,12 +129,12 @@ def _pace(table: Floats) -> Floats:
 # ── the slowest prompts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def slowest(comparison: Comparison, policy: Policy) -> Found:
+def slowest(comparison: Comparison, policy: Policy) -> Results:
     """99th percentile of time per output token over prompts, by a smoothed bootstrap.
 
-    It depends on two or three prompts, and a plain bootstrap takes their luck for a fact.  So every drawn prompt gets
-    the noise between the reports added, as most prompts or the target alone show it.  The target alone also shows by
-    how much the machine as a whole was slower; that is taken out.
+    It depends on two or three prompts, whose luck a plain bootstrap would take for a fact.  So noise is added to every
+    drawn prompt: the noise between the reports, estimated from most prompts or from the target alone.  The target alone
+    also shows by how much the machine as a whole was slower, which is subtracted.
     """
     for index, group in enumerate(comparison.groups):
         where = group.named("all tasks" if len(group.pairs) > 1 else next(iter(group.pairs)))
@@ -158,7 +156,7 @@ def slowest(comparison: Comparison, policy: Policy) -> Found:
 
 
 def _scatter(values: Floats) -> float:
-    """Standard deviation from the middle half of the values: a slower tail is the effect, not noise."""
+    """Standard deviation estimated from the middle half of the values: a slower tail is the effect, not noise."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float(high - low) / 1.349
 
@@ -178,44 +176,3 @@ def _tail_estimate(logs: Floats, scatter: float, policy: Policy, index: int) -> 
     high = np.quantile(logs, 0.99, axis=0)
     drawn = resampled(logs, gain, policy.draws, policy.seed + index)
     return estimate_of(float(high[1] - high[0]), drawn, len(logs))
-
-
-# ── scores ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def score(comparison: Comparison, policy: Policy) -> Found:
-    """Drafted answers against the target's own, in the candidate's run: any loss is the drafter's."""
-    for index, group in enumerate(comparison.groups):
-        tables: dict[str, Floats] = {}
-        lonely: list[tuple[float, float, int]] = []
-        missing: list[Part] = []
-        for task, pair in group.pairs.items():
-            both = [(p.score, p.plain_score) for p in pair.new.per_prompt]
-            found = [a - b for a, b in both if a is not None and b is not None]
-            row = pair.new.score
-            if found:
-                tables[task] = np.array([(value, 1.0) for value in found])
-            elif row is not None and row.drafted is not None and row.plain is not None and row.prompts >= 1:
-                variance = sum(share * (1 - share) for share in (row.drafted, row.plain)) / row.prompts
-                lonely.append((row.drafted - row.plain, variance, row.prompts))
-            else:
-                missing.append(silent(group.named(task), "no scores in the candidate", is_hole=_can_score(task)))
-        where, count = group.named("all tasks"), sum(map(len, tables.values())) or sum(n for *_, n in lonely)
-        if not count:
-            yield silent(where, "no scores in the candidate")
-            continue
-        if count < policy.min_prompts:
-            yield too_few(where, count, policy)
-        elif tables:
-            yield _bootstrapped(where, tables, _mean, policy, policy.seed + 1000 * index)[0]
-        else:
-            center = sum(difference * n for difference, _, n in lonely) / count
-            error = math.sqrt(sum(variance * n**2 for _, variance, n in lonely)) / count
-            yield Test(where, normal(center, error, max(1, count - 1)), count)
-        yield from missing
-
-
-def _can_score(task: str) -> bool:
-    """False for tasks that are scored by a judge model: they have no score here."""
-    known = TASKS.get(task)
-    return known is None or known.score is not None

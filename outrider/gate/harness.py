@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our targets, speculating or not: the same prompts, the same stops, the same scores.
+"""lm-evaluation-harness on Outrider's targets, plain and drafted: same prompts, same stops, same scores.
 
 `import outrider.gate.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
 `OutriderLM`).  `both` runs tasks twice, plain and drafted, and compares the results.  Needs lm-eval, the extra `eval`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from outrider.gate.language_model import OutriderLM
 from outrider.gate.statistics.equivalence import Equivalence, equivalence
 from outrider.generation import serve
 from outrider.loading import load_drafter
-from outrider.measure.tasks import sandbox
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
@@ -34,24 +32,21 @@ Load = Callable[..., Drafter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is run, in plain values: it may be sent to another process."""
+    """Settings of a run."""
 
     tasks: tuple[str, ...]
     target: str = "demo"
     drafter: str = "ngram"
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the drafter."""
+    """Settings of the drafter."""
     dtype: str | None = None
     limit: int | None = None
     include_path: str | None = None
     slots: int = 1
     chat: bool = False
-    """Put prompts through the chat template."""
+    """Render prompts with the chat template."""
     margin: float = 0.01
     max_gen_toks: int = 256
-    allow_code: bool = False
-    timeout_s: float = 86_400.0
-    """Longest run of tasks that execute code, loading included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class Score:
     plain: float
     drafted: float
     equivalence: Equivalence | None
-    """None where the metric has no number for each prompt."""
+    """None if the metric has no number per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,43 +68,45 @@ class TaskRun:
     prompts: int
     answers: int
     equal: int
-    """Answers, or log-likelihoods, that are the same both ways."""
+    """Answers, or log-likelihoods, that are the same in both runs."""
     first_different: dict[str, Any] | None
-    """The first that differs: number, plain, drafted."""
+    """The first difference: number, plain, drafted."""
     scores: tuple[Score, ...]
     plain_s: float
     drafted_s: float
     tokens_per_step: float | None
-    """Of the drafted run; None where nothing was generated."""
+    """Of the drafted run; None if nothing was generated."""
     cut: dict[str, int] = field(default_factory=dict)
-    """Requests whose context was cut at the front, and how many tokens each has lost; of all tasks of a group."""
+    """Requests whose context was cut at the front, with the tokens lost; for all tasks of a group."""
     is_sampled: bool = False
-    """Whether any answer was sampled.  Greedy answers and log-likelihoods have one right value."""
+    """Whether any answer was sampled.  Greedy answers and log-likelihoods have one correct value."""
 
     @property
     def holds(self) -> bool:
-        """Every answer is the same; for sampled answers: no score is shown to differ.
+        """Every answer is the same; for sampled answers, no score differs significantly.
 
-        Only texts are known here, not tokens: a rounding tie can't be told from a fault, so none is excused.
+        Only texts are available here, not tokens: a rounding tie can't be told from a fault, so none is excused.
         """
         return self.verdict != "different" if self.is_sampled else self.equal == self.answers
 
     @property
     def speedup(self) -> float | None:
-        """Plain seconds over drafted ones; None where nothing was generated."""
+        """Plain seconds over drafted seconds; None if nothing was generated."""
         return self.plain_s / self.drafted_s if self.tokens_per_step and self.drafted_s else None
 
     @property
     def verdict(self) -> str:
-        """`equal` where every answer is; else the worst verdict of the scores."""
+        """`equal` if all answers are equal, else the worst verdict of the scores."""
         if self.equal == self.answers:
             return "equal"
-        found = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
-        return next((word for word in ("different", "not enough prompts", "equivalent") if word in found), "unknown")
+        verdicts = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
+        return next((word for word in ("different", "not enough prompts", "equivalent") if word in verdicts), "unknown")
 
     def as_json(self) -> dict[str, Any]:
-        judged = [score.equivalence.as_json() if score.equivalence else None for score in self.scores]
-        scores = [asdict(score) | {"equivalence": own} for score, own in zip(self.scores, judged, strict=True)]
+        scores = [
+            asdict(score) | {"equivalence": score.equivalence.as_json() if score.equivalence else None}
+            for score in self.scores
+        ]
         return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores}
 
 
@@ -118,56 +115,41 @@ def both(
 ) -> list[TaskRun]:
     """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
 
-    Tasks that run code which the model wrote are refused by name before anything of them is loaded, unless
-    job.allow_code. With it, everything runs in a process of its own, under the limits of `sandbox.confine`, for at most
-    job.timeout_s seconds; HF_ALLOW_CODE_EVAL is set only there.  on_request(stage, done, of).  Raises ConfigError for
-    such a task or an unknown one, DataError where a task's data can't be loaded or the process gives no result.
+    Tasks that run code written by the model are refused by name, before anything is loaded.  on_request(stage, done,
+    of) is called after each answer.  Raises ConfigError for such a task or an unknown one, DataError if a task's data
+    can't be loaded.
     """
-    unsafe = unsafe_tasks(manager_of(job), job.tasks)
-    if not unsafe:
-        return _both(job, on_request, load)
-    if not job.allow_code:
-        raise ConfigError(
-            f"{', '.join(unsafe)} runs code that the model wrote; on a machine where that can do no harm, allow it "
-            "with "
-            "--allow-code-execution, or leave out the task"
-        )
-    return sandbox.run_in_subprocess(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
-
-
-def _both(
-    job: Job, on_request: Callable[[str, int, int], None] | None, load: Load, runs_code: bool = False
-) -> list[TaskRun]:  # fmt: skip
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it repeats what our table shows
-    if runs_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     manager = manager_of(job)
+    if unsafe := unsafe_tasks(manager, job.tasks):
+        raise ConfigError(
+            f"{', '.join(unsafe)} runs code written by the model; leave the task out, or run it with lm-eval itself in "
+            "a container, see docs/parity.md"
+        )
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it repeats what our table shows
     target = load_target(job.target, dtype=job.dtype)
     drafter = load(job.drafter, target, **job.settings)
     for arm in (None, drafter):  # warm up: the first passes of a process pay for allocations
         for _ in serve(target, [Request([0], 16, Sampling())], arm):
             pass
-    if runs_code:  # not earlier: a model from the hub is larger than any file that may be written from here on
-        sandbox.confine(job.timeout_s)
-    found: list[TaskRun] = []
+    runs: list[TaskRun] = []
     for task in job.tasks:
         pair = []
         for stage, arm in (("plain", None), ("drafted", drafter)):
             on_answer = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
             model = OutriderLM(target, arm, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=on_answer)
             pair.append((_evaluated(model, task, manager, job), model))
-        found += _runs(pair, job)
-    return found
+        runs += _runs(pair, job)
+    return runs
 
 
 def manager_of(job: Job) -> TaskManager:
-    """Tasks of the included folder; lm-eval's own too where a name is not among them, which takes seconds."""
+    """Tasks of the included folder; also lm-eval's own, which takes seconds, if a name is not among them."""
     if job.include_path is not None:
         if not Path(job.include_path).is_dir():
             raise ConfigError(f"--include-path {job.include_path}: no such folder; name one with task files (YAML)")
-        own = TaskManager(include_path=job.include_path, include_defaults=False)
-        if all(task in own.all_tasks for task in job.tasks):
-            return own
+        included = TaskManager(include_path=job.include_path, include_defaults=False)
+        if all(task in included.all_tasks for task in job.tasks):
+            return included
     manager = TaskManager(include_path=job.include_path)
     for task in job.tasks:
         if task not in manager.all_tasks:
@@ -179,43 +161,42 @@ def manager_of(job: Job) -> TaskManager:
 
 
 def unsafe_tasks(manager: TaskManager, names: Iterable[str]) -> list[str]:
-    """The tasks, group members included, whose files say `unsafe_code`.  Loads none of them."""
+    """The tasks, group members included, whose files set `unsafe_code`.  Loads none of them."""
     index = manager.task_index
-    found: list[str] = []
+    unsafe: list[str] = []
 
     def look(entry: Any, below: frozenset[str]) -> None:
         config = entry if isinstance(entry, Mapping) else {"task": entry}
         name: Any = config.get("task", config.get("group"))
         if config.get("unsafe_code"):
-            found.append(str(name))
+            unsafe.append(str(name))
         if isinstance(name, list):
             for child in name:
                 look(child, below)
         elif name in index and name not in below:
-            known = index[name]
-            if isinstance(known.cfg, Mapping) and known.cfg.get("unsafe_code"):
-                found.append(name)
-            if isinstance(known.cfg, Mapping) and isinstance(known.cfg.get("task"), list):
-                look({"task": known.cfg["task"]}, below | {name})
+            settings = index[name].cfg
+            if isinstance(settings, Mapping) and settings.get("unsafe_code"):
+                unsafe.append(name)
+            if isinstance(settings, Mapping) and isinstance(settings.get("task"), list):
+                look({"task": settings["task"]}, below | {name})
             for other, tagged in index.items():
                 if name in tagged.tags and other != name:
                     look(other, below | {name})
 
     for name in names:
         look(name, frozenset())
-    return sorted(set(found))
+    return sorted(set(unsafe))
 
 
 def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> dict[str, Any]:
     try:
         results = evaluator.simple_evaluate(
-            model, tasks=[task], limit=job.limit, task_manager=manager, bootstrap_iters=0, apply_chat_template=job.chat,
-            confirm_run_unsafe_code=job.allow_code,
-        )  # fmt: skip
+            model, tasks=[task], limit=job.limit, task_manager=manager, bootstrap_iters=0, apply_chat_template=job.chat
+        )
     except (OSError, ConnectionError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"can't load the data of task {task}: {first}; without a network, name a folder with task files and data "
+            f"can't load the data of task {task}: {first}; without a network, name a folder of task files and data "
             "with --include-path"
         ) from error
     assert results is not None, "one process, so this one has the results"
@@ -223,27 +204,29 @@ def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> 
 
 
 def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterator[TaskRun]:
-    """One for each task with samples.  A group has several, which share its times."""
-    (plain, one), (drafted, other) = pair
+    """One per task with samples.  The tasks of a group share its times."""
+    (plain, plain_model), (drafted, drafted_model) = pair
     for task, samples in plain["samples"].items():
         others = drafted["samples"][task]
         filters = [sample["filter"] for sample in samples]
         first = [i for i, name in enumerate(filters) if name == filters[0]]
-        answers = [[answer for i in first for own in run[i]["resps"] for answer in own] for run in (samples, others)]
+        answers = [[answer for i in first for each in run[i]["resps"] for answer in each] for run in (samples, others)]
         same = [_same(a, b) for a, b in zip(*answers, strict=True)]
-        lost = same.index(False) if False in same else None
+        at = same.index(False) if False in same else None
         yield TaskRun(
             task, len(first), len(same), sum(same),
-            None if lost is None else {"number": lost, "plain": answers[0][lost], "drafted": answers[1][lost]},
+            None if at is None else {"number": at, "plain": answers[0][at], "drafted": answers[1][at]},
             tuple(_scores(task, plain, drafted, job.margin)),
-            one.seconds, other.seconds, other.tokens / other.steps if other.steps else None,
-            dict(other.cuts.lost), any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
+            plain_model.seconds, drafted_model.seconds,
+            drafted_model.tokens / drafted_model.steps if drafted_model.steps else None,
+            dict(drafted_model.cuts.lost),
+            any(_is_sampled(arguments) for i in first for arguments in samples[i]["arguments"]),
         )  # fmt: skip
 
 
-def _is_drawn(asked: Sequence[Any]) -> bool:
-    """Whether a request's settings ask for sampling; a request for log-likelihoods has no settings."""
-    settings = asked[1] if len(asked) > 1 else None
+def _is_sampled(arguments: Sequence[Any]) -> bool:
+    """Whether a request's settings enable sampling; requests for log-likelihoods have no settings."""
+    settings = arguments[1] if len(arguments) > 1 else None
     if not isinstance(settings, Mapping):
         return False
     kwargs: Mapping[str, Any] = normalize_gen_kwargs(dict(settings))
@@ -251,7 +234,7 @@ def _is_drawn(asked: Sequence[Any]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Texts must be equal; log-likelihoods equal up to rounding, since both runs read alike."""
+    """Texts must be equal, log-likelihoods equal up to rounding."""
     if isinstance(one, str):
         return bool(one == other)
     return bool(abs(float(one[0]) - float(other[0])) <= 1e-4 * max(1.0, abs(float(one[0]))) and one[1:] == other[1:])
@@ -266,7 +249,7 @@ def _scores(task: str, plain: dict[str, Any], drafted: dict[str, Any], margin: f
             [sample.get(metric) for sample in run["samples"][task] if sample["filter"] == name]
             for run in (plain, drafted)
         ]
-        has_numbers = all(isinstance(own, int | float) for run in values for own in run) and len(values[0])
-        span = max([1.0, *(abs(float(own)) for run in values for own in run)]) if has_numbers else 1.0
+        has_numbers = all(isinstance(value, int | float) for run in values for value in run) and len(values[0])
+        span = max([1.0, *(abs(float(value)) for run in values for value in run)]) if has_numbers else 1.0
         judged = equivalence(values[1], values[0], margin * span, span=span) if has_numbers else None
         yield Score(key, float(value), float(drafted["results"][task][key]), judged)

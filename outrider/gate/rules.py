@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from outrider.gate.depths import acceptance, skew
-from outrider.gate.figures import clean_figure, score, slowest, speed, tokens_per_step
+from outrider.gate.figures import clean_figure, slowest, speed, tokens_per_step
 from outrider.gate.outcome import Finding, Part, Test, Unit, Verdict, silent
 from outrider.gate.policy import TIMED, Limit, Policy, Rule
 from outrider.gate.statistics.pairing import Comparison
@@ -29,44 +29,43 @@ MEASURES: dict[Rule, tuple[Unit, str]] = {
     "train-serve skew": ("difference", "measured acceptance minus what training predicted, at each depth"),
     "contamination": ("share", "share of prompts that the drafter may know"),
     "clean figure": ("new/old", "new/old tokens per step over prompts that no drafter knew"),
-    "score": ("difference", "share of right answers, drafted minus the target alone"),
     "left out": ("difference", "share of prompts left out, minus that of the baseline"),
 }  # fmt: skip
-"""Every rule, in the order in which they are shown."""
+"""Every rule, in the order shown."""
 SPEEDS = {"speedup": "speed-up over the target alone", "tokens_per_s": "tokens per second"}
 NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance against training's prediction"}
-"""The name of a rule's figure in a reason, where it is not the rule's own."""
+"""The name of a rule's figure in a reason, if it is not the rule's name."""
 
 
 def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
-    """Every rule with its figures.  What the policy turns off, or another machine makes meaningless, is not
-    measured."""
+    """Every rule with its figures.  Rules that the policy turns off or that another machine makes meaningless count as
+    not measured."""
     both = (comparison, policy)
-    looks: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
+    by_rule: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
         "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),
         "machine": (Limit(action="warn"), machine(comparison)), "speed": (policy.speed, speed(*both)),
         "tokens per step": (policy.tokens_per_step, tokens_per_step(*both)),
         "p99 TPOT": (policy.p99_tpot, slowest(*both)),
         "acceptance by depth": (policy.acceptance_by_depth, acceptance(comparison)),
         "train-serve skew": (policy.train_serve_skew, skew(comparison)),
-        "contamination": (policy.contamination, contamination(*both)), "score": (policy.score, score(*both)),
+        "contamination": (policy.contamination, contamination(*both)),
         "clean figure": (policy.clean_figure, clean_figure(*both)), "left out": (policy.left_out, left_out(*both)),
     }  # fmt: skip
     rules = []
     for name, (unit, measures) in MEASURES.items():
-        limit, looked = looks[name]
+        limit, results = by_rule[name]
         void = "left out: another machine" if comparison.differences and name in TIMED else ""
         void = "off, by the policy" if limit.action == "off" else void
-        found = [silent("", void)] if void else list(looked)
-        tests = tuple(one for one in found if isinstance(one, Test))
-        parts = tuple(one for one in found if isinstance(one, Part))
+        checks = [silent("", void)] if void else list(results)
+        tests = tuple(check for check in checks if isinstance(check, Test))
+        parts = tuple(check for check in checks if isinstance(check, Part))
         measures = measures.format(speed=SPEEDS[policy.speed.by])
         rules.append(Finding(name, measures, unit, limit, parts, tests, name == "p99 TPOT", NAMES.get(name, name)))
     return rules
 
 
 def exactness(comparison: Comparison, policy: Policy) -> Iterator[Part]:
-    """Every row of the candidate, also those that the baseline lacks; not lossy rows that the policy allows."""
+    """Every row of the candidate, even if the baseline lacks it, except lossy rows that the policy allows."""
     rows = [row for row in comparison.new.rows if row.lossless is not False or policy.lossy_rule == "stop"]
     for row in rows:
         where = _place(row)
@@ -76,7 +75,7 @@ def exactness(comparison: Comparison, policy: Policy) -> Iterator[Part]:
             reason = f": {len(row.different)} of {row.prompts} texts{at} of {first.id}" if first else ""
             yield Part(where, "stop", f"the text is not the target's own{reason}", float(len(row.different) or 1))
         elif row.plain_exact is False:
-            yield Part(where, "stop", "the target alone, through the same loop, does not write its own text")
+            yield Part(where, "stop", "the target alone, in the same loop, does not generate its own text")
         elif row.exact and row.compared_tokens != 0:
             equal = f"{row.prompts} texts" if row.compared_tokens is None else f"{row.compared_tokens:,} tokens"
             yield Part(where, "pass", f"{equal} equal to the target's own", 0.0, prompts=row.prompts)
@@ -113,15 +112,15 @@ def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:
     for group in comparison.groups:
         rows = [(pair.new, pair.old) for pair in group.pairs.values()]
         new, old = ([row.clean for row in side if row.clean is not None] for side in zip(*rows, strict=True))
-        checked, known = sum(c.checked for c in new), sum(len(c.contaminated) for c in new)
+        checked, matches = sum(c.checked for c in new), sum(len(c.contaminated) for c in new)
         every = sum(row.prompts for row, _ in rows)
         is_whole = len(new) == len(rows) and checked >= policy.shared * every
-        share = known / max(1, checked if is_whole else every)
+        share = matches / max(1, checked if is_whole else every)
         if share <= tolerated and not is_whole:
             why = f"{every - checked} of {every} prompts could not be searched for in all of the candidate's texts"
             yield silent(group.name, why)
             continue
-        reason = f"{'' if is_whole else 'at least '}{known} of {checked if is_whole else every} prompts"
+        reason = f"{'' if is_whole else 'at least '}{matches} of {checked if is_whole else every} prompts"
         reason += " occur in what the drafter was trained on or drafts from"
         verdict: Verdict = "pass"
         if share > tolerated:

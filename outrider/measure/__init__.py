@@ -1,1 +1,1 @@
-"""What a drafter does, measured against the target alone in the same run: acceptance, speed, latency, exactness."""
+"""Drafters measured against the target alone in the same run: acceptance, speed, latency, exactness."""

@@ -1,19 +1,12 @@
-"""What is measured: the section `evaluate` of a run file."""
+"""The section `evaluate` of a run file."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from outrider.config import Config as Base
 from outrider.config import nearest
@@ -23,75 +16,72 @@ from outrider.measure.tasks.names import check, task_name
 from outrider.policies import named
 
 log = logging.getLogger(__name__)
+NO_SCORES = "use `outrider lm-eval` for scores of tasks, plain and drafted (pip install 'outrider[eval]')"
 
 
 class Config(Base):
-    """What an evaluation measures."""
+    """Settings of an evaluation."""
+
+    REMOVED: ClassVar[Mapping[str, str]] = {"score": NO_SCORES, "allow_code_execution": NO_SCORES}
 
     tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
     """Names from `outrider tasks`, or files of prompts."""
     prompts: PositiveInt = 24
-    """Prompts measured per task; more are tried where some fall into loops."""
+    """Prompts measured per task; more are tried if some fall into loops."""
     max_new_tokens: PositiveInt = 96
-    """Most tokens of one answer."""
+    """Most tokens per answer."""
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
     """Temperatures at which every drafter is measured; 0 is greedy."""
     baseline_temperatures: tuple[NonNegativeFloat, ...] | None = Field(None, min_length=1)
-    """Those of `temperatures` at which the baselines are measured; all unless given."""
+    """Those of `temperatures` at which the baselines are measured; all by default."""
     baselines: tuple[str | dict[str, Any], ...] = ()
-    """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
+    """Other drafters measured in the same run: kinds, kinds with settings, or checkpoint folders."""
     batch: PositiveInt = 1
-    """Prompts that are served together, plain and drafted alike."""
+    """Prompts served together, plain and drafted alike."""
     processes: PositiveInt = 1
-    """Processes that share the prompts.  Each loads target and drafters; on one machine they take time from each
-    other."""
+    """Processes that share the prompts.  Each loads target and drafters; on one machine they slow each other down."""
     repeats: NonNegativeInt = 2
     """How often a run of seconds is measured again while other programs keep the machine busy."""
     overwrite: bool = False
     """Measure all prompts again, and replace a report of more prompts, tasks or drafters, or of other settings."""
     thinking: bool | None = None
-    """Passed to the chat template as `enable_thinking`; unless given, the template has its default."""
+    """Passed to the chat template as `enable_thinking`; by default the template decides."""
     data: str | None = None
-    """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
+    """Folder with task files (gsm8k.jsonl and so on), used instead of the hub's."""
     revisions: dict[str, str] = Field(default={})
-    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a
-    file."""
+    """Pins, by task as in `tasks`: a commit of the data set (by default the newest), or `sha256:...` of a file."""
     traced_prompts: NonNegativeInt = 4
-    """Prompts of each task that are run once more, untimed, to record every drafted token; 0 for none."""
-    score: bool = False
-    """Compare answers with the references of tasks that have some; the answers of the target alone too."""
-    allow_code_execution: bool = False
-    """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
+    """Prompts of each task that are run once more, untimed, to record every drafted token."""
     min_first_ngrams: NonNegativeFloat = 0.6
-    """A prompt loops if its plain text has a smaller share of first-time 8-grams.  It is listed and left out, and so is
-    a prompt whose answer is one token.  0 leaves none out."""
+    """A prompt loops if less than this share of its plain text's 8-grams occurs for the first time.  Looping prompts,
+    and prompts answered with one token, are listed and left out; 0 keeps all."""
     seed: int = 0
     """Seed of the draws at temperatures above 0."""
     quantize: Literal["int8"] | None = None
-    """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
+    """Quantize the linear layers of this run's own draft model, independently of the target; needs torchao."""
     policy: Literal["fixed", "auto"] = "fixed"
-    """How much is drafted: all that the drafter offers, or what pays by measured seconds."""
+    """How much is drafted: all that the drafter offers, or what pays off according to measured seconds."""
     verification: str = "standard"
     """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical`, `relaxed`,
     `relay(cues=FILE)`, `scorer(tau=NUMBER)` and `counterfactual(swap=FILE)` accept tokens that the acceptance rule
-    would reject, and every row says so."""
+    would reject; every row of the report notes it."""
     allow_lossy: bool = Field(default=False, validate_default=True)
-    """A lossy verification is refused without it."""
+    """Required for a lossy verification."""
 
     @field_validator("tasks")
     @classmethod
     def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        known: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for task in map(check, tasks):
             name = task_name(task)
-            if name in known:
+            if name in by_name:
                 both = (
                     f"{task} is named twice"
-                    if known[name] == task
-                    else f"{known[name]} and {task} have one name, {name!r}"
+                    if by_name[name] == task
+                    else f"{by_name[name]} and {task} have one name, {name!r}"
                 )
                 raise ConfigError(f"{both}, so the report would mix their rows; leave one out, or rename its file")
-            known[name] = task
+            by_name[name] = task
         return tasks
 
     @field_validator("temperatures")
@@ -143,9 +133,3 @@ class Config(Base):
     def _allowed_verification(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
         named.judge(info.data.get("verification"), allow_lossy)
         return allow_lossy
-
-    @model_validator(mode="after")
-    def _says_what_is_idle(self) -> Config:
-        if self.allow_code_execution and not self.score:
-            log.warning("evaluate.allow_code_execution has no effect without evaluate.score: no answer is run")
-        return self

@@ -1,8 +1,8 @@
-"""What was measured so far, in a file: an evaluation that was stopped goes on where it was.
+"""Measurements so far, in a file, so that an evaluation can be resumed.
 
-A line a batch of prompts, written when the batch is done.  The first line names what the measurements depend on:
-settings, target, drafters, machine.  Where that differs, all is measured again, and the old file is put aside.  Several
-processes write a file each and read the files of all.
+One line per batch of prompts, written when the batch is done.  The first line names what the measurements depend on:
+settings, target, drafters, machine.  If any of that changed, everything is measured again and the old file is moved
+aside.  Each of several processes writes its own file and reads all of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outrider.measure.tasks.prompts import digest
 from outrider.report.parts import LeftOut, TracedToken
 
 NAME = "prompts"
-"""Of the files: prompts.jsonl, and prompts.1.jsonl and so on of further processes."""
+"""Files are called prompts.jsonl, and prompts.1.jsonl and so on for further processes."""
 START_S = 600.0
 """Longest wait for the first process to load its models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which prompts a process measures: every `count`-th, from number `rank` on."""
+    """Which prompts a process measures: every `count`-th, starting at `rank`."""
 
     rank: int = 0
     count: int = 1
@@ -45,39 +45,39 @@ class Traced:
 
     tokens: list[TracedToken]
     overlap: list[float]
-    """sum(min(p, q)) of every judged token."""
+    """sum(min(p, q)) for every judged token."""
 
 
 @dataclass(slots=True)
 class PromptRecord:
-    """What was measured of one prompt."""
+    """Measurements of one prompt."""
 
     reference: list[list[int]]
-    """What transformers' generate wrote in each turn."""
+    """Output of transformers' generate in each turn."""
     generate_s: float
     plain: dict[str, Run]
     """The target alone, by temperature."""
     runs: list[Run]
-    """One for each entry, as they are measured."""
+    """One per entry."""
     traced: list[Traced] = field(default_factory=list)
-    """One for each entry; empty where the prompt was not traced."""
+    """One per entry; empty if the prompt was not traced."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What was measured of prompts that were served together, or why a prompt was left out."""
+    """Measurements of prompts that were served together, or why a prompt was left out."""
 
     task: str
     indices: list[int]
-    """Of the prompts, in the order in which they were drawn."""
+    """Numbers of the prompts, in drawing order."""
     digests: list[str]
-    """Of the prompts, by `prompts.digest`."""
+    """`prompts.digest` of each prompt."""
     left_out: LeftOut | None = None
     prompts: list[PromptRecord] = field(default_factory=list)
     contention: list[Contention] = field(default_factory=list)
     """Of each timed run."""
     policies: list[dict[str, Any] | None] = field(default_factory=list)
-    """What each entry's policy had learnt afterwards; None where that can't be written."""
+    """State of each entry's policy afterwards; None if it can't be written."""
 
     def of(self, index: int) -> PromptRecord:
         return self.prompts[self.indices.index(index)]
@@ -87,22 +87,22 @@ RECORDS = TypeAdapter(Record)
 
 
 class Journal:
-    """Records in memory, and in files of a folder where one is given."""
+    """Records in memory, and in files of `folder` unless that is None."""
 
     def __init__(
         self, folder: Path | None = None, facts: Mapping[str, Any] | None = None, rank: int = 0, again: bool = False
     ):
-        """facts: what the measurements depend on.  again: don't use what is there.
+        """facts: what the measurements depend on.  again: ignore existing files.
 
-        Of several processes the first, number 0, decides what of the files is used; the others wait for it.  Raises
-        DataError for a file that can't be read or written.
+        Of several processes, number 0 decides which files are used; the others wait for it.  Raises DataError for a
+        file that can't be read or written.
         """
         self.folder, self.rank = folder, rank
         self.records: list[Record] = []
         self.own: list[Record] = []
-        """Those of this process and of earlier ones with its number, in the order in which they were measured."""
+        """Records of this process and of earlier ones with its number, in the order of measurement."""
         self.changed: list[str] = []
-        """Which facts differ from those of the file that was there, such as `max_new_tokens 16, was 24`."""
+        """Facts that differ from those of the existing file, such as `max_new_tokens 16, was 24`."""
         self._header = json.dumps({"facts": facts or {}}, sort_keys=True, default=str)
         self._read: dict[Path, int] = {}
         if folder is not None:
@@ -117,17 +117,15 @@ class Journal:
     @property
     def path(self) -> Path | None:
         """The file of this process."""
-        return (
-            None
-            if self.folder is None
-            else self.folder / (f"{NAME}.{self.rank}.jsonl" if self.rank else f"{NAME}.jsonl")
-        )
+        if self.folder is None:
+            return None
+        return self.folder / (f"{NAME}.{self.rank}.jsonl" if self.rank else f"{NAME}.jsonl")
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{NAME}*.jsonl")) if self.folder is not None else []
 
     def _put_aside(self, again: bool) -> None:
-        """Rename files whose facts are others, and all files where nothing is to be used again."""
+        """Rename files with other facts, and all files if `again`."""
         for path in self._files():
             header = _header(path)
             if again or header != self._header:
@@ -142,14 +140,13 @@ class Journal:
         while _header(self.folder / f"{NAME}.jsonl") != self._header:
             if time.monotonic() > until:
                 raise DataError(
-                    f"the first process wrote no {self.folder / f'{NAME}.jsonl'} with these settings in {START_S:.0f} "
-                    f"s; "
-                    "start all processes with the same command, on the same files"
+                    f"the first process wrote no {self.folder / f'{NAME}.jsonl'} with these settings within "
+                    f"{START_S:.0f} s; start all processes with the same command, on the same files"
                 )
             time.sleep(0.1)
 
     def _begin(self) -> None:
-        """Open this process's file for appending.  A line that was cut by the end of its process is removed."""
+        """Prepare this process's file for appending.  A last line that its process did not finish is removed."""
         path = self.path
         assert path is not None
         try:
@@ -180,7 +177,7 @@ class Journal:
             self._read[self.path] = self._read.get(self.path, 0) + len(line.encode()) + 1
 
     def refresh(self) -> None:
-        """Read what other processes have written since."""
+        """Read what other processes have written since the last call."""
         for path in self._files():
             before = self._read.get(path, 0)
             with path.open("rb") as file:
@@ -196,33 +193,33 @@ class Journal:
                 if path == self.path:
                     self.own.append(record)
 
-    def known(self, task: str, prompts: Sequence[Prompt]) -> dict[int, Record]:
-        """The record of each prompt of a task that was measured or left out, by its index."""
-        mine = (record for record in self.records if record.task == task and is_of(record, prompts))
-        return {index: record for record in mine for index in record.indices}
+    def by_index(self, task: str, prompts: Sequence[Prompt]) -> dict[int, Record]:
+        """The record of each prompt of a task that was measured or left out, by the prompt's index."""
+        records = (record for record in self.records if record.task == task and is_of(record, prompts))
+        return {index: record for record in records for index in record.indices}
 
 
 def is_of(record: Record, prompts: Sequence[Prompt]) -> bool:
-    """Whether the prompts of a record are those at their places among these."""
+    """Whether a record's prompts equal these at its indices."""
     numbered = zip(record.indices, record.digests, strict=True)
-    return all(index < len(prompts) and digest(prompts[index]) == own for index, own in numbered)
+    return all(index < len(prompts) and digest(prompts[index]) == expected for index, expected in numbered)
 
 
-def first(known: Mapping[int, Record], wanted: int, count: int) -> tuple[list[int], bool]:
-    """The first `wanted` prompts that were measured, of `count`, and whether no prompt before the last is missing."""
-    found: list[int] = []
+def first(records: Mapping[int, Record], most: int, count: int) -> tuple[list[int], bool]:
+    """The first `most` measured prompts of `count`, and whether no prompt before the last of them is missing."""
+    measured: list[int] = []
     for index in range(count):
-        if len(found) == wanted:
+        if len(measured) == most:
             break
-        if index not in known:
-            return found, False
-        if known[index].left_out is None:
-            found.append(index)
-    return found, True
+        if index not in records:
+            return measured, False
+        if records[index].left_out is None:
+            measured.append(index)
+    return measured, True
 
 
 def _header(path: Path) -> str:
-    """The first line of a file; empty where it is not there."""
+    """The first line of a file; empty if there is no such file."""
     try:
         with path.open("rb") as file:
             return file.readline().decode(errors="replace").rstrip("\n")
@@ -240,12 +237,12 @@ def _record(line: bytes, path: Path) -> Record:
         ) from None
 
 
-def _differences(header: str, wanted: str) -> list[str]:
+def _differences(header: str, expected: str) -> list[str]:
     try:
         before = flatten(json.loads(header)["facts"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return ["its first line can't be read"]
-    now = flatten(json.loads(wanted)["facts"])
+    now = flatten(json.loads(expected)["facts"])
     keys: Iterable[str] = sorted(before.keys() | now.keys())
     return [
         f"{key} {now.get(key)!r:.60}, was {before.get(key)!r:.60}" for key in keys if before.get(key) != now.get(key)

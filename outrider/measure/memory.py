@@ -1,6 +1,6 @@
-"""The highest memory in use since the last reset: of the accelerator where there is one, else of this process.
+"""Peak memory since the last reset, of the accelerator if there is one, else of this process.
 
-`ru_maxrss` can't be used: it never falls, so every drafter would have the first one's peak.
+`ru_maxrss` can't be used: it never falls, so every drafter would get the first one's peak.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from outrider import machine
 
 PEAK = "5"
-"""Written to clear_refs, it tells Linux to set the peak of resident memory to what is resident now."""
+"""Written to clear_refs, it makes Linux reset the peak of resident memory to its current value."""
 
 
 def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:
-    """Reset the peak.  Returns whether that can be done here; where it can't, `peak` has nothing to read."""
+    """Reset the peak.  Returns False if the system does not support that; `peak` is meaningless then."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -29,7 +29,7 @@ def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:
 
 
 def peak(device: torch.device, process: Path = Path("/proc/self")) -> int | None:
-    """The highest number of bytes since `reset`; None where the system does not tell."""
+    """Peak bytes since `reset`; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""What was measured, before any figure follows from it: every step of every run, in counts and seconds."""
+"""Raw measurements: every step of every run, in counts and seconds."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Entry:
     drafter: Drafter
     temperature: float = 0.0
     trained_on: str | None = None
-    """Precision of the target in its training, such as float32."""
+    """Precision of the target during its training, such as float32."""
     predicted: tuple[float, ...] = ()
-    """[k]: share of drafts accepted up to depth k + 1, as training measured it on texts like these."""
+    """[k]: share of drafts accepted up to depth k + 1, as training measured it on similar texts."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One prompt continued once, all its turns."""
+    """One prompt continued once, with all its turns."""
 
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
     accepted: list[int] = field(default_factory=list)
-    """Drafted tokens that were accepted in each step."""
+    """Accepted draft tokens of each step."""
     reached: list[int] = field(default_factory=list)
-    """Depth of each step's draft; where the text ended within it, the depth that was judged."""
+    """Depth of each step's draft; if the text ended within it, the depth that was judged."""
     seconds: float = 0.0
-    """In a batch, its part of the whole batch's time, by its tokens."""
+    """In a batch, its share of the batch's time, by tokens."""
     first_s: float = 0.0
     """Until its first tokens."""
     done_s: float = 0.0
-    """Until its last tokens; 0 where that is `seconds`."""
+    """Until its last tokens; 0 if equal to `seconds`."""
     gaps_s: list[float] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -49,21 +49,21 @@ class Run:
     tv_distance: float = 0.0
     """Sum over its tokens of the total variation distance from the target's distribution."""
     nodes: list[int] = field(default_factory=list)
-    """Drafted tokens verified in each step, on all branches; empty where drafts are chains, as `reached` says."""
+    """Drafted tokens verified in each step, on all branches; empty for chains, see `reached`."""
     turns: list[int] = field(default_factory=list)
-    """Tokens written in each turn; empty is one turn."""
+    """Tokens of each turn; empty for a single turn."""
     positions: list[int] = field(default_factory=list)
-    """Tokens of the text before each step, its prompt included; empty in older records."""
+    """Tokens before each step, prompt included; empty in older records."""
     committed: list[int] = field(default_factory=list)
-    """Tokens that each step wrote, where `positions` are known."""
+    """Tokens committed by each step, parallel to `positions`."""
     memory_peak_bytes: int | None = None
     lost: float | None = None
-    """Share of its time that it lost to other programs."""
+    """Share of its time lost to other programs."""
     repeats: int = 0
     """How often it was measured again because of that."""
 
     def joined(self, other: Run) -> Run:
-        """This run and the next turn's, as one.  Seconds to the first token are summed: a reader waits for each."""
+        """This run and the next turn's as one.  Seconds to the first token add up, since a reader waits for each."""
         peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
         lost = [run.lost for run in (self, other) if run.lost is not None]
         added = (
@@ -83,31 +83,28 @@ class Sample:
     run: Run
     plain: Run
     reference: list[list[int]]
-    """What transformers' generate wrote in each turn."""
+    """Output of transformers' generate in each turn."""
     generate_s: float
     group: int | None = None
-    """Number of the batch that it was part of; None where it was alone."""
-    scores: tuple[float | None, float | None] = (None, None)
-    """Of the drafted and the plain answer; None where an answer was not scored."""
+    """Number of its batch; None if it was served alone."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """All prompts of one entry."""
+    """All measurements of one entry."""
 
     entry: Entry
     task: str
     samples: list[Sample] = field(default_factory=list)
     rule: str | None = None
-    """The lossy rule's name, with its numbers."""
+    """Name and settings of a lossy rule."""
     policy: str = "fixed"
     chosen: Policy | None = None
-    """The policy itself, one for all prompts of the task."""
+    """The policy object, one for all prompts of the task."""
     batch: int = 1
     processes: int = 1
-    """That measured side by side on this machine."""
+    """Processes that measured side by side on this machine."""
     verification: str = "standard"
-    score_measure: str = ""
     traced: list[TracedPrompt] = field(default_factory=list)
     rejections: Rejections | None = None
     overlap: list[float] = field(default_factory=list)
@@ -115,9 +112,9 @@ class Measured:
 
 
 class Overlaps(NamedTuple):
-    """Which prompts are in what one drafter was trained on, or draws from."""
+    """Which prompts occur in what a drafter was trained on or drafts from."""
 
     found: Mapping[tuple[str, str], bool]
-    """By task and prompt id; a prompt that is missing is not known."""
+    """By task and prompt id; prompts that were not checked are missing."""
     rule: str = ""
-    """What counts as contained, in words."""
+    """What counts as an occurrence, in words."""

@@ -1,7 +1,7 @@
-"""Where drafts are rejected: one more, untimed run, with a record of every token that the target judged.
+"""Where drafts are rejected: an untimed run that records every token the target judged.
 
-The target's probabilities, ranks and entropies are read at temperature 1, whatever the run's temperature is, so that
-rows can be compared.
+The target's probabilities, ranks and entropies are taken at temperature 1, whatever the run's temperature, so that rows
+can be compared.
 V vocabulary, N drafted nodes.
 """
 
@@ -27,27 +27,26 @@ from outrider.sampling.text import TextStream
 from outrider.targets.hf.transformers import TransformersTarget
 
 ENTROPIES = (0.1, 0.5, 1.0, 2.0)
-"""Nats, where one bin ends and the next begins."""
+"""Bin edges, in nats."""
 RANKS = (2, 3, 6, 21)
-"""Ranks where a bin begins, after the first."""
+"""First ranks of all bins but the first."""
 ENTROPY_NAMES = ("below 0.1", "0.1 to 0.5", "0.5 to 1", "1 to 2", "2 and more")
 RANK_NAMES = ("1", "2", "3-5", "6-20", ">20")
 KINDS = ("word", "number", "space", "punctuation", "symbol", "hangul", "other script", "special")
 
 
 class Judged(NamedTuple):
-    """One text, with a record of every token."""
+    """A text with a record of every token."""
 
     tokens: list[int]
     tested: list[TracedToken]
-    """One for each token."""
+    """One per token."""
     overlap: list[float]
-    """For every position with a proposal: the chance that the acceptance rule accepts it, at the run's temperature."""
+    """Probability that the acceptance rule accepts, for every position with a proposal, at the run's temperature."""
 
 
 class TracedTarget:
-    """A target that reports every draft it verifies in the batch's cache, the first that is allocated, and is unchanged
-    otherwise."""
+    """Wraps a target to report every draft that it verifies in the batch's cache, which is the first one allocated."""
 
     def __init__(self, target: Any, on_verify: Callable[[Draft, Scores], None]):
         self._target = target
@@ -68,7 +67,7 @@ class TracedTarget:
         probe: Probe | None = None,
     ) -> Scores:  # fmt: skip
         scores: Scores = self._target.verify(cache, rows, anchor, draft, taps, probe)
-        if cache is self._cache:  # a judge reads in a cache of its own
+        if cache is self._cache:  # a judge uses its own cache
             self._on_verify(draft, scores)
         return scores
 
@@ -78,76 +77,75 @@ def judged(
     ends: bool = True,
     judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
-    """Continue one request and record every token: what was proposed, and the target's probabilities.
+    """Continue one request and record every token with its proposal and the target's probabilities.
 
-    ends: False goes on after the end of the text, as timed runs above temperature 0 do.
+    ends: False continues past the end of the text, like timed runs above temperature 0.
     """
-    found = Judged([], [], [])
+    judged = Judged([], [], [])
     last: list[Any] = []
 
     def keep_last(draft: Draft, scores: Scores) -> None:
-        # a copy: a compiled step gives its buffers out again
+        # cloned: a compiled step reuses its buffers
         last[:] = [draft, scores.logits[0].clone()]
 
-    words = _Words(target)
+    texts = _TokenTexts(target)
     state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
     traced: Any = TracedTarget(target, keep_last)
     for progress in serve(traced, [request], drafter, policy=policy, state=state):
         draft, logits = last
-        for tested, chance in _traced_tokens(draft, logits, state.judge, progress, words):
-            found.tested.append(tested)
+        for token, chance in _traced_tokens(draft, logits, state.judge, progress, texts):
+            judged.tested.append(token)
             if chance is not None:
-                found.overlap.append(chance)
-        found.tokens.extend(progress.tokens)
-    return found
+                judged.overlap.append(chance)
+        judged.tokens.extend(progress.tokens)
+    return judged
 
 
 def _traced_tokens(
-    draft: Draft, logits: Tensor, judge: Judge, progress: Progress, words: _Words
+    draft: Draft, logits: Tensor, judge: Judge, progress: Progress, texts: _TokenTexts
 ) -> list[tuple[TracedToken, float | None]]:
-    """The tokens of one step, each with its proposal and the chance that one of the siblings is accepted.  logits [N+1,
-    V]."""
+    """The tokens of one step, each with the probability that one of its siblings is accepted.  logits [N+1, V]."""
     size, at = draft.live[0], -1
-    found: list[tuple[TracedToken, float | None]] = []
+    traced: list[tuple[TracedToken, float | None]] = []
     p = judge.distribution(logits[None])[0]
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     for depth, token in enumerate(progress.tokens):
         children = [n for n in range(size) if draft.tree[0][n] == at]
         is_accepted = depth < progress.accepted
-        # of equal siblings the first is accepted; where none is, the first stands for all
+        # of equal siblings the first is accepted; if none is accepted, the first represents all
         node = next(
             (n for n in children if is_accepted and draft.ids[0][n] == token), children[0] if children else None
         )
-        own = logs[at + 1]
-        entropy = _short(-(own.exp() * own).nan_to_num(0.0).sum())
+        log_p = logs[at + 1]
+        entropy = _short(-(log_p.exp() * log_p).nan_to_num(0.0).sum())
         is_last = progress.finish_reason is not None and depth + 1 == len(progress.tokens)
-        text = words.next(token, is_last)
+        text = texts.next(token, is_last)
         if node is None:
-            found.append((TracedToken(text=text, entropy=entropy), None))
+            traced.append((TracedToken(text=text, entropy=entropy), None))
             break
         proposed = draft.ids[0][node]
-        known = 0 <= proposed < len(own)
+        is_valid = 0 <= proposed < len(log_p)
         tested = TracedToken(
-            text=text, drafted=words.of(proposed) if known else None, accepted=is_accepted, depth=depth + 1,
-            p=_short(own[proposed].exp()) if known else 0.0,
-            q=_short(draft.q[0, node, proposed]) if draft.q is not None and known else None,
-            rank=1 + int((own > own[proposed]).sum()) if known else None,
-            entropy=entropy, kind=words.kind(proposed) if known else None,
+            text=text, drafted=texts.of(proposed) if is_valid else None, accepted=is_accepted, depth=depth + 1,
+            p=_short(log_p[proposed].exp()) if is_valid else 0.0,
+            q=_short(draft.q[0, node, proposed]) if draft.q is not None and is_valid else None,
+            rank=1 + int((log_p > log_p[proposed]).sum()) if is_valid else None,
+            entropy=entropy, kind=texts.kind(proposed) if is_valid else None,
         )  # fmt: skip
-        found.append((tested, _chance(p[at + 1], draft, children)))
+        traced.append((tested, _chance(p[at + 1], draft, children)))
         at = node
-    return found
+    return traced
 
 
 def _short(number: Tensor) -> float:
-    """Six digits: enough for a reader, and half the size of a float in a file."""
+    """Six digits: enough for readers, and half the size of a float in a file."""
     return float(f"{float(number):.6g}")
 
 
 def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
-    """The chance that one of these siblings is accepted, before they are drawn: its overlap with the residual of the
-    earlier ones. p [V]."""
-    left, missed = p, 1.0
+    """The probability that one of these siblings is accepted, before they are drawn: each overlaps with the residual
+    that earlier siblings leave.  p [V]."""
+    residual, rejected = p, 1.0
     for node in children:
         if draft.q is not None:
             q = draft.q[0, node].to(p)
@@ -156,15 +154,14 @@ def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
             q = torch.zeros_like(p)
             if 0 <= token < len(p):
                 q[token] = 1.0
-        missed *= 1 - min(1.0, float(torch.minimum(left, q).clamp(min=0).sum()))
-        rest = (left - q).clamp(min=0)
-        left = rest / rest.sum() if rest.sum() > 1e-12 else left
-    return 1 - missed
+        rejected *= 1 - min(1.0, float(torch.minimum(residual, q).clamp(min=0).sum()))
+        rest = (residual - q).clamp(min=0)
+        residual = rest / rest.sum() if rest.sum() > 1e-12 else residual
+    return 1 - rejected
 
 
-class _Words:
-    """Texts and kinds of tokens.  The texts of a run, joined, are the run's text; special tokens are written by
-    name."""
+class _TokenTexts:
+    """Texts and kinds of tokens.  The texts of a run join to the run's text; special tokens are written by name."""
 
     def __init__(self, target: TransformersTarget):
         self.tokenizer = target.tokenizer
@@ -175,11 +172,11 @@ class _Words:
         return str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
     def next(self, token: int, is_last: bool) -> str:
-        """What this token adds to the text; empty while a character is incomplete."""
+        """The text that this token adds; empty while a character is incomplete."""
         if self.stream is None:
             return self.of(token)
         if token in self.special:
-            # also text that waited for a following token, where this is the last one
+            # if this is the last token, also the text that waited for a following one
             return self.stream.push([], is_last).text + self.of(token)
         return self.stream.push([token], is_last).text
 
@@ -188,8 +185,7 @@ class _Words:
 
 
 def kind_of(text: str) -> str:
-    """The class of a token's text, by its letters, else its digits, else its marks.  Incomplete characters are
-    allowed."""
+    """The class of a token's text, by its letters, else digits, else marks.  Incomplete characters are allowed."""
     stripped = text.strip()
     if not stripped:
         return "space"
@@ -198,7 +194,7 @@ def kind_of(text: str) -> str:
         return "hangul"
     classes = [unicodedata.category(letter)[0] for letter in stripped]
     letters = [name for name, kind in zip(names, classes, strict=True) if kind in "LM"]
-    # part of a character decodes to the replacement sign: byte-level vocabularies split rare scripts
+    # partial characters decode to the replacement sign: byte-level vocabularies split rare scripts
     if "\ufffd" in stripped or (letters and not any(name.startswith(("LATIN", "FULLWIDTH LATIN")) for name in letters)):
         return "other script"
     if letters:
@@ -208,21 +204,21 @@ def kind_of(text: str) -> str:
 
 def patterns(tested: Sequence[TracedToken]) -> Rejections:
     """How often proposals of each kind, entropy and rank were tested and accepted."""
-    proposals = [place for place in tested if place.depth is not None]
+    proposals = [token for token in tested if token.depth is not None]
     return Rejections(
-        by_kind=_counted(KINDS, [(place.kind, place.accepted) for place in proposals]),
-        by_entropy=_counted(ENTROPY_NAMES, [(_entropy_name(place.entropy), place.accepted) for place in proposals]),
-        by_rank=_counted(RANK_NAMES, [(_rank_name(place.rank), place.accepted) for place in proposals]),
+        by_kind=_counted(KINDS, [(token.kind, token.accepted) for token in proposals]),
+        by_entropy=_counted(ENTROPY_NAMES, [(_entropy_name(token.entropy), token.accepted) for token in proposals]),
+        by_rank=_counted(RANK_NAMES, [(_rank_name(token.rank), token.accepted) for token in proposals]),
     )
 
 
-def _counted(names: Sequence[str], found: Sequence[tuple[str | None, bool]]) -> tuple[Pattern, ...]:
-    """All names in their order; a name that never came up has zeros."""
+def _counted(names: Sequence[str], proposals: Sequence[tuple[str | None, bool]]) -> tuple[Pattern, ...]:
+    """All names in order; those that never occurred have zeros."""
     return tuple(
         Pattern(
             name=name,
-            tested=sum(own == name for own, _ in found),
-            accepted=sum(own == name and accepted for own, accepted in found),
+            tested=sum(each == name for each, _ in proposals),
+            accepted=sum(each == name and accepted for each, accepted in proposals),
         )
         for name in names
     )
@@ -233,5 +229,5 @@ def _entropy_name(nats: float | None) -> str | None:
 
 
 def _rank_name(rank: int | None) -> str | None:
-    """An id outside the target's vocabulary counts as the lowest rank."""
+    """The rank's bin; an id outside the target's vocabulary has the lowest."""
     return RANK_NAMES[-1] if rank is None else RANK_NAMES[bisect_right(RANKS, rank)]

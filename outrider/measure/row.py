@@ -1,4 +1,4 @@
-"""From runs to a row: every figure that follows from what was measured.  docs/metrics.md says what each means."""
+"""From runs to a row of the report.  docs/metrics.md explains every figure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from outrider.measure.record import Measured, Overlaps, Run, Sample
 from outrider.report import bootstrap
-from outrider.report.parts import Clean, Group, PositionRange, PromptResult, Score, Training
+from outrider.report.parts import Clean, Group, PositionRange, PromptResult, Training
 from outrider.report.schema import Row
 from outrider.targets.hf.transformers import TransformersTarget
 
 
 def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:
-    """One row of the report.  overlaps: of this drafter, where that was checked."""
+    """One row of the report.  overlaps: of this drafter, if they were checked."""
     entry, samples = measured.entry, measured.samples
     runs, plain = [sample.run for sample in samples], [sample.plain for sample in samples]
     is_greedy = entry.temperature == 0
@@ -39,7 +39,6 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         rule=measured.rule, lossless=measured.rule is None, policy=measured.policy, verification=measured.verification,
         distance=sum(run.tv_distance for run in runs) / sum(len(run.tokens) for run in runs),
         rejections=measured.rejections, traced=tuple(measured.traced),
-        score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
         by_group=_by_group(samples), by_position=by_position(runs),
     )  # fmt: skip
@@ -49,7 +48,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
 
 
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """The row's fields on drafted and accepted tokens, over all steps of all runs."""
+    """The row's fields about drafted and accepted tokens, over all steps of all runs."""
     accepted = [a for run in runs for a in run.accepted]
     reached = [r for run in runs for r in run.reached]
     per_step, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
@@ -72,7 +71,7 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def conditional(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """Acceptance at depth k given that depth k - 1 was accepted and the draft went on."""
+    """Acceptance at depth k, given that depth k - 1 was accepted and the draft continued."""
     per_step = list(zip(accepted, reached, strict=True))
     return [
         _share(sum(a > k for a, _ in per_step), sum(a >= k < r for a, r in per_step))
@@ -92,7 +91,7 @@ def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]
 
 
 def _speed(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Speed of all samples.  What was served together counts as one: its prompts have one time."""
+    """Speed of all samples.  Samples served together count as one, since they share a time."""
     parts = np.array(
         [[sum(values) for values in zip(*map(_amounts, group), strict=True)] for group in batches(samples)]
     )
@@ -119,14 +118,14 @@ def _amounts(sample: Sample) -> tuple[float, float, float, float]:
 
 def batches(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Samples that were served together, in their order."""
-    found: dict[Any, list[Sample]] = {}
+    groups: dict[Any, list[Sample]] = {}
     for number, sample in enumerate(samples):
-        found.setdefault(("alone", number) if sample.group is None else sample.group, []).append(sample)
-    return list(found.values())
+        groups.setdefault(("alone", number) if sample.group is None else sample.group, []).append(sample)
+    return list(groups.values())
 
 
 def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """Where a step's seconds go, and what a reader waits for."""
+    """How a step's seconds are spent, and latencies."""
     parts = {name: sum(getattr(run, f"{name}_s") for run in runs) for name in ("draft", "verify", "other")}
     inside, alone = sum(parts.values()), sum(run.draft_s + run.verify_s + run.other_s for run in plain)
     gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
@@ -158,7 +157,7 @@ def _first(run: Run) -> float:
 
 
 def _per_token(run: Run) -> float:
-    """Seconds a token after the first of its turn: (all - first) / (tokens - turns)."""
+    """Seconds per token after the first of each turn: (all - first) / (tokens - turns)."""
     return ((run.done_s or run.seconds) - run.first_s) / max(1, len(run.tokens) - max(1, len(run.turns)))
 
 
@@ -175,23 +174,22 @@ def _prompt(measured: Measured, sample: Sample, overlaps: Overlaps | None) -> Pr
         exact=first is None if is_greedy else None, first_difference=first,
         tpot_ms=1000 * _per_token(run), plain_tpot_ms=1000 * _per_token(alone),
         contaminated=None if overlaps is None else overlaps.found.get((measured.task, name)),
-        score=sample.scores[0], plain_score=sample.scores[1],
     )  # fmt: skip
 
 
 def difference(run: Run, reference: Sequence[Sequence[int]]) -> int | None:
-    """The first token of a run that is not the reference's, counted over its turns; None where there is none."""
+    """Index of the first token of a run that differs from the reference, over all turns; None if all are equal."""
     before = 0
-    # turn by turn: a turn that ends early moves the next one up, and the whole might look alike
-    for own, wanted in zip(parts(run.tokens, run.turns), reference, strict=True):
-        first = first_difference(own, wanted)
+    # turn by turn: a turn that ends early shifts the next one, and the concatenation might look equal
+    for actual, expected in zip(turns_of(run.tokens, run.turns), reference, strict=True):
+        first = first_difference(actual, expected)
         if first is not None:
             return before + first
-        before += len(wanted)
+        before += len(expected)
     return None
 
 
-def parts(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+def turns_of(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
     """The tokens of each turn."""
     start = 0
     for length in lengths or [len(tokens)]:
@@ -199,28 +197,18 @@ def parts(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[in
         start += length
 
 
-def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter one's length where one ends early; None where they are
-    equal."""
-    if list(mine) == list(theirs):
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or the shorter length if one is a prefix; None if they are equal."""
+    if list(one) == list(other):
         return None
-    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# ── scores, and the row without what was known before ─────────────────────────────────────────────────────────────────
-
-
-def _score(prompts: Iterable[PromptResult], measure: str) -> Score | None:
-    """Means over the prompts of which both answers have a score."""
-    both = [(p.score, p.plain_score) for p in prompts if p.score is not None and p.plain_score is not None]
-    if not both:
-        return None
-    drafted, plain = (sum(side) / len(both) for side in zip(*both, strict=True))
-    return Score(drafted=drafted, plain=plain, prompts=len(both), measure=measure)
+# ── without contaminated prompts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Clean | None:
-    """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
+    """Figures over the prompts that were checked and not found; None if none was checked."""
     if all(prompt.contaminated is None for prompt in prompts):
         return None
     clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.contaminated is False]
@@ -231,7 +219,6 @@ def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Cl
         rule=rule,
         tokens_per_step=_share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
         speedup=_speed([sample for sample, _ in clean])["speedup"] if clean else None,
-        score=_score([prompt for _, prompt in clean], measured.score_measure),
     )
 
 
@@ -239,7 +226,7 @@ def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Cl
 
 
 def _by_group(samples: Sequence[Sample]) -> tuple[Group, ...]:
-    """Figures over the prompts of each group; none where no prompt has one."""
+    """Figures over the prompts of each group; empty if no prompt names a group."""
     names = sorted({sample.prompt.group for sample in samples})
     return tuple(_group(name, [s for s in samples if s.prompt.group == name]) for name in names) if any(names) else ()
 
@@ -259,11 +246,11 @@ def _group(name: str, samples: Sequence[Sample]) -> Group:
 # ── by position ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ENDS = (1024, 4096, 16384)
-"""Positions of a text where a range ends and the next begins."""
+"""Positions at which one range ends and the next begins."""
 
 
 def by_position(runs: Sequence[Run]) -> tuple[PositionRange, ...]:
-    """Figures of the steps in each range of positions that has any; none where positions were not recorded."""
+    """Figures per range of positions; ranges without steps are omitted, and all if positions were not recorded."""
     steps: dict[int, list[list[int]]] = {}
     for run in (run for run in runs if run.positions):
         for at, *step in zip(run.positions, run.committed, run.accepted, run.reached, strict=True):
@@ -272,7 +259,7 @@ def by_position(runs: Sequence[Run]) -> tuple[PositionRange, ...]:
 
 
 def _range(number: int, steps: Sequence[Sequence[int]]) -> PositionRange:
-    """steps: tokens written, accepted, and depth of each."""
+    """steps: tokens committed, accepted, and depth of each."""
     tokens, accepted = sum(step[0] for step in steps), sum(step[1] for step in steps)
     judged = sum(a + (a < r) for _, a, r in steps)
     return PositionRange(
@@ -298,9 +285,9 @@ def _curve(seconds: Sequence[float], at: Sequence[int] = range(101)) -> list[flo
 
 
 def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
-    """What the report says of a drafter's training."""
+    """The report's summary of a drafter's training."""
     training = manifest.get("training", {})
-    # of a best checkpoint, what came after it is another's
+    # a best checkpoint excludes what was trained after it
     lines = [line for line in metrics if training.get("step") is None or line["step"] <= training["step"]]
     held_out: Mapping[str, Any] = next((line["held_out"] for line in reversed(lines) if "held_out" in line), {})
     return Training(

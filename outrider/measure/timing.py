@@ -1,5 +1,4 @@
-"""Requests continued together, one a slot: every step is recorded, its seconds split into the two models and the
-rest."""
+"""Timed decoding of requests in a batch: every step is recorded, its seconds split into the two models and the rest."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ def run_batch(
     target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None = None,
     policy: Policy | None = None, ends: bool = True, judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> list[Run]:  # fmt: skip
-    """Continue requests together, each in a slot of its own, and record every step.
+    """Continue requests together, each in its own slot, and record every step.
 
-    A run's `seconds` are its part of the batch's, by its tokens.  The seconds of a step are split evenly over the slots
-    that it served.  ends: False goes on after the end of the text, for equal lengths.
+    A run's `seconds` are its share of the batch's, by tokens.  The seconds of a step are split evenly over the slots it
+    served.  ends: False continues past the end of the text, for equal lengths.
     """
     runs = [Run() for _ in requests]
     state = batch(target, len(requests), judge or "standard", shared_noise, None if ends else frozenset())
@@ -44,7 +43,7 @@ def run_batch(
         for progress in serve(target, requests, drafter, policy=policy, state=state):
             if state.timing is not step:  # the first slot of a new step
                 step, now, slots = state.timing, time.perf_counter(), len(state.rows)
-                # what takes place within one call is the models'
+                # a step within a single call counts as the models' time
                 seconds = (step.draft, step.verify, step.other, clock.since(step.began) or step.verify)
                 parts = tuple(part / slots for part in seconds)  # type: ignore[assignment]
             run = runs[progress.request]
@@ -72,7 +71,7 @@ def run_batch(
     peak, tokens = memory.peak(target.device) if is_watched else None, sum(len(run.tokens) for run in runs)
     for run in runs:
         run.seconds, run.memory_peak_bytes = whole_s * len(run.tokens) / tokens, peak
-    runs[0].invalid = state.invalid  # is counted for all slots together
+    runs[0].invalid = state.invalid  # counted for all slots together
     if len(runs) == 1:
         runs[0].done_s = whole_s
     return runs
@@ -84,14 +83,14 @@ def run_once(target: TransformersTarget, request: Request, *args: Any, **kwargs:
 
 
 class ModelClock:
-    """When the outermost calls into the models began and ended."""
+    """Start and end of the outermost calls into the models."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[float, float]] = []
         self._depth = 0
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose outermost calls are recorded."""
+        """`forward`, with its outermost calls recorded."""
 
         @functools.wraps(forward)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +106,7 @@ class ModelClock:
         return timed
 
     def since(self, moment: float) -> float:
-        """Seconds inside calls that began after `moment`; removes these calls and earlier ones."""
+        """Seconds inside calls that began after `moment`; forgets all calls so far."""
         seconds = sum(end - began for began, end in self._calls if began >= moment)
         self._calls.clear()
         return seconds
@@ -115,9 +114,10 @@ class ModelClock:
 
 @contextmanager
 def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator[ModelClock]:
-    """Watch every forward call of target and drafter while the block runs.
+    """Record every forward call of target and drafter within the block.
 
-    Around `forward`, not by hooks: a module with hooks is called by a longer way, which would count as the loop's.
+    It wraps `forward` instead of using hooks: a module with hooks takes a slower call path, which would count as the
+    loop's overhead.
     """
     clock, before = ModelClock(), {}
     for module in {*_modules(target), *_modules(drafter)}:
@@ -134,7 +134,7 @@ def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator
 
 
 def _modules(participant: Any) -> list[Any]:
-    """What is called where a participant's model computes: its module, and the graphs that may stand for it."""
+    """The callables that run a participant's model: its module, and graphs that may replace it."""
     if isinstance(participant, Ensemble):
         return [module for drafter in participant.drafters for module in _modules(drafter)]
     if isinstance(participant, RemoteDrafter):
@@ -144,25 +144,25 @@ def _modules(participant: Any) -> list[Any]:
     model = getattr(participant, "model", None)
     if isinstance(model, TransformersTarget):
         return _modules(model)
-    found = [model, getattr(model, "base_model", model)] if isinstance(model, nn.Module) else []
+    modules = [model, getattr(model, "base_model", model)] if isinstance(model, nn.Module) else []
     steps = (participant.step,) if isinstance(participant, TransformersTarget) else getattr(participant, "steps", ())
-    return [*dict.fromkeys(found), *(step.graph for step in steps if step.graph is not None)]
+    return [*dict.fromkeys(modules), *(step.graph for step in steps if step.graph is not None)]
 
 
 @torch.inference_mode()
 def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-    """transformers' own greedy `generate`: its new tokens, and its seconds.
+    """The new tokens and the seconds of transformers' greedy `generate`.
 
-    Of an ensemble, which transformers can't run, plain decoding here.
+    Ensembles, which transformers can't run, use plain decoding instead.
     """
     if members_of(target):
         run = run_once(target, Request(list(tokens), max_new_tokens, Sampling()))
         return run.tokens, run.seconds
     began = time.perf_counter()
     inputs = torch.tensor([tokens], device=target.device)
-    out = target.generate_plainly(inputs, {
+    output = target.generate_plainly(inputs, {
         "attention_mask": torch.ones_like(inputs), "max_new_tokens": max_new_tokens, "do_sample": False,
         "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0,
         "eos_token_id": sorted(target.ends) or None, "pad_token_id": min(target.ends, default=0),
     })  # fmt: skip
-    return out[0, len(tokens) :].tolist(), time.perf_counter() - began
+    return output[0, len(tokens) :].tolist(), time.perf_counter() - began

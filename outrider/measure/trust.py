@@ -1,4 +1,4 @@
-"""Whether a measured speed-up can be true: what the run's own times allow, and how busy the machine was."""
+"""Whether a measured speed-up is plausible: the bound from the run's own step times, and how busy the machine was."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from outrider.measure.row import batches
 CALM = 0.25
 """Quantile of the batches' step times that counts as undisturbed: load makes steps slower, never faster."""
 TOLERANCE = 1.1
-"""How far above what is possible a speed-up may be measured: prompts differ, and so do their steps."""
+"""How far a measured speed-up may exceed the bound: prompts differ, and so do their steps."""
 FIGURES = ("speedup", "speedup_range", "speedup_geomean", "speedup_of_means")
-"""Fields of a row that an impossible speed-up leaves empty."""
+"""Fields of a row that are cleared if the speed-up is impossible."""
 BUSY = 0.25
-"""Share of lost time from which no speed-up is trusted."""
+"""Share of lost time above which no speed-up is trusted."""
 
 
 def trust(measured: Measured, speedup: float) -> dict[str, Any]:
-    """The row's fields on what its speed-up is worth; one that can't be true is taken out."""
+    """The row's fields about the trust in its speed-up, which is removed if it is impossible."""
     samples = measured.samples
     possible = possible_speedup(samples)
     lost = [run.lost for sample in samples for run in (sample.run, sample.plain) if run.lost is not None]
@@ -30,7 +30,7 @@ def trust(measured: Measured, speedup: float) -> dict[str, Any]:
     refused: dict[str, Any] = {}
     if speedup > TOLERANCE * possible:
         reasons.append(
-            f"what was measured is more than the {possible:.2f}× that its tokens per step and the times of its passes "
+            f"the measured speed-up exceeds the {possible:.2f}× that its tokens per step and the times of its passes "
             "allow"
         )
         refused = dict.fromkeys(FIGURES)
@@ -42,10 +42,10 @@ def trust(measured: Measured, speedup: float) -> dict[str, Any]:
 
 
 def possible_speedup(samples: Sequence[Sample]) -> float:
-    """The speed-up by tokens per step and by the undisturbed times of a plain and of a drafted step.
+    """The speed-up expected from tokens per step and the undisturbed times of plain and drafted steps.
 
-    It is tokens per step x T(1) / (T(n) + T(draft)), each with the loop's own part, with the reading of the prompts on
-    both sides.  A drafted step never counts as cheaper than a plain one: its pass has the same weights and more tokens.
+    It is tokens per step x T(1) / (T(n) + T(draft)), each including the loop's overhead, with prompt reading on both
+    sides.  A drafted step never counts as cheaper than a plain one: its pass has the same weights and more tokens.
     """
     groups = batches(samples)
     drafted: Callable[[Sample], Run] = lambda sample: sample.run

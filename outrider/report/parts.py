@@ -77,9 +77,7 @@ class PromptResult(Part):
     tpot_ms: float | None = None
     plain_tpot_ms: float | None = None
     contaminated: bool | None = None
-    """It is in what the drafter was trained on, or draws from; null where that was not checked."""
-    score: float | None = None
-    plain_score: float | None = None
+    """It occurs in what the drafter was trained on or drafts from; null if not checked."""
 
 
 class Range(Part):
@@ -141,18 +139,8 @@ class Rejections(Part):
     """By the proposal's rank under the target."""
 
 
-class Score(Part):
-    """How right the answers are, drafted and alone; fractions of all prompts that have a reference."""
-
-    drafted: float | None = None
-    plain: float | None = None
-    prompts: int = 0
-    measure: str = ""
-    """Such as `exact match` or `passes its tests`."""
-
-
 class Clean(Part):
-    """The row again without contaminated prompts: those in what the drafter was trained on, or draws from."""
+    """The row without contaminated prompts: those that occur in what the drafter was trained on or drafts from."""
 
     contaminated: tuple[str, ...] = ()
     """Ids of these prompts."""
@@ -161,7 +149,6 @@ class Clean(Part):
     """Such as `one 13-gram of words in common`."""
     tokens_per_step: float | None = None
     speedup: float | None = None
-    score: Score | None = None
 
 
 class Group(Part):

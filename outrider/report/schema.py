@@ -26,7 +26,6 @@ from outrider.report.parts import (
     PromptResult,
     Range,
     Rejections,
-    Score,
     Share,
     TaskSource,
     TracedPrompt,
@@ -88,7 +87,6 @@ class Row(Part):
     rejections: Rejections | None = None
     traced: tuple[TracedPrompt, ...] = ()
     """A few prompts in full."""
-    score: Score | None = None
     clean: Clean | None = None
     by_group: tuple[Group, ...] = ()
     """By the prompts' language or category, in alphabetical order; empty where no prompt's row names one."""

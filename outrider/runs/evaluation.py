@@ -47,7 +47,7 @@ from outrider.training.progress.checkpoints import chosen
 log = logging.getLogger(__name__)
 
 NOT_TIMED = {
-    "tasks", "prompts", "baselines", "processes", "overwrite", "data", "revisions", "score", "allow_code_execution",
+    "tasks", "prompts", "baselines", "processes", "overwrite", "data", "revisions",
 }  # fmt: skip
 """Settings that change no measurement of a prompt: with others of these, what was measured before is still used."""
 COMPARED = ("max_new_tokens", "seed", "policy", "verification", "batch", "thinking", "min_first_ngrams")
@@ -241,7 +241,7 @@ def _pace(done: Journal) -> dict[str, float]:
 
 def _measured(done: Journal, drawn: Mapping[str, PromptSet], config: Config) -> dict[str, int]:
     """Prompts of each task that were measured before."""
-    known = {task: done.known(task_name(task), own.prompts).values() for task, own in drawn.items()}
+    known = {task: done.by_index(task_name(task), own.prompts).values() for task, own in drawn.items()}
     return {task: min(config.prompts, sum(record.left_out is None for record in own)) for task, own in known.items()}
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -145,31 +144,13 @@ def test_a_chat_template_is_the_targets_own(ours: Target, tmp_path: Path) -> Non
         OutriderLM(bare).apply_chat_template([])
 
 
-CODE = """
-import os, resource
-
-def limited():
-    return resource.getrlimit(resource.RLIMIT_CPU)[1] != resource.RLIM_INFINITY
-
-def forked():
-    child = os.fork()
-    if child == 0:
-        os._exit(int(limited() and resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-
-def score(doc, results):
-    return {'allowed': float(os.environ.get('HF_ALLOW_CODE_EVAL') == '1' and limited() and forked())}
-"""
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tasks of our own: greedy answers, choices, drawn answers, answers that name a temperature and draw none, and
+    """Local tasks: greedy answers, choices, sampled answers, greedy answers whose settings name a temperature, and
     code."""
     place = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"tell {i} {'xy' * i}", "wanted": "x", "choices": ["ab", "xy"], "label": i % 2} for i in range(6)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "code.py").write_text(CODE)
     shared = {
         "dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}", "metadata": {"version": 1},
         "dataset_kwargs": {"data_files": {"test": str(place / "rows.jsonl")}, "cache_dir": str(place / "cache")},
@@ -187,8 +168,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):  # fmt: skip
         (place / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | shared | own))
     unsafe = {"task": "tiny_code", "unsafe_code": True} | shared | written
-    unsafe["metric_list"] = [{"metric": "allowed", "aggregation": "mean", "higher_is_better": True}]
-    (place / "code.yaml").write_text(yaml.safe_dump(unsafe) + "process_results: !function code.score\n")
+    (place / "code.yaml").write_text(yaml.safe_dump(unsafe | matched))
     (place / "group.yaml").write_text(yaml.safe_dump({"group": "tiny_group", "task": ["tiny_answers", "tiny_code"]}))
     return place
 
@@ -245,21 +225,11 @@ def test_greedy_answers_that_differ_end_in_code_1(tasks, folder, tmp_path, monke
     assert said.count("greedy answers differ") == 1
 
 
-def test_code_is_run_only_where_that_is_allowed(tasks: Path, folder: Path) -> None:
-    """Catches code of the model's that runs unasked, as a group's member too."""
+def test_tasks_that_run_code_are_refused(tasks: Path, folder: Path) -> None:
+    """Catches a task that runs the model's code, alone or as a member of a group."""
     for name in ("tiny_code", "tiny_group"):
-        with pytest.raises(ConfigError, match="tiny_code runs code that the model wrote"):
+        with pytest.raises(ConfigError, match="tiny_code runs code written by the model"):
             both(Job(tasks=(name,), target=str(folder), include_path=str(tasks)))
-
-
-@pytest.mark.slow
-def test_code_that_is_allowed_runs_in_a_process_of_its_own(tasks: Path, folder: Path) -> None:
-    """Catches leave to run code that stays behind, and code that runs without limits, in that process or in one that it
-    forks. Slow: a process that loads everything anew."""
-    job = Job(tasks=("tiny_code",), target=str(folder), include_path=str(tasks), limit=2, allow_code=True)
-    (found,) = both(job)
-    assert found.scores[0].drafted == 1.0, "the task saw HF_ALLOW_CODE_EVAL and its limits"
-    assert "HF_ALLOW_CODE_EVAL" not in os.environ
 
 
 def test_it_is_known_to_lm_eval_by_name(folder: Path) -> None:

@@ -27,7 +27,7 @@ QUICK = Policy(draws=2000)
 TASKS = {"math": 24, "code": 24, "chat": 24}
 RULES = (
     "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth",
-    "train-serve skew", "contamination", "clean figure", "score", "left out",
+    "train-serve skew", "contamination", "clean figure", "left out",
 )  # fmt: skip
 
 
@@ -118,7 +118,6 @@ FAULTS = [
     ("contamination", known),
     ("clean figure", known_ones_only),
     ("left out", lambda new: new.update(share_left_out=0.3)),
-    ("score", lambda new: for_prompts(new, lambda prompt: prompt.update(score=0.0, plain_score=1.0), every=4)),
 ]
 
 
@@ -179,7 +178,7 @@ def without(new: Made, fields: tuple[str, ...]) -> None:
     [
         ("speed", ("speedup",)), ("tokens per step", ("steps",)), ("p99 TPOT", ("tpot_ms",)),
         ("acceptance by depth", ("accepted_histogram",)), ("train-serve skew", ("predicted_by_depth",)),
-        ("contamination", ("clean",)), ("clean figure", ("clean", "contaminated")), ("score", ("score",)),
+        ("contamination", ("clean",)), ("clean figure", ("clean", "contaminated")),
         ("left out", ("share_left_out",)), ("machine", ("fingerprint",)), ("lossy rule", ("lossless",)),
     ],
 )  # fmt: skip
@@ -190,7 +189,7 @@ def test_a_missing_field_is_not_measured_and_said(rule: str, fields: tuple[str, 
     if "speedup" in fields:
         for row in new["rows"]:
             row["speedup"] = None
-    if rule in ("speed", "score"):
+    if rule == "speed":
         without(old, fields)
         for row in old["rows"]:
             row.setdefault("speedup", None)
@@ -213,21 +212,6 @@ def test_a_task_without_speeds_does_not_pass_behind_the_others() -> None:
     outcome = judge(new, old)
     assert outcome.stops and "speed is required" in outcome.headline and "code: 0 of 24 prompts" in outcome.headline
     assert judge(new, old, Policy(draws=2000, required=("exactness",))).verdict == "pass"
-
-
-def test_a_task_without_scores_does_not_pass_behind_the_others() -> None:
-    """Catches a required score that one task lacks; a task that wants a judge has none to lack."""
-    new, old = twins()
-    for prompt in new["rows"][1]["per_prompt"]:
-        prompt.update(score=None, plain_score=None)
-    new["rows"][1]["score"] = None
-    wanted = Policy(draws=2000, required=("score",))
-    outcome = judge(new, old, wanted)
-    assert outcome.stops and "score is required and was not measured: code: no scores" in outcome.headline
-    assert judge(new, old).verdict == "pass"
-    for report in (new, old):
-        report["rows"][1]["task"] = "mt-bench"
-    assert judge(new, old, wanted).verdict == "pass"
 
 
 def test_a_task_whose_texts_were_not_compared_does_not_pass_behind_the_others() -> None:
@@ -366,14 +350,17 @@ def test_a_row_that_the_baseline_lacks_must_still_be_exact() -> None:
 def test_a_policy_file_lies_over_the_built_in_one(tmp_path: Path) -> None:
     """Catches keys that are ignored in silence."""
     place = tmp_path / "gate.yaml"
-    place.write_text("speed: {tolerated: 0.1}\nscore: {action: off}\ntokens_per_step: {action: warn}\n")
+    place.write_text("speed: {tolerated: 0.1}\nleft_out: {action: off}\ntokens_per_step: {action: warn}\n")
     found = policy_of(place)
-    assert (found.speed.tolerated, found.score.action, found.p99_tpot) == (0.1, "off", Policy().p99_tpot)
+    assert (found.speed.tolerated, found.left_out.action, found.p99_tpot) == (0.1, "off", Policy().p99_tpot)
     place.write_text("speed: {tolerate: 0.1}\n")
     with pytest.raises(ConfigError, match="did you mean 'tolerated'"):
         policy_of(place)
     place.write_text("exactness: {action: warn}\n")
     with pytest.raises(ConfigError, match="unknown key 'exactness'"):
+        policy_of(place)
+    place.write_text("score: {action: warn}\n")
+    with pytest.raises(ConfigError, match="unknown key 'score'; it was removed, use `outrider lm-eval`"):
         policy_of(place)
 
 

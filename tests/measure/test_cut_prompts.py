@@ -62,6 +62,6 @@ def test_parity_and_a_probe_say_what_they_cut(
     with caplog.at_level(logging.WARNING):
         names, tokens = parity.prompts_of(target, str(path), 1, 8)
         assert (names, len(tokens[0])) == (["long"], 248)
-        reads, refused = probe.read(target, draw(path, None, 1, 0).questions)
+        reads, refused = probe.encode(target, draw(path, None, 1, 0).questions)
     assert (len(reads), refused) == (1, 0)
     assert sum("1 prompt was cut at the front" in record.getMessage() for record in caplog.records) == 2

@@ -88,7 +88,7 @@ def test_an_adaptive_policy_says_that_it_learns_again(talker, quiz, tmp_path, ca
     assert measured(talker, config, tmp_path, stop_after=1) is None
     found = measured(talker, config, tmp_path)
     assert found is not None and all(row.exact for row in found.rows)
-    assert "policy auto learns again" in caplog.text and "plain at temperature 0" in caplog.text
+    assert "policy auto starts learning again" in caplog.text and "plain at temperature 0" in caplog.text
 
 
 def test_a_line_that_was_cut_is_measured_again(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_records_of_other_prompts_are_not_used(tmp_path: Path) -> None:
     """Catches a file of prompts that was edited between two runs: the answers would be to other questions."""
     old, new = Prompt("q0", ("say xy",)), Prompt("q0", ("something else",))
     Journal(tmp_path).append(Record("quiz", [0], [digest(old)], LeftOut(id="q0")))
-    assert list(Journal(tmp_path).known("quiz", [old])) == [0]
-    assert not Journal(tmp_path).known("quiz", [new])
+    assert list(Journal(tmp_path).by_index("quiz", [old])) == [0]
+    assert not Journal(tmp_path).by_index("quiz", [new])
 
 
 def test_measurements_under_another_setting_are_not_reused() -> None:

@@ -14,7 +14,6 @@ from outrider.measure import row as summary
 from outrider.measure.record import Entry, Measured, Overlaps, Run, Sample
 from outrider.measure.row import difference, training_of
 from outrider.measure.tasks.names import Prompt
-from outrider.report.parts import Score
 from outrider.report.schema import Report
 from outrider.targets.hf.transformers import TransformersTarget
 
@@ -45,14 +44,12 @@ def hand_made(target: TransformersTarget, **more: Any) -> Measured:
         for run, seconds in zip(runs, (6.0, 4.5), strict=True)
     ]
     samples = [
-        Sample(Prompt(name, ("?",), group=group), run, alone, [run.tokens], 5.0, scores=scores)
-        for name, group, run, alone, scores in zip(
-            "ab", ("ru", "en"), runs, plain, ((1.0, 1.0), (0.0, 1.0)), strict=True
-        )
+        Sample(Prompt(name, ("?",), group=group), run, alone, [run.tokens], 5.0)
+        for name, group, run, alone in zip("ab", ("ru", "en"), runs, plain, strict=True)
     ]
     values: dict[str, Any] = {
         "entry": Entry("n", load_drafter("ngram", target), predicted=(0.8, 0.4)), "task": "quiz", "samples": samples,
-        "overlap": [0.5, 1.0, 0.75], "score_measure": "exact match",
+        "overlap": [0.5, 1.0, 0.75],
     }  # fmt: skip
     return Measured(**(values | more))
 
@@ -89,7 +86,6 @@ RIGHT: dict[str, Any] = {
     "tpot_ms": {f"p{p}": 1500 / 9 + p / 100 * (520 - 1500 / 9) for p in (50, 95, 99)},
     "memory_peak_bytes": 300,
     "invalid": 3,
-    "score": {"drafted": 0.5, "plain": 1.0, "prompts": 2, "measure": "exact match"},
     "by_group": [
         {"name": "en", "prompts": 1, "tokens": 6, "steps": 3, "judged": 4, "accepted": 3, "tokens_per_step": 2.0,
          "token_acceptance": 3 / 4, "speedup": 1.5},
@@ -178,7 +174,6 @@ def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget
     assert found is not None and found.model_dump(mode="json") == {
         "contaminated": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0,
         "speedup": pytest.approx(1.5),
-        "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
     }  # fmt: skip
     unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))
     assert [prompt.contaminated for prompt in unknown.per_prompt] == [True, None]
@@ -200,19 +195,6 @@ def test_groups_add_up_to_the_row(talker: TransformersTarget) -> None:
     assert row.token_acceptance == pytest.approx(accepted / judged)
     unnamed = [replace(sample, prompt=Prompt(sample.prompt.id, ("?",))) for sample in measured.samples]
     assert summary.summarise(hand_made(talker, samples=unnamed), talker).by_group == ()
-
-
-def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarget) -> None:
-    """Catches a prompt without a reference counted as a failure, and 0 in the place of nothing."""
-
-    def scored(*scores: tuple[float | None, float | None]) -> Score | None:
-        measured = hand_made(talker)
-        for sample, pair in zip(measured.samples, scores, strict=True):
-            sample.scores = pair
-        return summary.summarise(measured, talker).score
-
-    assert scored((1.0, 0.0), (None, None)) == Score(drafted=1.0, plain=0.0, prompts=1, measure="exact match")
-    assert scored((None, None), (None, None)) is None
 
 
 def test_training_is_known_by_its_held_out_answers() -> None:

@@ -496,77 +496,23 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(talke
     """Catches a folder or a pinned content that is dropped, and a report that does not tell which rows it measured."""
     rows = [{"question": f"What is {n} + 1?", "answer": f"think\n#### {n + 1}"} for n in range(30)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = settings(
-        "gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0, score=True
-    )
+    config = settings("gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0)
     found = evaluate(talker, {"ngram": drafters["ngram"]}, config)
     source = found.tasks["gsm8k"]
     assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
-    assert found.rows[0].score.prompts == 2
+    assert found.rows[0].prompts == 2
     assert len(draw("gsm8k", config).prompts) == 8
     wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
     with pytest.raises(DataError, match="but sha256:0123 is pinned"):
         evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
 
 
-def test_a_right_answer_is_scored_beside_the_target_s_own(talker, drafters, tmp_path, monkeypatch) -> None:
-    """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its
-    number."""
-    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
-    answer = talker.encode("it is 7")
-    real = timing.run_batch
-
-    def answered(target: Target, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
-        found = real(target, requests, drafter, *rest, **more)
-        found[0].tokens = answer if drafter is None else answer[:-1]
-        return found
-
-    monkeypatch.setattr(timing, "run_batch", answered)
-    config = settings(
-        "gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0, score=True
-    )
-    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
-    assert (row.score.drafted, row.score.plain, row.score.prompts) == (0.0, 1.0, 1)
-    assert row.score.measure == "exact match of the final answer"
-    assert (row.per_prompt[0].score, row.per_prompt[0].plain_score) == (0.0, 1.0)
-
-
-def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(talker, drafters, tmp_path, caplog) -> None:
-    """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is
-    said."""
-    good = {"task_id": 1, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
-    bad = good | {"task_id": 2, "test_list": []}
-    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
-    config = settings(
-        "mbpp", prompts=2, max_new_tokens=4, min_first_ngrams=0.0, temperatures=(0.0,), data=str(tmp_path),
-        traced_prompts=0,
-        score=True, allow_code_execution=True,
-    )  # fmt: skip
-    with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):
-        draw("mbpp", config)
-    unscored = config.model_copy(update={"allow_code_execution": False})
-    drawn = {"mbpp": draw("mbpp", unscored)}
-    assert len(drawn["mbpp"].prompts) == 2
-    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config, drawn=drawn).rows
-    scores = {prompt.id: prompt.score for prompt in row.per_prompt}
-    assert scores == {"mbpp/1": 0.0, "mbpp/2": None}
-    assert "the tests of mbpp mbpp/2 can't be read" in caplog.text and "no score" in caplog.text
-
-
-def test_answers_end_where_the_text_ends(talker: Target) -> None:
-    """Catches scoring what a sampled run wrote past its end, for equal lengths, and turns run together."""
-    end = min(talker.ends)
-    a, b = talker.encode("ab"), talker.encode("cd")
-    run = summary.Run([*a, end, *b, *b, end], turns=[len(a) + 1 + len(b), len(b) + 1])
-    assert measure.answers_of(talker, run) == ["ab", "cd"]
-
-
 def test_a_speed_up_is_over_plain_decoding_at_the_same_temperature(drafters: Drafters, task: str) -> None:
     """Catches a sampled run held against greedy plain decoding, which is faster."""
     plain = {"0": summary.Run([1, 2], 2, seconds=1.0), "1": summary.Run([1, 2], 2, seconds=3.0)}
     run = summary.Run([1, 2], 1, seconds=0.5)
-    known = {0: Record("quiz", [0], ["d"], prompts=[PromptRecord([[1, 2]], 1.0, plain, [run])])}
+    records = {0: Record("quiz", [0], ["d"], prompts=[PromptRecord([[1, 2]], 1.0, plain, [run])])}
     for temperature, seconds in ((0.0, 1.0), (1.0, 3.0)):
         own = measure.Measured(measure.Entry("n", drafters["ngram"], temperature), "quiz", [])
-        measure._fill(own, 0, [0], known, [measure.Prompt("a", ("?",))], settings(task, traced_prompts=0))
+        measure._fill(own, 0, [0], records, [measure.Prompt("a", ("?",))], settings(task, traced_prompts=0))
         assert [sample.plain.seconds for sample in own.samples] == [seconds]

@@ -92,6 +92,17 @@ def test_fields_of_a_later_version_survive_load_and_save(tmp_path):
     assert values["training"]["dspark"]["optimiser"] == "muon"
 
 
+def test_a_report_with_scores_of_an_earlier_version_is_read(tmp_path):
+    """Catches a report from when answers were scored that can't be read, drawn or saved any more."""
+    score = {"drafted": 0.5, "plain": 1.0, "prompts": 2, "measure": "exact match"}
+    scored = row(score=score, clean={"contaminated": [], "checked": 2, "score": score})
+    scored["per_prompt"][0] |= {"score": 0.0, "plain_score": 1.0}
+    earlier = report(scored)
+    assert "exact match" not in render(earlier)
+    values = json.loads((Report.load(earlier.save(tmp_path)).save(tmp_path) / "report.json").read_text())
+    assert values["rows"][0]["score"] == score and values["rows"][0]["per_prompt"][0]["plain_score"] == 1.0
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     """json writes NaN, which no other reader accepts; a dict that changed after validation is caught as well."""
     found = report(row(speedup=math.nan, itl_curve_ms=[1.0, math.inf], later=[{"deep": -math.inf}]))

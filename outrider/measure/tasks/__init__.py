@@ -1,1 +1,1 @@
-"""What is measured on: prompt sets by name, and whether an answer is right."""
+"""Prompt sets by name, and the prompts of an evaluation."""

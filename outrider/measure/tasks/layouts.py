@@ -1,8 +1,8 @@
-"""Rows of data sets as prompts: one function for each layout.
+"""Rows of data sets as prompts: one function per layout.
 
-A key that is null counts as missing, because Parquet writes missing values so.  A missing key raises KeyError.  A wrong
-type raises TypeError, which says what was given and what was wanted.  The caller knows file and line and makes a
-DataError of both.
+A null key counts as missing, because that is how Parquet writes missing values.  A missing key raises KeyError, a wrong
+type raises TypeError with the expected and the actual value.  The caller knows file and line and turns both into
+DataErrors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ Row = Mapping[str, Any]
 
 
 class Prompt(NamedTuple):
-    """One prompt of a task: the user's turns.  The answers between them are the target's own."""
+    """One prompt of a task: the user's turns.  The target's own answers come between them."""
 
     id: str
     turns: tuple[str, ...]
     system: str | None = None
-    reference: Any = None
-    """What an answer is compared with, or a function that reads it; None where the task has no score."""
     group: str = ""
-    """Its language or category, by which figures are given too; empty where its row names none."""
+    """Language or category, by which reports break down their figures; empty if the row names none."""
     bare: tuple[str, ...] = ()
-    """The turns as the row has them; empty where the layout adds nothing to them."""
+    """The turns as in the row; empty if the layout adds nothing to them."""
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """The turns without what the layout adds, for the search for them in other texts."""
+        """The turns without what the layout adds, for finding them in other texts."""
         return self.bare or self.turns
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -52,28 +50,27 @@ def has(row: Row, key: str) -> bool:
 
 def text(row: Row, key: str) -> str:
     """The text under a key."""
-    found: str = _typed(row, key, "a text", lambda value: isinstance(value, str))
-    return found
+    return _typed(row, key, "a text", lambda value: isinstance(value, str))
 
 
 def texts(row: Row, key: str) -> tuple[str, ...]:
-    """The list of texts under a key; it may be empty.  A single text is not taken as a list of letters."""
+    """The list of texts under a key, possibly empty.  A single text is not a list of letters."""
     is_list = lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     return tuple(_typed(row, key, "a list of texts", is_list))
 
 
 def word(row: Row, *keys: str) -> str:
-    """The text under the first of these keys that is present; a number is written as text."""
+    """The text under the first of these keys that is present; numbers become text."""
     is_number = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     key = next((key for key in keys if has(row, key)), keys[0])
     return str(_typed(row, key, "a text or a number", lambda value: isinstance(value, str) or is_number(value)))
 
 
-def _typed(row: Row, key: str, wanted: str, is_right: Callable[[Any], bool]) -> Any:
+def _typed(row: Row, key: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
     if not has(row, key):
         raise KeyError(key)
-    if not is_right(row[key]):
-        raise TypeError(f"{key} must be {wanted}, not {row[key]!r:.80}")
+    if not is_valid(row[key]):
+        raise TypeError(f"{key} must be {expected}, not {row[key]!r:.80}")
     return row[key]
 
 
@@ -81,28 +78,22 @@ def _typed(row: Row, key: str, wanted: str, is_right: Callable[[Any], bool]) -> 
 
 
 def gsm8k(row: Row) -> Prompt:
-    answer = text(row, "answer").rpartition("####")[2].strip()
     question = text(row, "question")
-    return Prompt("", (question + STEP_BY_STEP,), reference=answer, bare=(question,))
+    return Prompt("", (question + STEP_BY_STEP,), bare=(question,))
 
 
 def problem(row: Row) -> Prompt:
-    question, answer = text(row, "problem"), word(row, "answer")
-    return Prompt(
-        _name(row, "unique_id", "problem_idx"), (question + STEP_BY_STEP,), reference=answer, bare=(question,)
-    )
+    question = text(row, "problem")
+    return Prompt(_name(row, "unique_id", "problem_idx"), (question + STEP_BY_STEP,), bare=(question,))
 
 
 def humaneval(row: Row) -> Prompt:
     stub = text(row, "prompt")
-    tests = {"stub": stub, "name": text(row, "entry_point"), "test": text(row, "test")}
-    return Prompt(word(row, "task_id"), (WITH_TESTS.format(stub=stub),), reference=tests, bare=(stub,))
+    return Prompt(word(row, "task_id"), (WITH_TESTS.format(stub=stub),), bare=(stub,))
 
 
 def mbpp(row: Row) -> Prompt:
-    imports = texts(row, "test_imports") if has(row, "test_imports") else ()
-    tests = {"imports": list(imports), "asserts": list(texts(row, "test_list"))}
-    return Prompt(f"mbpp/{word(row, 'task_id')}", (text(row, "prompt"),), reference=tests)
+    return Prompt(f"mbpp/{word(row, 'task_id')}", (text(row, "prompt"),))
 
 
 def livecodebench(row: Row) -> Prompt:
@@ -128,12 +119,11 @@ def arena_hard(row: Row) -> Prompt:
 
 
 def plain(row: Row) -> Prompt:
-    """The plain layout, which Spec-Bench uses too."""
+    """The plain layout, also used by Spec-Bench."""
     system = text(row, "system") if has(row, "system") else None
-    name, group = _name(row, "id", "question_id"), _name(row, *GROUPS)
-    return Prompt(name, texts(row, "turns"), system, row.get("reference"), group)
+    return Prompt(_name(row, "id", "question_id"), texts(row, "turns"), system, _name(row, *GROUPS))
 
 
 def _name(row: Row, *keys: str) -> str:
-    """The text or number under the first of these keys that is present; empty where there is none."""
+    """The text or number under the first of these keys that is present, else an empty text."""
     return word(row, *keys) if any(has(row, key) for key in keys) else ""

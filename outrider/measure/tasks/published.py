@@ -1,6 +1,6 @@
-"""Where the rows of a prompt set are: in files of a folder, or where it is published, at one commit.
+"""The rows of a prompt set: from files of a folder, or from where it is published, at one commit.
 
-No code of a data set is executed.
+Code that comes with a data set is never executed.
 """
 
 from __future__ import annotations
@@ -27,32 +27,30 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One prompt set: where it is, what its rows are, what scores an answer."""
+    """One prompt set: where it is published and how its rows become prompts."""
 
     name: str
     suite: Literal["DSpark", "Spec-Bench"]
     hub: str
-    """Its name on the Hugging Face hub, or `github.com/` and a repository."""
+    """Name on the Hugging Face hub, or `github.com/` and a repository."""
     config: str | None = None
     split: str = "test"
     files: tuple[str, ...] = ()
-    """Files of the repository that hold the rows, where the data set can't be loaded by its name."""
+    """Files of the repository that hold the rows, if the data set can't be loaded by name."""
     revision: str | None = None
-    """The commit it is pinned to; None takes the newest and reports which that was."""
+    """The pinned commit; None takes the newest, which is reported."""
     rows: int
     used: int
     """Prompts that the published evaluation runs."""
     prompt: Callable[[Row], Prompt]
-    score: Literal["answer", "tests"] | None = None
-    """How an answer is scored: by its final answer, or by tests of its code; None where a judge is needed."""
     licence: str
-    """As its page said when this was written; read the page before you share rows."""
+    """As stated on its page when this was written; check the page before you share rows."""
     categories: frozenset[str] = frozenset()
     """Rows of other categories belong to other tasks."""
     shared: str | None = None
-    """A file name under which a folder may hold the rows of several tasks."""
+    """File name under which a folder may hold the rows of several tasks."""
     big: bool = False
-    """Rows are read when they are needed: all of them would not fit in the memory of a small machine."""
+    """Rows are read on demand: together they would not fit into the memory of a small machine."""
 
     @property
     def source(self) -> str:
@@ -60,7 +58,7 @@ class Task:
 
 
 class Lazy(Sequence[T]):
-    """Items that are made each time they are asked for, and the location of each, in words."""
+    """Items that are made on each access.  place: the location of an item, in words."""
 
     def __init__(self, count: int, make: Callable[[int], T], place: Callable[[int], str] = str) -> None:
         self.numbers, self.make, self.place = range(count), make, place
@@ -73,12 +71,12 @@ class Lazy(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        found = self.numbers[index]
-        return self.make(found) if isinstance(found, int) else [self.make(number) for number in found]
+        selected = self.numbers[index]
+        return self.make(selected) if isinstance(selected, int) else [self.make(number) for number in selected]
 
 
 def lines(paths: Sequence[Path]) -> Lazy[Row]:
-    """Rows of JSONL files, each read when it is asked for.  Raises DataError with file and line."""
+    """Rows of JSONL files, each read on access.  Raises DataError with file and line."""
     starts: list[tuple[Path, int, int]] = []
     for path in paths:
         start = 0
@@ -102,11 +100,11 @@ def lines(paths: Sequence[Path]) -> Lazy[Row]:
     return Lazy(len(starts), read, place)
 
 
-def _json(text: bytes, place: str, wanted: str) -> Any:
+def _json(text: bytes, place: str, remedy: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
-        raise DataError(f"{place} is not JSON: {error}; {wanted}") from None
+    except (ValueError, RecursionError) as error:  # the latter for lists nested too deeply
+        raise DataError(f"{place} is not JSON: {error}; {remedy}") from None
 
 
 def mapping(row: Any, place: str) -> Row:
@@ -122,7 +120,7 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
     if paths[0].suffix == ".json":
         rows = []
         for path in paths:
-            value = _json(path.read_bytes(), str(path), "a file of rows, one a line, is named .jsonl")
+            value = _json(path.read_bytes(), str(path), "name a file with one row per line .jsonl")
             if not isinstance(value, list):
                 raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; download it again")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
@@ -136,7 +134,7 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
 
 
 def content_of(paths: Sequence[Path]) -> str | None:
-    """A hash of the content of these files; None where one is not a file."""
+    """A hash of the content of these files; None if one is not a file."""
     total = hashlib.sha256()
     for path in paths:
         if not path.is_file():
@@ -146,32 +144,31 @@ def content_of(paths: Sequence[Path]) -> str | None:
     return f"{CONTENT}{total.hexdigest()[:16]}"
 
 
-# ── where sets are published ──
+# ── published sets ──
 
 
 def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str]:
     """The rows of a task, the commit that was read, and the source in words.  No code of the data set is executed."""
     if revision is not None and revision.startswith(CONTENT):
         raise DataError(
-            f"{task.name} is pinned to {revision}, the content of files, and no folder holds {task.name}; name one, "
-            f"evaluate.data=FOLDER, or pin a commit of {task.hub}"
+            f"{task.name} is pinned to {revision}, the content of files, but no folder holds {task.name}; name one "
+            f"with evaluate.data=FOLDER, or pin a commit of {task.hub}"
         )
     try:
         commit = revision if revision and _COMMIT.fullmatch(revision) else newest(task, revision)
         return _fetch(task, commit), commit, f"{task.source} at {commit[:12]}"
-    # the hub's client raises errors of its HTTP library, which changes
+    # the hub's client raises the errors of its HTTP library, which changes between versions
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names = " or ".join(f"{name}.jsonl" for name in (task.name, task.shared) if name)
         raise DataError(
-            f"can't load {task.name} from {task.hub}: {first}; where there is no network, put {names} (or .json, "
-            f".parquet) in "
-            f"a folder and name it: evaluate.data=FOLDER, or --data FOLDER"
+            f"can't load {task.name} from {task.hub}: {first}; without a network, put {names} (or .json, .parquet) in "
+            "a folder and name it: evaluate.data=FOLDER, or --data FOLDER"
         ) from error
 
 
 def newest(task: Task, revision: str | None = None) -> str:
-    """The newest commit of where a task is published, or of the branch or tag `revision`.  Needs the network."""
+    """The newest commit of a task's repository, or of the branch or tag `revision`.  Needs the network."""
     repository = task.hub.removeprefix("github.com/")
     if repository != task.hub:
         address = GITHUB_NEWEST.format(repository=repository, revision=revision or "HEAD")
@@ -197,14 +194,14 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
         return lines(
             [Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files]
         )
-    if Path(task.hub).exists():  # `datasets` would read it instead, whatever the commit
+    if Path(task.hub).exists():  # `datasets` would prefer the folder, whatever the commit
         raise DataError(
             f"the folder {task.hub} would be read instead of the data set of that name; run from another folder"
         )
     rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))
-    # where a commit can't be reached, `datasets` takes another one from its cache, with a warning
+    # if a commit can't be reached, `datasets` takes another one from its cache, with a warning
     if not all(commit in file["filename"] for file in rows.cache_files):
-        raise DataError(f"commit {commit} was not found; pin in evaluate.revisions one that {task.hub} has")
+        raise DataError(f"{task.hub} has no commit {commit}; pin another one in evaluate.revisions")
     return cast(Sequence[Row], rows)
 
 
@@ -212,6 +209,6 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
 def _read_url(address: str, accept: str = "*/*") -> bytes:
     import httpx  # slow to import, and only needed here
 
-    answer = httpx.get(address, headers={"Accept": accept}, follow_redirects=True, timeout=60)
-    answer.raise_for_status()
-    return answer.content
+    response = httpx.get(address, headers={"Accept": accept}, follow_redirects=True, timeout=60)
+    response.raise_for_status()
+    return response.content

@@ -107,7 +107,7 @@ def _environment() -> Environment:
         summary.skews, summary.compared, summary.interval, summary.distrust,
         summary.busy, summary.differing, summary.cut_sentence, summary.left_out_because, summary.left_out_names,
         cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
-        acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder, acceptance.scores,
+        acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder,
         speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens,
         speed.prompts, speed.training, comparison.ratios, comparison.depths,
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable,

@@ -1,4 +1,4 @@
-"""What the target accepts: by depth, task and sort of proposal, and in training; and whether answers stay right."""
+"""Charts of acceptance: by depth, task and sort of proposal, and compared with training; contamination."""
 
 from __future__ import annotations
 
@@ -110,14 +110,6 @@ def ladder(sorts: Sequence[str]) -> Rows:
     """A narrow chart of shares, a rung a sort."""
     axis = charts.PERCENT._replace(at=(0, 0.5, 1))
     return Rows("marks", sorts, axis, row=30, width=charts.THIRD, left=112, right=14)
-
-
-def scores(report: Report) -> Rows | None:
-    """Scores with the drafter and of the target alone; None where there are none."""
-    found = [(row, row.score) for row in report.rows if row.score is not None]
-    items = [(row, score) for row, score in found if score.drafted is not None or score.plain is not None]
-    axis = charts.PERCENT._replace(label="share of the answers that are right")
-    return Rows("marks", items, axis, row=40) if any(score.drafted is not None for _, score in items) else None
 
 
 def contamination(report: Report) -> str:

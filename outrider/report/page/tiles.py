@@ -58,9 +58,6 @@ def _quality_detail(row: Row) -> str:
     tokens = compared(row)
     parts = [f"drawn at temperature {row.temperature:g}" if row.temperature > 0 else ""]
     parts = [many(tokens, "token") + " compared"] if tokens is not None else parts
-    if row.score is not None:
-        drafted, plain = (say(value, ".0f", "%", scale=100) for value in (row.score.drafted, row.score.plain))
-        parts.append(f"right answers {drafted}, alone {plain}")
     return "; ".join(filter(None, parts))
 
 
